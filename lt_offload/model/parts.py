@@ -23,7 +23,7 @@ from lt_offload.compat.torch import TreeSpec, tree_flatten, tree_unflatten
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
-from lt_offload.model.options import is_activation
+from lt_offload.model.saving import is_activation
 
 Forward = Callable[..., Any]
 
@@ -61,12 +61,9 @@ class Cut:
     sizes: list[int]
     """Samples of each part."""
 
-    def starts(self) -> Iterator[tuple[int, int]]:
-        """Yield where each part begins and how many samples it has."""
-        start = 0
-        for size in self.sizes:
-            yield start, size
-            start += size
+    def of(self, part: int, whole: Tensor) -> Tensor:
+        """Return the rows of one part."""
+        return whole.narrow(0, sum(self.sizes[:part]), self.sizes[part])
 
     def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the arguments of each part: views, which one node of autograd makes of each tensor."""
@@ -188,13 +185,48 @@ class Rows:
         self._apart[part] = like.new_zeros((self._sizes[part], *like.shape[1:]))
 
 
+class Joint:
+    """The tensors that every part gives, in the same places, put together.
+
+    Args:
+        sizes: samples of each part.
+        cutter: of the block whose outputs these are; None: gradients, or whatever else needs no check.
+    """
+
+    def __init__(self, sizes: Sequence[int], cutter: Cutter | None = None) -> None:
+        self._sizes, self._cutter = sizes, cutter
+        self._rows: list[Rows] | None = None
+
+    def put(self, part: int, tensors: Sequence[Tensor | None]) -> None:
+        """Add what one part has given, in any order of parts; None counts as zeros if another part has given some.
+
+        Raises:
+            UnsupportedError: if an output has no row per sample, or one part has more of them than another.
+        """
+        if self._rows is None:
+            self._rows = [Rows(self._sizes) for _ in tensors]
+        if len(self._rows) != len(tensors) and self._cutter is not None:
+            raise other_outputs(self._cutter)
+        for rows, tensor in zip(self._rows, tensors, strict=True):
+            if tensor is None:
+                continue
+            if self._cutter is not None:
+                check_rows(self._cutter, tensor, self._sizes[part])
+            rows.put(part, tensor.detach())
+
+    def results(self) -> list[Any]:
+        """Return each tensor for the batch; None where no part has given one."""
+        return [rows.result() for rows in self._rows or ()]
+
+
 class Outputs:
     """What parts return, without graphs, put together one after the other."""
 
     def __init__(self, cutter: Cutter, sizes: Sequence[int]) -> None:
-        self._cutter, self._sizes = cutter, sizes
-        self._rows: dict[int, Rows] = {}
-        self._others: dict[int, Any] = {}
+        self._cutter = cutter
+        self._joint = Joint(sizes, cutter)
+        self._others: list[Any] = []
+        """What the first part has returned, with ``_TENSOR`` for each tensor."""
         self._spec: TreeSpec | None = None
 
     def put(self, part: int, out: Any) -> None:
@@ -205,21 +237,24 @@ class Outputs:
         """
         leaves, spec = tree_flatten(out)
         del out
-        self._spec = self._spec or spec
+        others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if self._spec is None:
+            self._others, self._spec = others, spec
         if spec != self._spec:
             raise other_outputs(self._cutter)
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                check_rows(self._cutter, leaf, self._sizes[part])
-                self._rows.setdefault(at, Rows(self._sizes)).put(part, leaf.detach())
-            else:
-                check_same(self._cutter, [self._others.setdefault(at, leaf), leaf])
+        for values in zip(self._others, others, strict=True):
+            check_same(self._cutter, values)
+        self._joint.put(part, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     def result(self) -> Any:
         """Return what the block returns for the batch."""
         assert self._spec is not None
-        whole = {**self._others, **{at: rows.result() for at, rows in self._rows.items()}}
-        return tree_unflatten([whole[at] for at in range(self._spec.num_leaves)], self._spec)
+        tensors = iter(self._joint.results())
+        return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in self._others], self._spec)
+
+
+_TENSOR = object()
+"""Stands where an output is a tensor."""
 
 
 def joined(cutter: Cutter, sizes: Sequence[int], outs: Sequence[Any]) -> Any:

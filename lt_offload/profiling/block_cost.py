@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lt_offload.compat.torch import TorchDispatchMode, address_of, tree_leaves
+from lt_offload.compat.torch import address_of, tree_leaves
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.calls import Call, bit_sums
-from lt_offload.model.options import for_replay, is_costly, travels
-from lt_offload.model.parts import Cut, Rows
+from lt_offload.model.parts import Joint
+from lt_offload.model.saving import CacheCostly, ReplayCostly, SparseParts, travels
 from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
 from lt_offload.schema.profile import RECORDED, OptionName, OptionProfile
 
@@ -268,8 +267,7 @@ def _mean(laps: list[Lap]) -> Lap:
 
 def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> tuple[Lap, Lap]:
     """Run forward and backward; fill in ``figures`` if given (which costs time)."""
-    cut = call.cut()
-    trial = _Trial(call, option) if cut is None else _PartedTrial(call, cut, option)
+    trial = _Trial(call, option)
     watch = Watch(_device(call)) if figures is not None else None
     meter.lap()
     if watch is None:
@@ -298,7 +296,7 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
         outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
         figures.held_peak = max(0, watch.held_peak() - figures.live - outgoing)
         # Compiled code makes all gradients before the first one is used, and parts add theirs up: they count.
-        together = call.compiled or cut is not None
+        together = call.compiled or trial.cut is not None
         streamed = watch.whole_peak() - call.passing_bytes if together else watch.peak()
         figures.backward_peak = max(0, streamed - figures.live - outgoing)
         figures.slack = watch.slack
@@ -310,62 +308,104 @@ def _device(call: Call) -> torch.device:
 
 
 class _Trial:
-    """One forward and backward of a block."""
+    """One forward and backward of a block, of one part of its batch after the other, as the engine runs them."""
+
+    def __init__(self, call: Call, option: Option) -> None:
+        self.call, self.cut = call, call.cut()
+        self.output_bytes = 0
+        self._parts = [_PartTrial(part, option) for part in ([call] if self.cut is None else call.parts(self.cut))]
+        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+
+    def forward(self) -> list[Tensor]:
+        """Run the forward and keep what the option keeps; return the tensors of numbers."""
+        if self.cut is None:
+            outputs = self._parts[0].forward()
+        else:
+            joint = Joint(self.cut.sizes)
+            for part, trial in enumerate(self._parts):
+                joint.put(part, trial.forward())
+            outputs = joint.results()
+        self.output_bytes = outputs[0].untyped_storage().nbytes()
+        self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
+        return outputs
+
+    def incoming_gradients(self) -> dict[int, Tensor]:
+        """Return gradients for the outputs that the loss reaches."""
+        reached = {slot: self._outputs[slot] for slot in sorted(self.call.reached) if slot < len(self._outputs)}
+        return {
+            slot: torch.zeros(shape, dtype=dtype, device=device) for slot, (shape, dtype, device) in reached.items()
+        }
+
+    def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
+        """Run the backward; gradients of parameters are shown to ``seen`` and dropped as soon as they are complete."""
+        complete, cut = False, self.cut
+        joint = None if cut is None else Joint(cut.sizes)
+        with _dropping_gradients(self.call.module, seen, lambda: complete):
+            for part in reversed(range(len(self._parts))):
+                complete = part == 0  # as in autograd, the first part's comes last and completes the sums
+                mine = gradients if cut is None else {slot: cut.of(part, whole) for slot, whole in gradients.items()}
+                found = self._parts[part].differentiate(mine)
+                if cut is not None and joint is not None:
+                    slots = self.call.slots
+                    joint.put(part, [x if at in cut.rows else None for at, x in zip(slots, found, strict=True)])
+                del found, mine
+
+    def travelling(self) -> tuple[int, bool, bool]:
+        """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
+        saved = {key: value for part in self._parts for key, value in part.saved.items()}
+        call = self.call
+        inputs = {address_of(tensor.untyped_storage()) for tensor in call.inputs}
+        given = [*call.leaves, *call.module.parameters(), *call.module.buffers()]
+        others = {address_of(part.untyped_storage()) for part in tensors_in(given)}
+        moving = [nbytes for key, (nbytes, moves) in saved.items() if moves and key not in others]
+        saved_inputs = [saved[key][1] for key in inputs if key in saved]
+        return sum(moving), bool(saved_inputs), any(saved_inputs)
+
+
+class _PartTrial:
+    """The same of one part, which may be all of the batch."""
 
     def __init__(self, call: Call, option: Option) -> None:
         self.call = call
         self.option = option
-        self.output_bytes = 0
         self._inputs: list[Tensor] = []
         self._roots: dict[int, GradientEdge] = {}
         """By output: what one needs stays until the backward, whether or not the loss uses it."""
-        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._cache: list[tuple[Any, Any]] = []
-        """Costly operations and their results."""
         self._noted: list[_Noted] = []
         """What was saved: whether it still is, and of its storage the key, the bytes, and whether it may travel."""
+        self._cache = CacheCostly(partial(_note, self._noted))
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
         if self.option == "keep":
             self._inputs = self._enter()
             # Not a method: this object holds the graph, which would hold it, a cycle through C++.
-            with torch.enable_grad(), saved_tensors_hooks(partial(_note, self._noted), lambda tensor: tensor):
+            with torch.enable_grad(), saved_tensors_hooks(partial(_pack, self._noted), _unpack):
                 outputs = _numbers(self.call.run(self._inputs))
         elif self.option == "mixed":
-            with torch.no_grad(), _Collect(self._cache):
+            with torch.no_grad(), self._cache:
                 outputs = _numbers(self.call.run(self.call.inputs))
-            for tensor in tree_leaves(self._cache):
-                _note(self._noted, tensor, itself=True)
         else:
             graphed = self.call.graphed
             with torch.set_grad_enabled(graphed):
                 outputs = _numbers(self.call.run(self._enter() if graphed else self.call.inputs))
                 outputs = [output.detach() for output in outputs]
-        self.output_bytes = outputs[0].untyped_storage().nbytes()
-        self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         self._roots = _edges(outputs)
         return [output.detach() for output in outputs]
 
-    def incoming_gradients(self) -> dict[int, Tensor]:
-        """Return gradients for the outputs that the loss reaches."""
-        return _incoming(self.call, self._outputs)
-
-    def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
-        """Run the backward; gradients of parameters are shown to ``seen`` and dropped as soon as they are complete."""
-        with _dropping_gradients(self.call.module, seen):
-            self.differentiate(gradients)
-
     def differentiate(self, gradients: dict[int, Tensor]) -> list[Tensor | None]:
-        """Run the backward; return the gradients of the activations."""
+        """Run the backward; return the gradients of the activations.
+
+        Raises:
+            _OtherOperations: if the second run, under ``mixed``, does not call what the first has called.
+        """
         roots, self._roots = self._roots, {}
         if self.option != "keep":
             self._inputs = self._enter()
-            replay = _Replay(self._cache) if self.option == "mixed" else nullcontext()
+            mixed = self.option == "mixed"
+            replay = ReplayCostly(self._cache, _unpack, _OtherOperations) if mixed else nullcontext()
             with torch.enable_grad(), replay:
                 roots = _edges(_numbers(self.call.run(self._inputs)))
-            if self._cache:
-                raise _OtherOperations(f"its second run did not call {self._cache[0][0]}, as its first had")
         reached = [slot for slot in gradients if slot in roots]
         assert reached
         torch.autograd.backward([roots[slot] for slot in reached], [gradients[slot] for slot in reached])
@@ -382,10 +422,6 @@ class _Trial:
                 found[key] = nbytes, moves or found.get(key, (0, False))[1]
         return found
 
-    def travelling(self) -> tuple[int, bool, bool]:
-        """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
-        return _travelling(self.call, self.saved)
-
     def _enter(self) -> list[Tensor]:
         needs = zip(self.call.inputs, self.call.needs_grad, strict=True)
         return [tensor.detach().requires_grad_(need) for tensor, need in needs]
@@ -394,119 +430,30 @@ class _Trial:
 _Noted = tuple[weakref.ref[Tensor], int, int, bool]
 
 
-def _note(noted: list[_Noted], tensor: Any, *, itself: bool = False) -> Any:
-    """Note what is saved, and return what is to be saved: the tensor ``itself``, or a view of it."""
-    if isinstance(tensor, Tensor):
-        kept = tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
-        held = weakref.ref(tensor if itself else kept)
-        for storage in (part.untyped_storage() for part in tensors_in(tensor)):
-            noted.append((held, address_of(storage), storage.nbytes(), travels(tensor)))
-        return kept
-    return tensor
+def _note(noted: list[_Noted], leaf: Any) -> Any:
+    """Note what is saved, and return what is held of it."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    kept = leaf.detach()  # a saved output would hold the node that holds it, a cycle through C++
+    held = weakref.ref(kept)
+    for storage in (part.untyped_storage() for part in tensors_in(leaf)):
+        noted.append((held, address_of(storage), storage.nbytes(), travels(leaf)))
+    return kept
 
 
-class _PartedTrial:
-    """The same for a block that takes its batch in parts: as the engine does, one part's work at a time."""
-
-    def __init__(self, call: Call, cut: Cut, option: Option) -> None:
-        self.call, self.cut = call, cut
-        self.output_bytes = 0
-        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._trials = [_Trial(part, option) for part in call.parts(cut)]
-
-    def forward(self) -> None:
-        """Run the forward of each part."""
-        rows: list[Rows] = []
-        for part, trial in enumerate(self._trials):
-            outputs = trial.forward()
-            rows = rows or [Rows(self.cut.sizes) for _ in outputs]
-            for row, output in zip(rows, outputs, strict=True):
-                row.put(part, output)
-            del outputs, output
-        whole = [tensor for row in rows if (tensor := row.result()) is not None]
-        self.output_bytes = whole[0].untyped_storage().nbytes()
-        self._outputs = [(output.shape, output.dtype, output.device) for output in whole]
-
-    def incoming_gradients(self) -> dict[int, Tensor]:
-        """Return gradients for the outputs that the loss reaches."""
-        return _incoming(self.call, self._outputs)
-
-    def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
-        """Run the backward of each part, the last one first; the first one completes the gradients of parameters."""
-        rows = [Rows(self.cut.sizes) for _ in self.call.slots]
-        ranges, complete = list(self.cut.starts()), False
-        with _dropping_gradients(self.call.module, seen, lambda: complete):
-            for part in reversed(range(len(self._trials))):
-                start, size = ranges[part]
-                complete = part == 0
-                mine = {slot: gradient.narrow(0, start, size) for slot, gradient in gradients.items()}
-                found = self._trials[part].differentiate(mine)
-                for row, slot, gradient in zip(rows, self.call.slots, found, strict=True):
-                    if gradient is not None and slot in self.cut.rows:
-                        row.put(part, gradient)
-                del found, mine
-
-    def travelling(self) -> tuple[int, bool, bool]:
-        """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
-        saved: dict[int, tuple[int, bool]] = {}
-        for trial in self._trials:
-            saved.update(trial.saved)
-        return _travelling(self.call, saved)
+def _pack(noted: list[_Noted], tensor: Tensor) -> Any:
+    """Note what a graph saves: of a sparse tensor its parts, which travel one by one."""
+    if tensor.layout is not torch.strided:
+        return SparseParts(tensor, partial(_note, noted))
+    return _note(noted, tensor)
 
 
-def _incoming(call: Call, outputs: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> dict[int, Tensor]:
-    reached = {slot: outputs[slot] for slot in sorted(call.reached) if slot < len(outputs)}
-    return {slot: torch.zeros(shape, dtype=dtype, device=device) for slot, (shape, dtype, device) in reached.items()}
-
-
-def _travelling(call: Call, saved: Mapping[int, tuple[int, bool]]) -> tuple[int, bool, bool]:
-    inputs = {address_of(tensor.untyped_storage()) for tensor in call.inputs}
-    given = [*call.leaves, *call.module.parameters(), *call.module.buffers()]
-    others = {address_of(part.untyped_storage()) for part in tensors_in(given)}
-    moving = [nbytes for key, (nbytes, moves) in saved.items() if moves and key not in others]
-    saved_inputs = [saved[key][1] for key in inputs if key in saved]
-    return sum(moving), bool(saved_inputs), any(saved_inputs)
+def _unpack(saved: Any) -> Any:
+    return saved.unpack(_unpack) if isinstance(saved, SparseParts) else saved
 
 
 class _OtherOperations(Exception):  # noqa: N818 - not an error of anybody's
     """The second run of a block did not call the operations whose results the first has kept."""
-
-
-@unseen_by_dynamo
-class _Collect(TorchDispatchMode):
-    """Keeps the results of costly operations."""
-
-    def __init__(self, cache: list[tuple[Any, Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if not is_costly(func, args, kwargs or {}):
-            return func(*args, **(kwargs or {}))
-        out = func(*for_replay(func, args), **(kwargs or {}))
-        self._cache.append((func, out))
-        return out
-
-
-@unseen_by_dynamo
-class _Replay(TorchDispatchMode):
-    """Hands out the kept results in order, instead of running the operations again.
-
-    Raises:
-        _OtherOperations: where another operation is called than the one whose result is next.
-    """
-
-    def __init__(self, cache: list[tuple[Any, Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if not is_costly(func, args, kwargs or {}):
-            return func(*args, **(kwargs or {}))
-        kept, out = self._cache.pop(0) if self._cache else (None, None)
-        if kept is not func:
-            raise _OtherOperations(f"its second run called {func}, its first {kept or 'nothing'} there")
-        return out
 
 
 def _numbers(out: Any) -> list[Tensor]:
@@ -520,7 +467,7 @@ def _edges(outputs: Sequence[Tensor]) -> dict[int, GradientEdge]:
 
 @contextmanager
 def _dropping_gradients(
-    module: nn.Module, seen: Callable[[Tensor], None] | None, complete: Callable[[], bool] = lambda: True
+    module: nn.Module, seen: Callable[[Tensor], None] | None, complete: Callable[[], bool]
 ) -> Iterator[None]:
     """Let no gradient of a parameter outlive its completion; gradients that were there are put back."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -28,8 +28,8 @@ from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import BlockOutput, Call
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.location import brought
-from lt_offload.model.options import is_activation
 from lt_offload.model.parts import Cutter, cutters, in_parts
+from lt_offload.model.saving import is_activation
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter

@@ -28,7 +28,7 @@ GATHERED_BELOW = 256 << 10
 """Gradients smaller than this are gathered on the device before they leave for the host."""
 
 OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard", "fused", "chunked"]
-"""See :mod:`lt_offload.model.options`."""
+"""See :mod:`lt_offload.model.saving`."""
 RECORDED: tuple[OptionName, ...] = ("keep", "offload", "fused", "chunked")
 """Options with which a block runs once, with a graph."""
 WITH_LOSS: tuple[OptionName, ...] = ("fused", "chunked")

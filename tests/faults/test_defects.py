@@ -12,6 +12,7 @@ from lt_offload.execute.memory import activations
 from lt_offload.execute.memory.residency import Transfer
 from lt_offload.execute.updates import gradients
 from lt_offload.execute.updates.gradients import Gradients
+from lt_offload.model import saving
 from tests.support.engines import Case, differences, offloaded, plain
 
 TIED = Case(family="llama-tied", options=("recompute", "mixed"), places=("device", "host"), dropout=0.1)
@@ -79,11 +80,11 @@ def test_host_update_with_the_next_learning_rate(monkeypatch: pytest.MonkeyPatch
 
 
 def test_cache_replayed_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = activations.ReplayCostly.__init__
+    init = saving.ReplayCostly.__init__
 
-    def shuffled(self: Any, cache: Any) -> None:
+    def shuffled(self: Any, cache: Any, *how: Any) -> None:
         cache.results.reverse()
-        init(self, cache)
+        init(self, cache, *how)
 
-    monkeypatch.setattr(activations.ReplayCostly, "__init__", shuffled)
+    monkeypatch.setattr(saving.ReplayCostly, "__init__", shuffled)
     assert fails(Case(options=("mixed",)))

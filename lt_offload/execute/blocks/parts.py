@@ -73,7 +73,7 @@ class Parts:
         self.forgotten = False
         """Another forward has begun, for which it was closed."""
         self._cutter, self._uses, self._between = cutter, uses, between
-        self._sizes, self._ranges = cut.sizes, list(cut.starts())
+        self._sizes, self._ranges = cut.sizes, [(sum(cut.sizes[:part]), size) for part, size in enumerate(cut.sizes)]
         self._frames = [make(args=args, kwargs=kwargs, offloader=self.offloader) for args, kwargs in cut.calls()]
         slots = self._frames[0].slots
         self._inputs: list[Tensor] = [cut.leaves[slot] for slot in slots]

@@ -29,15 +29,14 @@ from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import (
     ActivationOffloader,
-    CacheCostly,
     HostPool,
     Moved,
-    ReplayCostly,
     SavedTensors,
+    given_back,
 )
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.calls import edges, tensors_of
-from lt_offload.model.options import is_activation, travels
+from lt_offload.model.saving import CacheCostly, ReplayCostly, is_activation, travels
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.effects import Effects, Snapshot
@@ -170,7 +169,7 @@ class Frame:
                 self._note_first(stack)
                 if self.option == "mixed":
                     assert self.offloader is not None and not self.graphed
-                    self._cache = stack.enter_context(CacheCostly(self.offloader))
+                    self._cache = stack.enter_context(CacheCostly(self.offloader.keep))
                 versions = [version(x) for x in inputs]
                 out = self._run_unrecorded(anchor, inputs)
             self._note_outputs(out)
@@ -378,7 +377,7 @@ class Frame:
             del inputs  # only the graph holds them from here on, so that what travels is free once it has left
             self._entries = [get_gradient_edge(x) if x.requires_grad else None for x in entered]
             if self._cache is not None:
-                stack.enter_context(ReplayCostly(self._cache))
+                stack.enter_context(ReplayCostly(self._cache, given_back, limits.OTHER_SECOND_RUN.error))
             out = self._call(entered)
         self._roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_of(out)]
         return out

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.compat.torch import DisableTorchDispatch, TorchDispatchMode, address_of
+from lt_offload.compat.torch import DisableTorchDispatch, address_of
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import unseen_by_dynamo
-from lt_offload.model.options import for_replay, is_costly, travels
+from lt_offload.model.saving import SparseParts, travels
 from lt_offload.model.snapshot import version
 from lt_offload.units import round_up
 
@@ -227,6 +224,10 @@ class ActivationOffloader:
         """Whether nothing has left yet."""
         return self._left is None and self._fetched is None
 
+    def keep(self, leaf: Any) -> Any:
+        """Take a result that a second run needs, if it travels; return what gives it back to :func:`given_back`."""
+        return self.take(leaf, watch=True) if isinstance(leaf, Tensor) and travels(leaf) else leaf
+
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: raise if it is written to before it has left."""
         memory = tensor.untyped_storage()
@@ -337,6 +338,11 @@ class ActivationOffloader:
             self._parts = self._host.parts([storage.part for storage in self._storages])
 
 
+def given_back(kept: Any) -> Any:
+    """Return the result that :meth:`ActivationOffloader.keep` was given."""
+    return kept.restore() if isinstance(kept, Moved) else kept
+
+
 def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -353,7 +359,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
         def pack(tensor: Tensor) -> Packed:
             if tensor.layout is not torch.strided:
-                return _Sparse(tensor, pack)
+                return SparseParts(tensor, pack)
             # By address, not by identity: what a linear layer saves is weight.t(), a new tensor every time.
             address = tensor.data_ptr()
             index = bisect_right(starts, address) - 1
@@ -368,32 +374,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, _unpack)
 
 
-class _Sparse:
-    """A saved sparse tensor: its parts, which may be in the memory of weights."""
-
-    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Packed]) -> None:
-        with _no_modes():
-            self._parts = [pack(part.detach()) for part in tensors_in(tensor)]
-        self._shape, self._layout = tensor.shape, tensor.layout
-        self._sorted = self._layout is torch.sparse_coo and tensor.is_coalesced()
-
-    def unpack(self) -> Tensor:
-        """Return a tensor like the one that was saved."""
-        parts = [_unpack(part) for part in self._parts]
-        if self._layout is torch.sparse_coo:
-            return torch.sparse_coo_tensor(
-                parts[0], parts[1], self._shape, is_coalesced=self._sorted, check_invariants=False
-            )
-        first, second, values = parts
-        return torch.sparse_compressed_tensor(
-            first, second, values, self._shape, layout=self._layout, check_invariants=False
-        )
-
-
-Packed = Tensor | WeightAlias | Moved | _Sparse
+Packed = Tensor | WeightAlias | Moved | SparseParts
 
 
 def _unpack(packed: Packed) -> Tensor:
+    if isinstance(packed, SparseParts):
+        return packed.unpack(_unpack)
     return packed if isinstance(packed, Tensor) else packed.unpack()
 
 
@@ -417,58 +403,3 @@ def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
     assert index >= 0 and address < start + weight.nbytes, "a saved tensor lies beside weights but belongs to no weight"
     assert weight.present is not None and tensor.dtype == weight.present.dtype
     return WeightAlias(weight, tensor.dtype, (address - start) // tensor.element_size(), tensor.shape, tensor.stride())
-
-
-@unseen_by_dynamo
-class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a forward and moves the results of its costly operations to the host (option ``mixed``)."""
-
-    def __init__(self, offloader: ActivationOffloader) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.offloader = offloader
-        self.results: list[tuple[Any, Any]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not is_costly(func, args, kwargs or {}):
-            return func(*args, **(kwargs or {}))
-        out = func(*for_replay(func, args), **(kwargs or {}))
-        self.results.append((func, _map_tensors(out, self._take)))
-        return out
-
-    def _take(self, tensor: Tensor) -> Tensor | Moved:
-        return self.offloader.take(tensor, watch=True) if travels(tensor) else tensor
-
-
-@unseen_by_dynamo
-class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Repeats a forward, but takes the results of its costly operations from the cache instead of computing them."""
-
-    def __init__(self, cache: CacheCostly) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._results = iter(cache.results)
-
-    @override
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        unused, _ = next(self._results, (None, None))
-        if kind is None and unused is not None:
-            raise limits.OTHER_SECOND_RUN.error(f"the second run of a block did not call {unused}, as the first had")
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not is_costly(func, args, kwargs or {}):
-            return func(*args, **(kwargs or {}))
-        cached, out = next(self._results, (None, None))
-        if cached is not func:
-            called = f"where the first had called {cached}" if cached is not None else "which the first had not"
-            raise limits.OTHER_SECOND_RUN.error(f"the second run of a block called {func}, {called}")
-        return _map_tensors(out, lambda item: item.restore() if isinstance(item, Moved) else item)
-
-
-def _map_tensors(out: Any, apply: Callable[[Any], Any]) -> Any:
-    if isinstance(out, (tuple, list)):
-        return type(out)(_map_tensors(item, apply) for item in out)
-    return apply(out) if isinstance(out, (Tensor, Moved)) else out

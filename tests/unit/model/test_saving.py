@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_offload.model.options import SMALL, for_replay, is_activation, is_costly, travels
+from lt_offload.model.saving import SMALL, for_replay, is_activation, is_costly, travels
 from tests.support import models
 
 aten = torch.ops.aten

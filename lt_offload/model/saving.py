@@ -1,0 +1,177 @@
+"""What becomes of what a block saves for its backward: the rules, for the code that measures and the code that trains.
+
+The activation options:
+
+``keep``
+    saved tensors stay on the device.
+``recompute``
+    only the block's input stays; the block runs again in the backward.
+``offload``
+    every saved tensor that :func:`travels` goes to the host and comes back, the input among them.
+``mixed``
+    the input and the results of costly operations travel, the rest is recomputed from them.
+``reload``
+    only the block's input is saved, and it travels; the block runs again in the backward.
+``discard``
+    nothing is saved; the plan says from which earlier block on the forwards are recomputed. For blocks that are
+    ``chained``.
+``fused``
+    for the output projection: the block is projection and loss, and treats a few tokens at a time (``head.py``). Logits
+    stay, once; the same numbers.
+``chunked``
+    the same with a projection of a few tokens at a time, so that all logits never exist: another order of summation in
+    the gradient of its weight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lt_offload.compat.torch import ATTENTIONS, DisableTorchDispatch, TorchDispatchMode, schema_of
+from lt_offload.machine.accounting import tensors_in
+from lt_offload.machine.dispatch import unseen_by_dynamo
+
+SMALL = 1024
+"""Storages of fewer bytes stay on the device: a copy would cost more than it frees."""
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+_OTHER_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit"})
+
+
+def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``mixed`` keeps the result of this operation instead of computing it again.
+
+    None of them writes in place or returns a view of its arguments: a caller in C++ ignores what such an operation
+    returns, so that a cached result would not reach it. And none draws random numbers: with some draws cached and
+    others repeated, the repeated ones would come from another point of the generator's stream.
+    """
+    if func in _PRODUCTS or schema_of(func).name in _OTHER_PRODUCTS:
+        return True
+    return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
+
+
+def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` so that the result is fit for a backward, although autograd does not record this run of ``func``.
+
+    Some attention kernels compute the log-sum-exp that their backward needs only if a gradient is expected.
+    """
+    if func not in ATTENTIONS:
+        return args
+    names = [argument.name for argument in schema_of(func).arguments]
+    if "compute_log_sumexp" not in names:
+        return args
+    position = names.index("compute_log_sumexp")
+    return (*args[:position], True, *args[position + 1 :])
+
+
+def travels(tensor: Tensor) -> bool:
+    """Return whether a saved tensor goes to the host under ``offload``; masks and small ones stay."""
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() >= SMALL
+
+
+def is_activation(leaf: Tensor, *, positional: bool) -> bool:
+    """Return whether an argument of a block is passed on from block to block, unlike masks that all share."""
+    return leaf.requires_grad or (positional and leaf.is_floating_point())
+
+
+@unseen_by_dynamo
+class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs a forward and keeps the results of its costly operations (option ``mixed``).
+
+    Args:
+        keep: is given what such an operation returns, leaf by leaf, and returns what is kept in its place.
+    """
+
+    def __init__(self, keep: Callable[[Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keep = keep
+        self.results: deque[tuple[Any, Any]] = deque()
+        """Operations and what is kept of their results, in the order of the calls."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        out = func(*for_replay(func, args), **(kwargs or {}))
+        self.results.append((func, _mapped(out, self._keep)))
+        return out
+
+
+@unseen_by_dynamo
+class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Repeats a forward, but takes the results of its costly operations from the cache instead of computing them.
+
+    Args:
+        cache: is empty afterwards: nothing is kept longer than until its operation is repeated.
+        give: returns a leaf of a result from what is kept of it.
+        refuse: makes an error of a sentence, raised where the two runs do not call the same costly operations.
+    """
+
+    def __init__(self, cache: CacheCostly, give: Callable[[Any], Any], refuse: Callable[[str], Exception]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results, self._give, self._refuse = cache.results, give, refuse
+
+    @override
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        if kind is None and self._results:
+            unused, _ = self._results[0]
+            raise self._refuse(f"the second run of a block did not call {unused}, as the first had")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        # By position: two calls of one operation with other arguments cannot be told apart by anything cheaper.
+        cached, out = self._results.popleft() if self._results else (None, None)
+        if cached is not func:
+            called = f"where the first had called {cached}" if cached is not None else "which the first had not"
+            raise self._refuse(f"the second run of a block called {func}, {called}")
+        return _mapped(out, self._give)
+
+
+def _mapped(out: Any, apply: Callable[[Any], Any]) -> Any:
+    return type(out)(_mapped(item, apply) for item in out) if isinstance(out, (tuple, list)) else apply(out)
+
+
+class SparseParts:
+    """A saved sparse tensor: its indices and values, each saved as a tensor of its own.
+
+    Args:
+        tensor: what autograd saves.
+        pack: the hook that saves strided tensors.
+    """
+
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> None:
+        with DisableTorchDispatch():  # views: no mode has to see them
+            self._parts = [pack(part.detach()) for part in tensors_in(tensor)]
+        self._shape, self._layout = tensor.shape, tensor.layout
+        self._sorted = self._layout is torch.sparse_coo and tensor.is_coalesced()
+
+    def unpack(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """Return a tensor like the one that was saved, of parts as ``unpack`` returns them."""
+        parts = [unpack(part) for part in self._parts]
+        if self._layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(
+                parts[0], parts[1], self._shape, is_coalesced=self._sorted, check_invariants=False
+            )
+        first, second, values = parts
+        return torch.sparse_compressed_tensor(
+            first, second, values, self._shape, layout=self._layout, check_invariants=False
+        )
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    raise AssertionError(f"{func} has no argument {name}")
