@@ -110,6 +110,7 @@ class Engine:
     def __init__(self, blocks: Sequence[nn.Module], plan: Plan) -> None:
         assert plan.passes == ("updating",), "this engine has no windows"
         assert {*plan.options} <= OPTIONS, "this engine has fewer options"
+        assert not any(op.zero_copy for op in plan.ops), "its computations read nothing in host memory"
         self.plan, self.blocks, self.lanes = plan, blocks, Lanes()
         named = [(block, name, p) for block, module in enumerate(blocks) for name, p in module.named_parameters()]
         self.names = [{t: name for t, (at, name, _) in enumerate(named) if at == block} for block in range(len(blocks))]
@@ -119,11 +120,9 @@ class Engine:
         self.arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)
         self.device: dict[Key, Tensor] = {}
         """What is in the arena: ranges of it."""
-        self.newer: set[Key] = set()
-        """What has changed there."""
+        self.newer: set[Key] = set()  # what has changed there
         self.saved: dict[int, Saved] = {}  # by block
-        self.gradients: dict[int, Tensor] = {}
-        """By tensor, on the device."""
+        self.gradients: dict[int, Tensor] = {}  # by tensor, on the device
         memory = torch.empty(plan.gradient_bytes, dtype=torch.uint8)
         self.arrived: dict[int, Tensor] = {}
         """Where gradients come to on the host: ranges that they share by turns."""
@@ -210,7 +209,8 @@ class Engine:
     def with_graph(self, block: int, x: Tensor) -> Tensor:
         """Run a block so that autograd can go back through it."""
         saved = self.saved[block]
-        weights = {name: self.device["weight", t].detach().requires_grad_() for t, name in self.names[block].items()}
+        # ``data``, as autograd counts writes to a tensor, and for it all ranges of the arena are one tensor.
+        weights = {name: self.device["weight", t].data.requires_grad_() for t, name in self.names[block].items()}
         saved.leaves, saved.tensors = [x.detach().requires_grad_(), *weights.values()], []
         with saved_tensors_hooks(partial(self.pack, saved), partial(self.unpack, saved)):
             output: Tensor = functional_call(self.blocks[block], weights, (saved.leaves[0],))

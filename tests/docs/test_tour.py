@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,8 +35,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "l2l": {"planner": "l2l", "share": 0.7},
     "paged": {"host_update": False, "share": 0.7},
     "recompute": {"activation_offload": False, "share": 0.7},
-    "tight": {"share": 0.6},
-    "middle": {"share": 0.8},
+    "tight": {"planner": "greedy", "share": 0.68},
+    "middle": {"planner": "offmate", "share": 0.9},
 }
 """What is asked of the planner. ``share``: the budget, as a part of what everything takes; ``without``: an option."""
 
@@ -219,6 +220,12 @@ def test_both_are_read_at_once_and_differ_in_their_lanes_only() -> None:
     assert len(hunks) <= 7
     shown = "\n".join(difflib.unified_diff(*texts, n=1, lineterm="", fromfile="in_turn.py", tofile="overlapped.py"))
     assert shown in (pages.SITE / "tour.md").read_text(encoding="utf-8")
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    named = re.findall(r"`((?:lt_offload|tests|scripts|docs)/[^`]*)`", pages.read("docs/tour.md"))
+    assert len(named) > 20
+    assert [name for name in named if not (pages.ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("name", ["in_turn", "overlapped"])
