@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,6 +94,30 @@ def show_buffers() -> Callable[[], None]:
             allocate_compiled_with(compiled_allocations)
 
     return undo
+
+
+@unseen_by_dynamo
+class OperationLog(TorchDispatchMode):
+    """Notes which operations are called, in their order; what only shows a tensor in another way does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: list[str] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code inside a block run as it does elsewhere."""
+        return True
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operation and note it."""
+        if not func.is_view and func.namespace != "prim":  # fake tensors are asked for their device all the time
+            self.called.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 # -- function modes ---------------------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ class Call:
     """What remembering the state of its modules takes for a second run, if that is known."""
     given: list[FirstRun] = field(default_factory=list)
     """What it has drawn and returned, if it would do so again unless something changes that nobody can know."""
+    rehearsed: list[Tensor] = field(default_factory=list)
+    """States of the generators that every trial of its costs begins with, if the block draws something."""
     cutter: Cutter | None = None
     """Cuts the batch in parts; None: the block takes all of it."""
 
@@ -128,6 +130,11 @@ class Call:
         args, kwargs = tree_unflatten(leaves, self.spec)
         with within(self.contexts):
             return self.module(*args, **kwargs)
+
+
+def has_values(call: Call) -> bool:
+    """Return whether a block was called with numbers, and not with fake tensors."""
+    return all(type(leaf) is Tensor and not leaf.is_meta for leaf in call.leaves if isinstance(leaf, Tensor))
 
 
 class BlockOutput:

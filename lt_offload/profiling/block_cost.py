@@ -17,13 +17,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from lt_offload.compat.torch import address_of, tree_leaves
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.model.calls import Call, bit_sums
+from lt_offload.machine.dispatch import OperationLog
+from lt_offload.model.calls import Call, bit_sums, has_values
 from lt_offload.model.parts import Joint
 from lt_offload.model.saving import CacheCostly, ReplayCostly, SparseParts, travels
 from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
 from lt_offload.schema.profile import RECORDED, OptionName, OptionProfile
 
 _log = logging.getLogger(__name__)
+
+_FEW_DRAWS, _MOST_DRAWS = 3, 16
+"""So many runs show whether a block leaves modules out at random, and which of its runs leaves out least."""
 
 Option = Literal["keep", "recompute", "mixed"]
 """What is run; ``offload`` computes what ``keep`` computes."""
@@ -70,6 +74,7 @@ class _Figures:
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return what it costs; ``once``: only those that run it once."""
     once = once or not _gives_the_same(call)
+    call.rehearsed[:] = _fullest(call)
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
@@ -107,6 +112,30 @@ def _gives_the_same(call: Call) -> bool:
     if not same:
         _log.info("%s runs once per iteration: after the step it gives other numbers", type(call.module).__name__)
     return same
+
+
+def _fullest(call: Call) -> list[Tensor]:
+    """Return where the generators are to be in a trial; nothing if the block draws nothing.
+
+    Some blocks leave modules out at random, in some steps all that have weights to train. A plan has to be large enough
+    for any step, so that it is made for the one of a few draws with the most operations.
+    """
+    if not has_values(call) or call.compiled or not call.has_backward:
+        return []
+    found: list[tuple[int, list[Tensor]]] = []
+    draws = call.given[0].draws if call.given else call.draws()
+    while len(found) < _MOST_DRAWS:
+        call.draw_from(draws)
+        with OperationLog() as operations:
+            _Trial(call, "keep").forward()
+        found.append((len(operations.called), draws))
+        after = call.draws()
+        if all(map(torch.equal, draws, after)):
+            return []
+        if len(found) == _FEW_DRAWS and len({count for count, _ in found}) == 1:
+            break
+        draws = after
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Meter) -> BlockCost:
@@ -377,6 +406,7 @@ class _PartTrial:
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
+        self._rewind()
         if self.option == "keep":
             self._inputs = self._enter()
             # Not a method: this object holds the graph, which would hold it, a cycle through C++.
@@ -402,6 +432,7 @@ class _PartTrial:
         roots, self._roots = self._roots, {}
         if self.option != "keep":
             self._inputs = self._enter()
+            self._rewind()
             mixed = self.option == "mixed"
             replay = ReplayCostly(self._cache, _unpack, _OtherOperations) if mixed else nullcontext()
             with torch.enable_grad(), replay:
@@ -421,6 +452,11 @@ class _PartTrial:
             if held() is not None:
                 found[key] = nbytes, moves or found.get(key, (0, False))[1]
         return found
+
+    def _rewind(self) -> None:
+        """Let every run draw the same, as the second one of a step does."""
+        if self.call.rehearsed:
+            self.call.draw_from(self.call.rehearsed)
 
     def _enter(self) -> list[Tensor]:
         needs = zip(self.call.inputs, self.call.needs_grad, strict=True)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,9 @@ from lt_offload.compat.torch import (
     tree_unflatten,
 )
 from lt_offload.errors import OffloadError
-from lt_offload.machine.dispatch import unseen_by_dynamo, writes
+from lt_offload.machine.dispatch import OperationLog, unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
-from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, tensors_of
+from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, has_values, tensors_of
 from lt_offload.model.parts import check_rows
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.effects import Effects, InnerHooks, Rest, Snapshot
@@ -126,7 +126,7 @@ class Seams:
             UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
         """
         block, self._rest = self._blocks[index], Rest([])
-        if call.compiled or not (_has_values(call) or id(call) not in self._compared):
+        if call.compiled or not (has_values(call) or id(call) not in self._compared):
             return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
         self._compared[id(call)] = call
         hook = InnerHooks(block.name, block.module).find()
@@ -136,8 +136,8 @@ class Seams:
             return self._run_only_once(index, call, forward, f"it runs within {call.contexts.modes[-1]}")
         # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
         before_draws = call.draws()
-        effects = Effects(block.module, watched=3 if _has_values(call) else 0)
-        with effects.first_run() as before, self._aside(), torch.no_grad(), _OperationLog() as operations:
+        effects = Effects(block.module, watched=3 if has_values(call) else 0)
+        with effects.first_run() as before, self._aside(), torch.no_grad(), OperationLog() as operations:
             try:
                 first, failed = forward(), None
             except Exception as error:  # whatever users' code raises where there is no graph
@@ -151,18 +151,18 @@ class Seams:
             torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
         if failed is not None:
             return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
-        with _OperationLog() as with_graph:
+        with OperationLog() as with_graph:
             out = self._run_kept(index, call, forward)
         if operations.called != with_graph.called:
             _log.info("block %s always runs with a graph: without one torch calls other operations", block.name)
             call.kernels.add("graph")
-        if _has_values(call) and not _equal(first, out):
+        if has_values(call) and not _equal(first, out):
             # Kernels that add in no fixed order do not repeat their own bits: then nothing can be said, and with a
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
             call.kernels.add("graph")
             if _repeats(call):
                 self._check_repeated(index, call, forward, before, before_draws, out)
-        if _has_values(call) and _repeats(call) and not before.changed and not call.given:
+        if has_values(call) and _repeats(call) and not before.changed and not call.given:
             numbers = [tensor for tensor in tensors_of(out) if tensor.is_floating_point()]
             call.given.append(FirstRun(draws=before_draws, sums=[int(total) for total in bit_sums(numbers)]))
         return out
@@ -288,7 +288,7 @@ class Seams:
         for name, parameter in block.module.named_parameters():
             if uses[id(parameter)] > 1:
                 raise limits.MICRO_BATCHES.error(f"block {block.name} uses its weight {name} several times")
-        if not _has_values(call) or not outputs or not inputs:
+        if not has_values(call) or not outputs or not inputs:
             return
         first = [torch.zeros_like(out) for out in outputs]
         for gradient in first:
@@ -378,39 +378,10 @@ def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     return [ends[id(tensor)] for tensor in entered]
 
 
-@unseen_by_dynamo
-class _OperationLog(TorchDispatchMode):
-    """Notes which operations are called, in their order; what only shows a tensor in another way does not count."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.called: list[str] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code inside a block run as it does elsewhere."""
-        return True
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run the operation and note it."""
-        if not func.is_view and func.namespace != "prim":  # fake tensors are asked for their device all the time
-            self.called.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def _repeats(call: Call) -> bool:
     """Return whether a block has the same numbers in every run: on a GPU that takes deterministic kernels."""
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return all(tensor.device.type == "cpu" for tensor in tensors) or torch.are_deterministic_algorithms_enabled()
-
-
-def _has_values(call: Call) -> bool:
-    """Return whether a block was called with numbers, and not with fake tensors."""
-    return all(type(leaf) is Tensor and not leaf.is_meta for leaf in call.leaves if isinstance(leaf, Tensor))
 
 
 def _equal(first: Any, second: Any) -> bool:

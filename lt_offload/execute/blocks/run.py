@@ -70,6 +70,7 @@ class Frame:
         steady: bool = False,
         graphed: bool = False,
         effects: Effects | None = None,
+        buffers: Sequence[Tensor] = (),
         uses: dict[int, Counter[int]] | None = None,
         offloader: ActivationOffloader | None = None,
         repeats: Repeats | None = None,
@@ -117,6 +118,8 @@ class Frame:
         ]
         """Masks and tables that all blocks are given: they stay on the device."""
         self._shared_versions = [version(x) for x in self._shared]
+        self._buffers = buffers
+        """Of the block's modules: they are on the device anyway, so that sending them away would free nothing."""
         self._repeats = repeats
         self._sums: list[Tensor] | None = None
         """Tell the outputs of the first run, if its second one is to be compared."""
@@ -372,7 +375,7 @@ class Frame:
         with torch.enable_grad(), ExitStack() as stack:
             # Hooks of others (torch.utils.checkpoint's around the block) would throw away what the graph saves.
             if offloader is not None or not steady or top_saved_tensors_hooks(True):
-                stack.enter_context(SavedTensors(self.weights, offloader, self._shared))
+                stack.enter_context(SavedTensors(self.weights, offloader, [*self._shared, *self._buffers]))
             entered = self._enter(anchor, inputs)
             del inputs  # only the graph holds them from here on, so that what travels is free once it has left
             self._entries = [get_gradient_edge(x) if x.requires_grad else None for x in entered]

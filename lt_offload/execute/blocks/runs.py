@@ -58,6 +58,7 @@ class Frames:
         compiled = {index for index, block in enumerate(structure.blocks) if is_compiled(block.module)}
         self._graphed = compiled.union(plan.graphed if plan is not None else ())
         self._effects = [Effects(block.module) for block in structure.blocks]
+        self._buffers = [[module._buffers for module in block.module.modules()] for block in structure.blocks]
         self._frames: dict[int, weakref.ref[AnyFrame]] = {}
         self._frozen: dict[int, AnyFrame] = {}
         count = plan.parts if plan is not None else 1
@@ -167,6 +168,7 @@ class Frames:
             steady=index in self._steady,
             graphed=index in self._graphed,
             effects=self._effects[index],
+            buffers=[x for held in self._buffers[index] for x in held.values() if x is not None],
             repeats=self._repeats,
         )
 

@@ -319,3 +319,30 @@ def test_state_in_plain_tensors_and_old_generators(options: tuple[str, ...]) -> 
 
     lt_offload.profile(make(), rows()[0], optimizer=adamw(make()))
     assert differences(plain(make), ours(make, options)) == []
+
+
+class Permuting(Layer):
+    """Saves two buffers for its backward, as PEFT's BOFT does; they are on the device all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        for name in ("before", "after"):
+            order = torch.randperm(HIDDEN, generator=generator)
+            self.register_buffer(name, torch.eye(HIDDEN)[order])
+
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x @ self.before) @ self.after
+
+
+class Skipping(Layer):
+    """Is left out at random, so that a step may take more than the one that is measured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.6 else super().forward(x)
+
+
+@with_every_budget
+@pytest.mark.parametrize("make", [partial(Net, Permuting), partial(Net, Skipping)], ids=["Permuting", "Skipping"])
+def test_blocks_take_no_more_than_was_measured(make: Callable[[], Net], budget: str) -> None:
+    assert differences(plain(make), by_budget(make, budget)) == []

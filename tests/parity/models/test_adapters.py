@@ -1,0 +1,83 @@
+"""Adapters of PEFT beside LoRA train exactly, at every budget: what they draw, and what they leave out at random."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lt_offload
+from lt_offload import Plan
+from tests.sampling import grid
+from tests.support import models
+from tests.support.engines import Result, differences
+from tests.support.profiles import budgets
+
+TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoHa": ("LoHaConfig", {"r": 4, "rank_dropout": 0.1, "module_dropout": 0.3, **TARGETS}),
+    "LoKr": ("LoKrConfig", {"r": 4, "rank_dropout": 0.1, "module_dropout": 0.3, **TARGETS}),
+    "IA3": ("IA3Config", {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+}
+
+
+def adapted(kind: str) -> nn.Module:
+    import peft
+
+    model = models.build(layers=2)
+    name, settings = KINDS[kind]
+    torch.manual_seed(1)
+    with warnings.catch_warnings():  # peft asks transformers with a deprecated name
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(model, getattr(peft, name)(**settings))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    return model.train()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(3):
+        loss = model(**models.batch(model)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return Result(losses, model, optimizer)
+
+
+@cache
+def plainly(kind: str) -> Result:
+    model = adapted(kind)
+    return trained(model, optimizer_of(model))
+
+
+@cache
+def measured(kind: str) -> lt_offload.Profile:
+    model = adapted(kind)
+    return lt_offload.profile(model, models.batch(model), optimizer=optimizer_of(model))
+
+
+planned = cache(lambda kind, budget: budgets.planned(measured(kind), budget))
+
+
+def offloaded(kind: str, plan: Plan) -> Result:
+    model = adapted(kind)
+    optimizer = optimizer_of(model)
+    with lt_offload.offloaded(model, optimizer, models.batch(model), plan=plan, accelerator="cpu"):
+        return trained(model, optimizer)
+
+
+@pytest.mark.parametrize(("kind", "budget"), grid(KINDS, budgets.BUDGETS, count=12))
+def test_adapters_train_as_plainly(kind: str, budget: str) -> None:
+    assert differences(plainly(kind), offloaded(kind, planned(kind, budget))) == []
