@@ -7,7 +7,11 @@ from typing import Any
 
 from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
 from lt_offload.plan import check
+from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
+from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.planners.baselines import streaming_decisions
 
 
@@ -27,14 +31,19 @@ def floor_bytes(profile: Profile) -> int:
     raise AssertionError("one byte cannot be enough")
 
 
-def stream_all(profile: Profile) -> Plan:
-    """Return the plan in which every weight travels and the host updates all, one step ahead; activations are kept."""
-    options = ("keep",) * len(profile.blocks)
-    choices = streaming_decisions(profile, options, host_update=True, lead=1, lag=1)
+def scheduled(name: str, decisions: Decisions, profile: Profile) -> Plan:
+    """Return the plan of ``decisions`` with the whole machine as its budget."""
+    room = profile.hardware.device_bytes
+    found = just_in_time(Sets(decisions, profile), profile, room_within(room, profile))
+    assert not isinstance(found, Misfit), f"{name} needs {found.bytes} more bytes"
     ram = profile.hardware.host_bytes
-    plan = build(
-        choices, profile, planner="stream all", budget_bytes=profile.hardware.device_bytes, host_budget_bytes=ram
-    )
+    return build(found, profile, planner=name, budget_bytes=room, host_budget_bytes=ram)
+
+
+def stream_all(profile: Profile) -> Plan:
+    """Return the plan in which every weight travels and the host updates all; activations are kept."""
+    options = ("keep",) * len(profile.blocks)
+    plan = scheduled("stream all", streaming_decisions(profile, options, host_update=True), profile)
     trace = simulate(plan, profile)
     predicted = replace(
         plan.predicted,

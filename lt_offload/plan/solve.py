@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.window import without_gradients
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
@@ -310,7 +311,7 @@ class _Selection:
     def _add_resident(self) -> None:
         for decisions, needed in resident_decisions(self.profile, self.request.allowed):
             if needed <= self.request.budget_bytes:
-                self.candidates.add(Proposal(name="resident", decisions=decisions))
+                self.candidates.add(Proposal(name="resident", sets=Sets(decisions, self.profile)))
                 return
         self.candidates.fail("resident", "weights and optimizer states do not fit on the device")
 
@@ -318,9 +319,9 @@ class _Selection:
         """Stream everything, as other runtimes do: to compare with, and so that there soon is a plan."""
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
-            decisions = streaming_decisions(self.profile, options, host_update=host_update)
+            sets = Sets(streaming_decisions(self.profile, options, host_update=host_update), self.profile)
             name = f"stream, update on the {'host' if host_update else 'device'}"
-            self.candidates.add(Proposal(name=name, decisions=decisions), careful=self.planner == "stream")
+            self.candidates.add(Proposal(name=name, sets=sets), careful=self.planner == "stream")
 
     def _smallest(self) -> Smallest | None:
         config, request = self.config, self.request
@@ -339,7 +340,7 @@ class _Selection:
         found = self._smallest()
         if found is not None:
             name = "stream, least memory" if self.planner == "stream" else "least memory"
-            self.candidates.add(Proposal(name=name, decisions=found.decisions))
+            self.candidates.add(Proposal(name=name, sets=found.sets))
 
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)
@@ -351,9 +352,8 @@ class _Selection:
         for best in self.candidates.ranked()[:1]:
             decisions = zero_copy_embeddings(best.proposal.decisions, self.request)
             if decisions is not None:
-                self.candidates.add(
-                    replace(best.proposal, name=f"{best.proposal.name}, embeddings read directly", decisions=decisions)
-                )
+                name = f"{best.proposal.name}, embeddings read directly"
+                self.candidates.add(Proposal(name=name, sets=Sets(decisions, self.profile)))
 
     # -- choice ------------------------------------------------------------------------------------------------------
 

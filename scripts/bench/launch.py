@@ -221,14 +221,12 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
     import torch
 
     import lt_offload
-    from lt_offload.plan.assembly.plan import build
-    from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, block_decisions
-    from scripts.planning import stream_all
+    from lt_offload.plan.iteration.decisions import Decisions, resident_tensors
+    from scripts.planning import scheduled, stream_all
 
     model = tiny_llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     profile = lt_offload.profile(model, _batch(torch.device("cpu")), optimizer=optimizer, device=device)
-    everything = tuple(TensorDecision(place="device", intervals=()) for _ in profile.tensors)
     files = {}
     for name in PLANS:
         if name == "streamed":
@@ -236,10 +234,7 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
         else:
             offered = [{option.name for option in block.options} for block in profile.blocks]
             chosen: Any = tuple(name if name in names else "keep" for names in offered)
-            blocks = block_decisions(profile, chosen, lag=1, lead=1)
-            room = profile.hardware.device_bytes
-            choices = Decisions(tensors=everything, blocks=blocks)
-            plan = build(choices, profile, planner=name, budget_bytes=room, host_budget_bytes=room)
+            plan = scheduled(name, Decisions(tensors=resident_tensors(profile), options=chosen), profile)
         # Tight budgets are not what this is about.
         plan = replace(plan, budget_bytes=max(plan.budget_bytes, min(profile.hardware.device_bytes, 2 << 30)))
         files[name] = str(plan.save(f"{folder}/{name}.json"))

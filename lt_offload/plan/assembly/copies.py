@@ -1,21 +1,25 @@
-"""The device copies of one iteration: which weight or state is in the arena, when and where."""
+"""The device copies of one iteration: which weight or state is in the arena, when and where.
+
+Copies of tensors that will be in the same ops are placed side by side in the arena, in ascending order, up to 16 MiB:
+longer rows are harder to place and gain nothing, since such a copy runs at the full speed of any link.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from lt_offload.plan.assembly.placement import Lifetime
 from lt_offload.plan.iteration.decisions import Decisions, Interval
-from lt_offload.plan.iteration.memory import aligned, state_room
+from lt_offload.plan.iteration.memory import aligned, backward_steps, state_room
 from lt_offload.schema.profile import Profile
 
 SMALL = 16 << 20
 """Tensors below this travel together where that costs nothing: such a copy runs at the full speed of any link."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceCopy:
     """One stay of a weight, or of a tensor's states, in the arena."""
 
@@ -25,51 +29,112 @@ class DeviceCopy:
     """What is copied."""
     room: int
     """What it takes of the arena."""
-    interval: Interval | None
-    """None: always."""
-    offset: int = 0
-    turn: int = 0
-    """Orders the copies of a step; those of different turns are different ops."""
-    fetch: int | None = None
-    """The op that brings it."""
-    releases: list[int] = field(default_factory=list)
-    """The ops after which its range may be written again."""
+    stay: Interval | None
+    """From its first use on; None: always."""
 
-    def lifetime(self, steps: int) -> Lifetime:
-        """Return when it takes room."""
-        return lifetime(self.interval, self.room, steps)
+    def placed(self, offset: int, *, arrival: int, turn: int) -> PlacedCopy:
+        """Return it with its time and its place."""
+        return PlacedCopy(
+            payload=self.payload,
+            tensor=self.tensor,
+            bytes=self.bytes,
+            room=self.room,
+            stay=self.stay,
+            arrival=arrival,
+            offset=offset,
+            turn=turn,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlacedCopy(DeviceCopy):
+    """A stay with its time and its place."""
+
+    arrival: int
+    """The step in which it is queued, before that step's computation; its stay's first use or earlier."""
+    offset: int
+    turn: int
+    """Orders the copies of a step; those of different turns are different ops."""
 
     def covers(self, step: int) -> bool:
         """Return whether it is on the device in ``step``."""
-        if self.interval is None:
+        if self.stay is None:
             return True
-        start, end = self.interval.start, self.interval.end
+        start, end = self.arrival, self.stay.end
         return start <= step <= end if start <= end else step >= start or step <= end
 
     @property
     def at_start(self) -> bool:
         """Whether it is on the device before step 0 has issued anything."""
-        return self.interval is None or self.interval.start > self.interval.end
-
-
-def lifetime(interval: Interval | None, room: int, steps: int) -> Lifetime:
-    """Return when something that is on the device during ``interval`` takes ``room`` bytes."""
-    return Lifetime(room, interval.start, interval.end) if interval else Lifetime(room, 0, steps - 1)
+        return self.stay is None or self.arrival > self.stay.end
 
 
 def device_copies(decisions: Decisions, profile: Profile) -> list[DeviceCopy]:
-    """Return every stay of every weight and state, without offsets."""
+    """Return every stay of every weight and state."""
     copies = []
     for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
-        room = aligned(tensor.bytes)
         always = () if decision.zero_copy else (None,)
         copies += [
-            DeviceCopy("weight", index, tensor.bytes, room, interval) for interval in decision.intervals or always
+            DeviceCopy(payload="weight", tensor=index, bytes=tensor.bytes, room=aligned(tensor.bytes), stay=stay)
+            for stay in decision.stays or always
         ]
         if decision.place in ("device", "paged") and tensor.state_bytes:
+            update = backward_steps(tensor.blocks, profile)[-1]
+            stay = Interval(start=update, end=update) if decision.place == "paged" else None
             room = state_room(tensor.state_bytes)
-            copies.append(DeviceCopy("state", index, tensor.state_bytes, room, decision.state_interval))
+            copies.append(DeviceCopy(payload="state", tensor=index, bytes=tensor.state_bytes, room=room, stay=stay))
     return copies
+
+
+@dataclass(frozen=True, slots=True)
+class CopyGroup:
+    """Copies side by side, in ascending order of their tensors: all weights, or all states, with the same stays."""
+
+    copies: tuple[DeviceCopy, ...]
+
+    @property
+    def room(self) -> int:
+        """What it takes of the arena."""
+        return sum(copy.room for copy in self.copies)
+
+    @property
+    def stay(self) -> Interval | None:
+        """None: always."""
+        return self.copies[0].stay
+
+
+def runs(copies: Sequence[DeviceCopy], decisions: Decisions, profile: Profile) -> list[CopyGroup]:
+    """Return ``copies``, which are all there are, as runs that end as soon as they are not :data:`SMALL`."""
+    alike: dict[Hashable, list[DeviceCopy]] = defaultdict(list)
+    for copy in copies:
+        alike[_travels(copy, decisions, profile)].append(copy)
+    return [CopyGroup(part) for found in alike.values() for part in (_cut(found) if found[0].stay else [tuple(found)])]
+
+
+def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashable:
+    """Return what is the same for copies that are in the same ops, now and in their tensors' other stays."""
+    if copy.stay is None:
+        return copy.payload
+    blocks, decision = profile.tensors[copy.tensor].blocks, decisions.tensors[copy.tensor]
+    if copy.payload == "state":
+        return copy.payload, blocks
+    waits = decision.place == "host"  # those that wait for an update on the host are fetched apart
+    apart = decision.apart, decision.zero_copy, decision.write_back
+    return copy.payload, copy.stay, blocks, waits, decision.stays, apart
+
+
+def _cut(copies: Sequence[DeviceCopy]) -> Iterator[tuple[DeviceCopy, ...]]:
+    """Yield ``copies`` in parts of at least :data:`SMALL` bytes, of which none could end earlier."""
+    part: list[DeviceCopy] = []
+    size, rest = 0, sum(copy.room for copy in copies)
+    for copy in copies:
+        part.append(copy)
+        size, rest = size + copy.room, rest - copy.room
+        if size >= SMALL <= rest:
+            yield tuple(part)
+            part, size = [], 0
+    if part:
+        yield tuple(part)
 
 
 def in_parts(tensors: Sequence[int], profile: Profile) -> list[list[int]]:

@@ -1,23 +1,14 @@
-"""Tensors that travel together: which copies are placed side by side, and the tensor groups that come of it.
-
-Copies of tensors that will be in the same ops are placed side by side in the arena, in ascending order, up to 16 MiB:
-longer rows are harder to place and gain nothing, since such a copy runs at the full speed of any link. When the ops are
-written, what is in the same ops and side by side wherever it goes is a group.
-"""
+"""Tensor groups: of tensors that the same ops name, those that lie side by side wherever they go."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lt_offload.plan.assembly.copies import SMALL, DeviceCopy, device_copies, lifetime
 from lt_offload.plan.assembly.ops import Draft
-from lt_offload.plan.assembly.placement import Lifetime, Placement, place
-from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.plan.iteration.memory import aligned
-from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import InitialCopy, Op, TensorGroup
 from lt_offload.schema.profile import Profile
 
@@ -25,81 +16,6 @@ _Key = tuple[Literal["weight", "state"], int]
 """Payload and tensor."""
 _AT_START = -1
 """Stands for the op that brought what is on the device from the start."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyGroup:
-    """Copies side by side, in ascending order of their tensors: all weights, or all states, with the same stays."""
-
-    copies: tuple[DeviceCopy, ...]
-
-    @property
-    def room(self) -> int:
-        """What it takes of the arena."""
-        return sum(copy.room for copy in self.copies)
-
-    @property
-    def interval(self) -> Interval | None:
-        """None: always."""
-        return self.copies[0].interval
-
-    def lifetime(self, steps: int) -> Lifetime:
-        """Return when it takes room."""
-        return lifetime(self.interval, self.room, steps)
-
-    def put(self, offset: int) -> None:
-        """Give every copy its offset."""
-        for copy in self.copies:
-            copy.offset = offset
-            offset += copy.room
-
-
-def runs(copies: Sequence[DeviceCopy], decisions: Decisions, profile: Profile) -> list[CopyGroup]:
-    """Return ``copies``, which are all there are, as runs that end as soon as they are not :data:`SMALL`."""
-    alike: dict[Hashable, list[DeviceCopy]] = defaultdict(list)
-    for copy in copies:
-        alike[_travels(copy, decisions, profile)].append(copy)
-    return [
-        CopyGroup(part) for found in alike.values() for part in (_cut(found) if found[0].interval else [tuple(found)])
-    ]
-
-
-def arrange(decisions: Decisions, profile: Profile) -> Placement:
-    """Return the arena of ``decisions`` with the times that they have, offsets in the order of ``device_copies``."""
-    copies, steps = device_copies(decisions, profile), len(timeline(profile))
-    parts = runs(copies, decisions, profile)
-    found = place([part.lifetime(steps) for part in parts], steps)
-    for part, offset in zip(parts, found.offsets, strict=True):
-        part.put(offset)
-    return Placement(tuple(copy.offset for copy in copies), found.extent)
-
-
-def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashable:
-    """Return what is the same for copies that are in the same ops, now and in their tensors' other stays."""
-    if copy.interval is None:
-        return copy.payload
-    blocks, decision = profile.tensors[copy.tensor].blocks, decisions.tensors[copy.tensor]
-    if copy.payload == "state":
-        return copy.payload, blocks, decision.state_interval, decision.state_offload_after
-    waits = decision.place == "host"  # those that wait for an update on the host are fetched apart
-    return copy.payload, copy.interval, blocks, waits, decision.intervals, decision.zero_copy, decision.write_back
-
-
-def _cut(copies: Sequence[DeviceCopy]) -> Iterator[tuple[DeviceCopy, ...]]:
-    """Yield ``copies`` in parts of at least :data:`SMALL` bytes, of which none could end earlier."""
-    part: list[DeviceCopy] = []
-    size, rest = 0, sum(copy.room for copy in copies)
-    for copy in copies:
-        part.append(copy)
-        size, rest = size + copy.room, rest - copy.room
-        if size >= SMALL <= rest:
-            yield tuple(part)
-            part, size = [], 0
-    if part:
-        yield tuple(part)
-
-
-# -- tensor groups ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lt_offload.plan.assembly.ranges import Policy
 from lt_offload.plan.assembly.schedule import Timetable, schedule, schedule_in_place
 from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.schema.profile import Profile
 
 _SHARES = (0.5, 0.25, 0.75)
@@ -49,22 +49,22 @@ class _Division:
 
 
 class Scheduler:
-    """Looks for the fastest schedule for the sets of ``decisions`` within ``capacity_bytes`` of device memory."""
+    """Looks for the fastest schedule of ``work`` within ``capacity_bytes`` of device memory."""
 
-    def __init__(self, decisions: Decisions, profile: Profile, capacity_bytes: int, deadline: float = math.inf) -> None:
+    def __init__(self, work: LaneWork, capacity_bytes: int, deadline: float = math.inf) -> None:
         """``deadline``: when to be content with what there is, on the monotonic clock."""
-        self._decisions, self._capacity, self._deadline = decisions, capacity_bytes, deadline
+        self._work, self._sets = work, work.sets
+        self._capacity, self._deadline = capacity_bytes, deadline
         self.best: Timetable | None = None
         """The fastest so far."""
         self._division = _Division(_SHARES[0], *_WAYS[0])
         """That of the fastest."""
-        self._prepare(profile)
+        self._room = capacity_bytes - self._sets.least_arena - self._sets.least_framework
+        self._useful = min(self._room, self._sets.most_arena - self._sets.least_arena)
 
-    def _prepare(self, profile: Profile) -> None:
-        self._sets = sets = Sets(self._decisions, profile)
-        self._room = self._capacity - sets.least_arena - sets.least_framework
-        self._useful = min(self._room, sets.most_arena - sets.least_arena)
-        self._enough = _ENOUGH * sum(sets.seconds)
+    @property
+    def _enough(self) -> float:
+        return _ENOUGH * sum(self._work.seconds)
 
     def start(self, *, tries: int = len(_SHARES), anyhow: bool = True) -> Timetable | Misfit:
         """Return the best of a few schedules, enough to compare sets.
@@ -85,7 +85,7 @@ class Scheduler:
             over = arena + self._sets.least_framework - self._capacity
             if over > 0:
                 return Misfit(over)
-            self.best = schedule_in_place(self._sets, arena, self._capacity - arena)
+            self.best = schedule_in_place(self._work, arena, self._capacity - arena)
         return self.best or Misfit(1)
 
     def finish(self) -> Timetable:
@@ -107,7 +107,7 @@ class Scheduler:
 
     def again(self, profile: Profile) -> Timetable | None:
         """Return the schedule with other speeds, those of ``profile``, for the same division; None if it fails."""
-        self._prepare(profile)
+        self._work = LaneWork(self._sets, profile)
         found = self._schedule(self._division)
         self.best = found or self.best
         return found
@@ -122,11 +122,11 @@ class Scheduler:
 
     def _schedule(self, division: _Division) -> Timetable | None:
         arena = self._sets.least_arena + int(division.share * self._useful)
-        return schedule(self._sets, arena, self._capacity - arena, part=division.full, policy=division.policy)
+        return schedule(self._work, arena, self._capacity - arena, part=division.full, policy=division.policy)
 
 
-def just_in_time(decisions: Decisions, profile: Profile, capacity_bytes: int) -> Timetable | Misfit:
-    """Return the fastest schedule found for the sets of ``decisions`` within ``capacity_bytes``."""
-    search = Scheduler(decisions, profile, capacity_bytes)
+def just_in_time(sets: Sets, profile: Profile, capacity_bytes: int) -> Timetable | Misfit:
+    """Return the fastest schedule found for ``sets`` within ``capacity_bytes``, with the speeds of ``profile``."""
+    search = Scheduler(LaneWork(sets, profile), capacity_bytes)
     found = search.start()
     return found if isinstance(found, Misfit) else search.finish()

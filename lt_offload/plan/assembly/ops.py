@@ -8,19 +8,17 @@ of the other op before this one; an id that is not smaller means the iteration b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lt_offload.plan.assembly.copies import DeviceCopy, in_parts
+from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.schedule import Timetable
 from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.decisions import Decisions, copy_uses
-from lt_offload.plan.iteration.memory import backward_steps
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.lanes import LaneName, OpKind
 from lt_offload.schema.plan import Payload, Save
-from lt_offload.schema.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,23 +45,20 @@ class Draft:
 
 
 class Emitter:
-    """The ops of ``decisions`` in issue order, after :meth:`emit`, and the maps that linking them needs."""
+    """The ops of ``timetable`` in issue order, after :meth:`emit`, and the maps that linking them needs."""
 
-    def __init__(
-        self,
-        decisions: Decisions,
-        profile: Profile,
-        copies: Sequence[DeviceCopy],
-        activation_turns: Mapping[int, int] | None = None,
-    ) -> None:
-        self.decisions, self.profile, self.copies = decisions, profile, copies
-        self.scheduled = activation_turns is not None
-        """Whether the copies have turns."""
-        self._activation_turns = activation_turns or {}
+    def __init__(self, timetable: Timetable) -> None:
+        self.timetable, self.sets, self.copies = timetable, timetable.sets, timetable.copies
+        self.decisions, self.profile = self.sets.decisions, self.sets.profile
+        profile = self.profile
         self.timeline = timeline(profile)
         self.ops: list[Draft] = []
-        self.fetched_by: dict[int, list[DeviceCopy]] = {}
+        self.fetched_by: dict[int, list[PlacedCopy]] = {}
         """By prefetch op of weights or states: what it brings."""
+        self.fetches: dict[PlacedCopy, int] = {}
+        """By copy: the op that brings it."""
+        self.releases: dict[PlacedCopy, list[int]] = {}
+        """By copy: the ops after which its range may be written again."""
         self.computations: list[int] = []
         """By step: its forward or backward."""
         self.computed: list[int] = []
@@ -79,26 +74,20 @@ class Emitter:
         self.held_until: dict[int, list[int]] = defaultdict(list)
         """By step: the offloads whose framework memory is given back at its end."""
         self.of_block: list[list[int]] = [[] for _ in profile.blocks]
-        self.completed_at: dict[int, list[int]] = defaultdict(list)
-        """By step: the tensors whose gradients it completes."""
         for index, tensor in enumerate(profile.tensors):
             for block in tensor.blocks:
                 self.of_block[block].append(index)
-            if tensor.trainable:
-                self.completed_at[backward_steps(tensor.blocks, profile)[-1]].append(index)
-        self.copies_of: dict[tuple[str, int], list[DeviceCopy]] = defaultdict(list)
+        self.copies_of: dict[tuple[str, int], list[PlacedCopy]] = defaultdict(list)
         self._computations: dict[int, list[Computation]] = defaultdict(list)
-        for computation in computations(
-            [block.option for block in decisions.blocks], decisions.recomputations, profile
-        ):
+        for computation in computations(self.decisions.options, self.decisions.recomputations, profile):
             self._computations[computation.step].append(computation)
-        self._fetched_at: dict[int, list[DeviceCopy]] = defaultdict(list)
-        self._released_at: dict[int, list[DeviceCopy]] = defaultdict(list)
-        for copy in copies:
+        self._fetched_at: dict[int, list[PlacedCopy]] = defaultdict(list)
+        self._released_at: dict[int, list[PlacedCopy]] = defaultdict(list)
+        for copy in self.copies:
             self.copies_of[copy.payload, copy.tensor].append(copy)
-            if copy.interval is not None:
-                self._fetched_at[copy.interval.start].append(copy)
-                self._released_at[copy.interval.end].append(copy)
+            if copy.stay is not None:
+                self._fetched_at[copy.arrival].append(copy)
+                self._released_at[copy.stay.end].append(copy)
 
     def emit(self) -> None:
         """Write every op."""
@@ -114,11 +103,11 @@ class Emitter:
 
     def _prefetches(self, step: int) -> None:
         """Copies to the device by turns, then by need; activations before the weights that are needed with them."""
-        found: dict[tuple[int, int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
-        for block, decision in enumerate(self.decisions.blocks):
-            if decision.prefetch_at == step:
+        found: dict[tuple[int, int, int, int, bool], list[PlacedCopy]] = defaultdict(list)
+        for block, times in self.timetable.activations.items():
+            if times.prefetch_at == step:
                 wait = self.decisions.activations_needed(block, self.profile) - step
-                found[self._activation_turns.get(block, 0), wait, block, 0, False] = []
+                found[times.turn, wait, block, 0, False] = []
         for copy in self._fetched_at[step]:
             block, wait = self._need(copy, step)
             # What waits for an update on the host does not delay the rest.
@@ -126,22 +115,17 @@ class Emitter:
             found[copy.turn, wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
         for (_, _, block, _, _), copies in sorted(found.items()):
             if not copies:
-                nbytes = self._offloaded(block)
+                nbytes = self.sets.offloaded(block)
                 self.activations_in[block] = self._copy("prefetch", step, block, "activation", nbytes=nbytes)
                 continue
             fetch = self._copy("prefetch", step, block, copies[0].payload, copies)
             self.fetched_by[fetch] = copies
-            for copy in copies:
-                copy.fetch = fetch
+            self.fetches.update(dict.fromkeys(copies, fetch))
 
-    def _need(self, copy: DeviceCopy, step: int) -> tuple[int, int]:
+    def _need(self, copy: PlacedCopy, step: int) -> tuple[int, int]:
         """Return the block that needs ``copy`` first from ``step`` on, and how many steps later."""
-        blocks = self.profile.tensors[copy.tensor].blocks
-        if copy.payload == "state":
-            candidates = backward_steps(blocks, self.profile)[-1:]
-        else:
-            candidates = copy_uses(copy.tensor, self.decisions, self.profile)
-        need = min(candidates, key=lambda use: (use - step) % len(self.timeline))
+        assert copy.stay is not None
+        blocks, need = self.profile.tensors[copy.tensor].blocks, copy.stay.start
         computed = [computation.block for computation in self._computations[need]]
         # Those that run again in a step ascend to the block whose backward it is.
         return min(block for block in computed if block in blocks), (need - step) % len(self.timeline)
@@ -166,24 +150,20 @@ class Emitter:
 
     def _updates(self, step: int) -> None:
         """Updates on the device, gradients to the host, and the updates there."""
-        ready = self.completed_at[step]
+        ready = [t for t, update in self.sets.update_step.items() if update == step]
         for place in ("device", "paged"):
             self._update(step, [t for t in ready if self.decisions.tensors[t].place == place], "compute")
-        written = [t for t in ready if self.decisions.tensors[t].grad_zero_copy]
+        written = self.sets.written[step]
         self._write_gradients(step, written)
-        by_until: dict[tuple[int, int], list[int]] = defaultdict(list)
-        copied = [t for t in ready if self.decisions.tensors[t].grad_release_after is not None]
-        for number, part in enumerate(self._parts(copied)):
-            for t in part:
-                by_until[self.decisions.tensors[t].grad_release_after or step, number].append(t)
-        for (release_after, _), tensors in sorted(by_until.items()):
-            block, nbytes = self.timeline.block(step), self._bytes(tensors)
+        block, copied = self.timeline.block(step), self.sets.gradients[step]
+        for tensors in copied:
+            release_after, nbytes = self.timetable.gradients[tensors[0]], self._bytes(tensors)
             out = self._copy(
                 "offload", step, block, "grad", tensors=tensors, nbytes=nbytes, release_after=release_after
             )
             self.held_until[release_after].append(out)
             self.grads_out.update(dict.fromkeys(tensors, out))
-        for tensors in (written, *(tensors for _, tensors in sorted(by_until.items()))):
+        for tensors in (written, *copied):
             self._update(step, tensors, "host")
             self.current.update({t: self.updated[t] for t in tensors})
 
@@ -214,57 +194,41 @@ class Emitter:
     def _activation_offload(self, step: int) -> None:
         """Before other copies to the host: the next computations wait for this memory."""
         block = self.timeline.block(step)
-        release_after = None if self.timeline.is_backward(step) else self.decisions.blocks[block].release_after
-        if release_after is not None:
-            nbytes = self._offloaded(block)
-            out = self._copy("offload", step, block, "activation", nbytes=nbytes, release_after=release_after)
-            self.held_until[release_after].append(out)
+        times = None if self.timeline.is_backward(step) else self.timetable.activations.get(block)
+        if times is not None:
+            nbytes = self.sets.offloaded(block)
+            out = self._copy("offload", step, block, "activation", nbytes=nbytes, release_after=times.release_after)
+            self.held_until[times.release_after].append(out)
             self.activations_out[block] = out
 
     def _write_backs(self, step: int) -> None:
-        found: dict[int, list[int]] = defaultdict(list)
-        for t, decision in enumerate(self.decisions.tensors):
-            if decision.write_back == step:
-                found[self.profile.tensors[t].blocks[0]].append(t)
-        for block, leaving in sorted(found.items()):
-            for tensors in self._parts(leaving):
-                out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=self._bytes(tensors))
-                self.current.update(dict.fromkeys(tensors, out))
+        for tensors in self.sets.write_backs[step]:
+            block = self.profile.tensors[tensors[0]].blocks[0]
+            out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=self._bytes(tensors))
+            self.current.update(dict.fromkeys(tensors, out))
 
     def _state_offloads(self, step: int) -> None:
-        found: dict[tuple[int, int], list[DeviceCopy]] = defaultdict(list)
-        for t, decision in enumerate(self.decisions.tensors):
-            if decision.state_offload_after == step and decision.state_interval is not None:
-                found[self.profile.tensors[t].blocks[0], decision.state_interval.end] += self.copies_of["state", t]
-        for (block, release_after), leaving in sorted(found.items()):
-            for tensors in self._parts([copy.tensor for copy in leaving]):
-                copies = [copy for copy in leaving if copy.tensor in tensors]
-                nbytes = sum(copy.bytes for copy in copies)
-                out = self._copy(
-                    "offload", step, block, "state", tensors=tensors, nbytes=nbytes, release_after=release_after
-                )
-                self.states_out.update(dict.fromkeys(tensors, out))
-                for copy in copies:
-                    copy.releases = [out]
-
-    def _parts(self, tensors: list[int]) -> list[list[int]]:
-        """Return ``tensors`` as they leave: what is large alone if copies wait for its range, else all together."""
-        return in_parts(tensors, self.profile) if self.scheduled else [tensors]
+        for tensors in self.sets.state_offloads[step]:
+            block = self.profile.tensors[tensors[0]].blocks[0]
+            copies = [copy for t in tensors for copy in self.copies_of["state", t]]
+            nbytes = sum(copy.bytes for copy in copies)
+            out = self._copy("offload", step, block, "state", tensors=tensors, nbytes=nbytes, release_after=step)
+            self.states_out.update(dict.fromkeys(tensors, out))
+            self.releases.update({copy: [out] for copy in copies})
 
     def _drops(self, step: int) -> None:
-        found: dict[tuple[int, int], list[DeviceCopy]] = defaultdict(list)
+        found: dict[tuple[int, int], list[PlacedCopy]] = defaultdict(list)
         for copy in self._released_at[step]:
             if copy.payload == "weight":
                 # What waits for a write-back does not delay the rest.
                 waits = 0
                 if self.decisions.tensors[copy.tensor].write_back is not None:
-                    waits = self.current.get(copy.tensor, 0) + 1 if self.scheduled else 1
+                    waits = self.current.get(copy.tensor, 0) + 1
                 found[self.profile.tensors[copy.tensor].blocks[0], waits].append(copy)
         for (block, _), copies in sorted(found.items()):
             tensors = [copy.tensor for copy in copies]
             drop = self._add("drop", step, block, "none", "weight", tensors=tensors, nbytes=self._bytes(tensors))
-            for copy in copies:
-                copy.releases = [drop]
+            self.releases.update({copy: [drop] for copy in copies})
 
     def _copy(
         self,
@@ -272,7 +236,7 @@ class Emitter:
         step: int,
         block: int,
         payload: Payload,
-        copies: Sequence[DeviceCopy] = (),
+        copies: Sequence[PlacedCopy] = (),
         *,
         tensors: Iterable[int] = (),
         nbytes: int = 0,
@@ -326,9 +290,6 @@ class Emitter:
     def _bytes(self, tensors: Iterable[int]) -> int:
         return sum(self.profile.tensors[t].bytes for t in tensors)
 
-    def _offloaded(self, block: int) -> int:
-        return self.profile.blocks[block].option(self.decisions.blocks[block].option).offload_bytes
-
 
 def link(emitted: Emitter) -> tuple[Draft, ...]:
     """Return the ops of ``emitted`` with ``after`` filled in."""
@@ -339,14 +300,15 @@ def link(emitted: Emitter) -> tuple[Draft, ...]:
 class _Linker:
     def __init__(self, emitted: Emitter) -> None:
         self.emitted = emitted
-        for copy in emitted.copies:
-            if copy.payload == "state" and copy.interval is not None:
+        self.moving = [copy for copy in emitted.copies if copy.stay is not None]
+        self.releases = [emitted.releases[copy] for copy in self.moving]
+        for copy, releases in zip(self.moving, self.releases, strict=True):
+            if copy.payload == "state" and copy.stay is not None:
                 # Given back at the end of a step, after everything that has been computed until then.
-                copy.releases.append(emitted.computed[copy.interval.end])
-        self.moving = [copy for copy in emitted.copies if copy.interval is not None]
+                releases.append(emitted.computed[copy.stay.end])
         self.low = np.array([copy.offset for copy in self.moving], dtype=np.int64)
         self.high = np.array([copy.offset + copy.room for copy in self.moving], dtype=np.int64)
-        self.released = np.array([max(copy.releases) for copy in self.moving], dtype=np.int64)
+        self.released = np.array([max(releases) for releases in self.releases], dtype=np.int64)
 
     def after(self, op: Draft) -> set[int]:
         """Return the ids of the ops that must have ended before ``op`` starts."""
@@ -358,7 +320,7 @@ class _Linker:
         if op.kind == "update":
             if op.lane == "host":
                 return {e.grads_out[t] for t in op.tensors}
-            fetched = {copy.fetch for t in op.tensors for copy in e.copies_of["state", t] if copy.fetch is not None}
+            fetched = {e.fetches[copy] for t in op.tensors for copy in e.copies_of["state", t] if copy in e.fetches}
             return fetched | {e.computations[op.step]}
         if op.kind == "drop":
             written = {e.current[t] for t in op.tensors if e.decisions.tensors[t].write_back is not None}
@@ -376,7 +338,7 @@ class _Linker:
             return found  # it does nothing
         for t in e.of_block[op.block]:
             if t not in op.zero_copy:
-                found.update(c.fetch for c in e.copies_of["weight", t] if c.fetch is not None and c.covers(op.step))
+                found.update(e.fetches[c] for c in e.copies_of["weight", t] if c in e.fetches and c.covers(op.step))
             elif t in e.current:
                 found.add(e.current[t])
         if e.timeline.is_backward(op.step) and op.block in e.activations_in:
@@ -395,7 +357,7 @@ class _Linker:
             found |= self._former_occupants(copy, op.id)
         return found
 
-    def _former_occupants(self, copy: DeviceCopy, fetch: int) -> set[int]:
+    def _former_occupants(self, copy: PlacedCopy, fetch: int) -> set[int]:
         """Return the releases of those that had the range of ``copy`` last; earlier ones were awaited by them."""
         low, high = copy.offset, copy.offset + copy.room
         ago = (fetch - self.released - 1) % len(self.emitted.ops)
@@ -406,7 +368,7 @@ class _Linker:
             left = without(open_ranges, int(self.low[at]), int(self.high[at]))
             if left != open_ranges:
                 open_ranges = left
-                found.update(self.moving[at].releases)
+                found.update(self.releases[at])
             if not open_ranges:
                 break
         return found

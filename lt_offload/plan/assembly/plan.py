@@ -1,6 +1,6 @@
-"""Turns decisions about whole tensors into a plan: ops in issue order, tensor groups and their places in the arena.
+"""Turns a timetable into a plan: ops in issue order, and tensor groups.
 
-What is decided here is the order within a step and the offsets, nothing else; :mod:`lt_offload.schema.plan` says what
+What is decided here is the order within a step, nothing else; :mod:`lt_offload.schema.plan` says what
 they mean.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lt_offload.plan.assembly.copies import DeviceCopy, device_copies
-from lt_offload.plan.assembly.groups import arrange, group_tensors, own_slots
+from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.groups import group_tensors, own_slots
 from lt_offload.plan.assembly.ops import Emitter, link
-from lt_offload.plan.assembly.placement import Placement
 from lt_offload.plan.assembly.schedule import Timetable
-from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.iteration.timeline import timeline
@@ -27,27 +25,19 @@ UNKNOWN = Prediction(iteration_s=0.0, lower_bound_s=0.0, no_offload_s=0.0, devic
 
 
 def build(
-    decisions: Decisions,
+    timetable: Timetable,
     profile: Profile,
     *,
     planner: str,
     budget_bytes: int,
     host_budget_bytes: int,
-    placement: Placement | None = None,
-    scheduled: Timetable | None = None,
 ) -> Plan:
-    """Return the plan that carries out ``decisions``; its prediction is ``UNKNOWN``, and its gradients share no memory.
+    """Return the plan that carries out ``timetable``; its prediction is ``UNKNOWN``, and its gradients share no memory.
 
-    ``placement`` has an offset for each of ``device_copies``, if the caller has found some already; ``scheduled`` says
-    that and in which order copies are queued, for its own decisions.
+    ``profile`` says how long ops take: it may be of another speed than the one that the timetable was made for.
     """
-    copies = device_copies(decisions, profile)
-    placement = placement or (scheduled.placement if scheduled else arrange(decisions, profile))
-    for copy, offset in zip(copies, placement.offsets, strict=True):
-        copy.offset = offset
-    for copy, turn in zip(copies, scheduled.turns if scheduled else [0] * len(copies), strict=True):
-        copy.turn = turn
-    emitter = Emitter(decisions, profile, copies, scheduled.activation_turns if scheduled else None)
+    decisions, copies = timetable.sets.decisions, timetable.copies
+    emitter = Emitter(timetable)
     emitter.emit()
     drafts, gradient_bytes = own_slots(link(emitter), profile)
     grouped = group_tensors(
@@ -66,20 +56,20 @@ def build(
         parts=profile.parts,
         budget_bytes=budget_bytes,
         host_budget_bytes=host_budget_bytes,
-        options=tuple(block.option for block in decisions.blocks),
+        options=decisions.options,
         update_places=tuple(tensor.place for tensor in decisions.tensors),
         timeline=timeline(profile).steps,
         groups=grouped.groups,
         initial=grouped.initial,
         ops=grouped.ops,
-        arena_bytes=placement.extent,
+        arena_bytes=timetable.arena_bytes,
         gradient_bytes=gradient_bytes,
         predicted=UNKNOWN,
         estimated=profile.estimated,
         host_threads=profile.optimizer.host_threads,
         context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
         process_bytes=profile.hardware.process_bytes,
-        chunk_tokens=profile.blocks[-1].option(decisions.blocks[-1].option).chunk_tokens,
+        chunk_tokens=profile.blocks[-1].option(decisions.options[-1]).chunk_tokens,
         graphed=tuple(index for index, block in enumerate(profile.blocks) if block.graphed),
         notes=tuple(_notes(copies, profile)),
     )
@@ -87,12 +77,12 @@ def build(
     return replace(plan, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
 
 
-def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:
+def _notes(copies: Sequence[PlacedCopy], profile: Profile) -> Iterator[str]:
     for payload, total in (
         ("weight", sum(tensor.bytes for tensor in profile.tensors)),
         ("state", sum(tensor.state_bytes for tensor in profile.tensors)),
     ):
-        always = sum(copy.bytes for copy in copies if copy.payload == payload and copy.interval is None)
+        always = sum(copy.bytes for copy in copies if copy.payload == payload and copy.stay is None)
         if total:
             what = "weights" if payload == "weight" else "optimizer states"
             yield f"{format_bytes(always)} of {format_bytes(total)} of {what} are always on the device"

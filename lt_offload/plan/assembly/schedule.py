@@ -1,11 +1,11 @@
 """Gives times and places to what decisions say: every copy just in time, as memory and links allow.
 
-Of the decisions only the *sets* count here: which weights stay through which gap between two uses, which states travel,
-who updates what, what happens to activations. When copies start is found by going through an iteration with a clock.
-Copies to the device are queued in the order of need. One is started as soon as the link would be idle otherwise, if
-there is room for it in every step until its use; a computation starts as soon as what it needs has arrived and what has
-to leave before it has left. Memory that something occupies to the end of its stay is counted from the beginning, so
-that what comes early never takes the room of what is needed.
+Decisions are sets: which weights stay through which gap between two uses, which states travel, who updates what, what
+happens to activations. When copies start is found by going through an iteration with a clock. Copies to the device are
+queued in the order of need. One is started as soon as the link would be idle otherwise, if there is room for it in
+every step until its use; a computation starts as soon as what it needs has arrived and what has to leave before it has
+left. Memory that something occupies to the end of its stay is counted from the beginning, so that what comes early
+never takes the room of what is needed.
 
 The arena is filled on the way: a copy goes to a range that is free, the one that has been free for longest, and waits
 for the copy to the host that empties it, if there is one. Long stays and large buffers have their places before all
@@ -16,19 +16,17 @@ says where, the second one, which is the result, keeps to it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.assembly.copies import DeviceCopy
-from lt_offload.plan.assembly.groups import CopyGroup
-from lt_offload.plan.assembly.placement import Placement, place
+from lt_offload.plan.assembly.copies import CopyGroup, DeviceCopy, PlacedCopy
+from lt_offload.plan.assembly.placement import place
 from lt_offload.plan.assembly.ranges import ArenaRanges, Key, Policy, Reserved
 from lt_offload.plan.assembly.sets import Sets, Stay
-from lt_offload.plan.iteration.decisions import Decisions, Interval
+from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.schema.plan import ALIGNMENT
 
 _ITERATIONS = 2
@@ -39,16 +37,29 @@ _REPAIRS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timetable:
-    """Decisions with their times, and where everything lies."""
+class ActivationTimes:
+    """When the activations of a block travel."""
 
-    decisions: Decisions
-    placement: Placement
-    """In the order of ``device_copies``."""
-    turns: tuple[int, ...]
-    """Per device copy: when it is queued; those of the same turn are one op."""
-    activation_turns: dict[int, int]
-    """Per block with offloaded activations."""
+    release_after: int
+    """The step at whose end they have left the device."""
+    prefetch_at: int
+    """The step in which they are fetched back."""
+    turn: int
+    """Orders the copies of that step; see ``PlacedCopy.turn``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timetable:
+    """When everything travels, and where it lies."""
+
+    sets: Sets
+    copies: tuple[PlacedCopy, ...]
+    arena_bytes: int
+    """Extent of the arena."""
+    activations: Mapping[int, ActivationTimes]
+    """Per block whose activations are offloaded."""
+    gradients: Mapping[int, int]
+    """Per tensor whose gradient is copied to the host: the step at whose end its device memory is free."""
     seconds: float
     """How long the iteration takes, by the clock of the schedule."""
 
@@ -73,16 +84,17 @@ class _Departure:
 
 
 def schedule(
-    sets: Sets, arena_bytes: int, framework: int, *, part: float = 1.0, policy: Policy = "oldest"
+    work: LaneWork, arena_bytes: int, framework: int, *, part: float = 1.0, policy: Policy = "oldest"
 ) -> Timetable | None:
     """Return times and places within these bytes; None if none were found.
 
     ``part``: of the arena, what copies ahead of their use may fill; less leaves room where buffers do not fit together.
     """
+    sets = work.sets
     placed = sets.unwieldy
     for repair in range(_REPAIRS):
         # What is placed has time to come, as long as nothing is crowded.
-        run = _ScheduleRun(sets, arena_bytes, framework, part, policy, placed, early=not repair)
+        run = _ScheduleRun(work, arena_bytes, framework, part, policy, placed, early=not repair)
         found = run.run()
         if found is not None:
             return found
@@ -93,13 +105,13 @@ def schedule(
     return None
 
 
-def schedule_in_place(sets: Sets, arena_bytes: int, framework: int) -> Timetable:
+def schedule_in_place(work: LaneWork, arena_bytes: int, framework: int) -> Timetable:
     """Return times with a place for everything before anything is scheduled, though there be no room to come early.
 
-    Always possible with ``sets.tight_arena`` bytes of arena and ``sets.least_framework`` of the framework.
+    Always possible with ``Sets.tight_arena`` bytes of arena and ``Sets.least_framework`` of the framework.
     """
-    everything = frozenset(stay.number for stay in sets.stays if stay.group is not None)
-    found = _ScheduleRun(sets, arena_bytes, framework, 1.0, "oldest", everything, early=False).run()
+    everything = frozenset(stay.number for stay in work.sets.stays if stay.group is not None)
+    found = _ScheduleRun(work, arena_bytes, framework, 1.0, "oldest", everything, early=False).run()
     assert found is not None
     return found
 
@@ -109,7 +121,7 @@ class _ScheduleRun:
 
     def __init__(
         self,
-        sets: Sets,
+        work: LaneWork,
         arena_bytes: int,
         framework: int,
         part: float,
@@ -118,13 +130,14 @@ class _ScheduleRun:
         *,
         early: bool,
     ) -> None:
+        sets = work.sets
         self.placed = [stay for stay in sets.stays if stay.number in placed]
         """The stays that have a place before all others."""
         self.early = early
         """Whether those have it one step before their first use already."""
         self.stuck: int | None = None
         """The step in which something had no place, if that ended the run."""
-        self.sets, self.profile, self.steps = sets, sets.profile, sets.steps
+        self.work, self.sets, self.profile, self.steps = work, sets, work.profile, sets.steps
         always = sum(group.room for group in sets.always)
         moving = (arena_bytes - always) // ALIGNMENT * ALIGNMENT
         self.always, self.moving, self.limit, self.framework = always, moving, part * moving, framework
@@ -245,7 +258,7 @@ class _ScheduleRun:
         if self._last is None or self._last[0] != purpose or ready > self._last[1]:
             self.turn += 1
             self._last = purpose, begin
-        self.link = begin + stay.seconds
+        self.link = begin + self.work.transfer_s(stay.bytes)
         self.issued[key] = step, self.link, self.turn
         (self.fetched if stay.group is None else self.ahead)[step:need] += stay.room
         return True
@@ -345,7 +358,7 @@ class _ScheduleRun:
                 begin = max(begin, self.issued[stay.number, step][1])
         for tensor in self.sets.direct[position]:
             begin = max(begin, self._updated(tensor))
-        end = begin + max(self.sets.seconds[position], self._read(begin, self.sets.reads[position]))
+        end = begin + max(self.work.seconds[position], self._read(begin, self.work.reads[position]))
         for stay in self.sets.by_need[position]:
             if stay.is_state and stay.group is not None:
                 updated = sum(self.profile.tensors[copy.tensor].bytes for copy in stay.group.copies)
@@ -435,39 +448,37 @@ class _ScheduleRun:
                 arrivals[number] = need - step, self.offsets.get((number, need), 0), turn
         if len(arrivals) < len(self.sets.stays):
             return None
-        offsets: dict[int, int] = {}
-        turns: dict[int, int] = {}
-        intervals: dict[int, list[tuple[int, Interval]]] = defaultdict(list)
-        states: dict[int, Interval] = {}
-        fetched: dict[int, tuple[int, int]] = {}
-        for group, offset in self._always():
-            offsets.update(_side_by_side(group, offset))
-        moved = self._without_holes({number: offset for number, (_, offset, _) in arrivals.items()})
-        for stay in self.sets.stays:
-            lead, _, turn = arrivals[stay.number]
-            if stay.group is None:
-                fetched[stay.block] = stay.need - lead, turn
-                continue
-            offsets.update(_side_by_side(stay.group, self.always + moved[stay.number]))
-            interval = Interval(start=(stay.need - lead) % self.steps, end=(stay.need + stay.length) % self.steps)
-            for copy in stay.group.copies:
-                turns[id(copy)] = turn
-                if copy.payload == "state":
-                    states[copy.tensor] = interval
-                elif copy.interval is not None:
-                    intervals[copy.tensor].append((copy.interval.start, interval))
-        decisions = self._decisions(first, intervals, states, fetched)
-        copies = self.sets.copies
+        copies = dict(self._copies(arrivals))
         return Timetable(
-            decisions=decisions,
-            placement=Placement(
-                tuple(offsets[id(copy)] for copy in copies),
-                max((offsets[id(copy)] + copy.room for copy in copies), default=0),
-            ),
-            turns=tuple(turns.get(id(copy), 0) for copy in copies),
-            activation_turns={block: turn for block, (_, turn) in fetched.items()},
+            sets=self.sets,
+            copies=tuple(copies[copy] for copy in self.sets.copies),
+            arena_bytes=max((copy.offset + copy.room for copy in copies.values()), default=0),
+            activations={
+                stay.block: self._activations(stay, arrivals[stay.number], first)
+                for stay in self.sets.stays
+                if stay.group is None
+            },
+            gradients={
+                t: self._released("grad", t, first + step) - first
+                for step, parts in enumerate(self.sets.gradients)
+                for tensors in parts
+                for t in tensors
+            },
             seconds=max(self.ends[-1] - self.ends[first - 1], self._later()),
         )
+
+    def _copies(self, arrivals: Mapping[int, tuple[int, int, int]]) -> Iterator[tuple[DeviceCopy, PlacedCopy]]:
+        """Yield every copy with its time and place; what is always there lies at the bottom."""
+        offset = 0
+        for group in self.sets.always:
+            yield from _side_by_side(group, offset, arrival=0, turn=0)
+            offset += group.room
+        moved = self._without_holes({number: low for number, (_, low, _) in arrivals.items()})
+        for stay in self.sets.stays:
+            if stay.group is not None:
+                lead, _, turn = arrivals[stay.number]
+                arrival = (stay.need - lead) % self.steps
+                yield from _side_by_side(stay.group, offset + moved[stay.number], arrival=arrival, turn=turn)
 
     def _without_holes(self, offsets: dict[int, int]) -> dict[int, int]:
         """Return ``offsets`` of stays less the ranges below them that none ever takes."""
@@ -490,40 +501,11 @@ class _ScheduleRun:
                 waits.append(arrival - before[need - self.steps])
         return max(waits)
 
-    def _always(self) -> Iterator[tuple[CopyGroup, int]]:
-        offset = 0
-        for group in self.sets.always:
-            yield group, offset
-            offset += group.room
-
-    def _decisions(
-        self,
-        first: int,
-        intervals: dict[int, list[tuple[int, Interval]]],
-        states: dict[int, Interval],
-        fetched: dict[int, tuple[int, int]],
-    ) -> Decisions:
-        tensors, blocks = list(self.sets.decisions.tensors), list(self.sets.decisions.blocks)
-        for index, decision in enumerate(tensors):
-            if index in intervals:
-                order = {interval.start: at for at, interval in enumerate(decision.intervals)}
-                found = sorted(intervals[index], key=lambda item: order[item[0]])
-                decision = replace(decision, intervals=tuple(interval for _, interval in found))
-            if index in states:
-                step = self.update_step(index)
-                decision = replace(decision, state_interval=states[index], state_offload_after=step)
-            if decision.grad_release_after is not None:
-                step = self.update_step(index)
-                decision = replace(decision, grad_release_after=self._released("grad", index, first + step) - first)
-            tensors[index] = decision
-        for block, (step, _) in fetched.items():
-            left = self._released("activation", block, first + self.sets.timeline.forward(block)) - first
-            blocks[block] = replace(blocks[block], release_after=min(left, step - 1), prefetch_at=step)
-        return replace(self.sets.decisions, tensors=tuple(tensors), blocks=tuple(blocks))
-
-    def update_step(self, tensor: int) -> int:
-        """Return the step that completes the gradient of ``tensor``."""
-        return self.sets.update_step[tensor]
+    def _activations(self, stay: Stay, arrival: tuple[int, int, int], first: int) -> ActivationTimes:
+        lead, _, turn = arrival
+        left = self._released("activation", stay.block, first + self.sets.timeline.forward(stay.block)) - first
+        step = stay.need - lead
+        return ActivationTimes(release_after=min(left, step - 1), prefetch_at=step, turn=turn)
 
     def _released(self, payload: str, index: int, step: int) -> int:
         """Return the last step before which framework memory had not left."""
@@ -534,7 +516,7 @@ class _ScheduleRun:
         return following - 1
 
 
-def _side_by_side(group: CopyGroup, offset: int) -> Iterator[tuple[int, int]]:
+def _side_by_side(group: CopyGroup, offset: int, *, arrival: int, turn: int) -> Iterator[tuple[DeviceCopy, PlacedCopy]]:
     for copy in group.copies:
-        yield id(copy), offset
+        yield copy, copy.placed(offset, arrival=arrival, turn=turn)
         offset += copy.room

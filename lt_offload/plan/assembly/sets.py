@@ -1,23 +1,20 @@
-"""What decisions leave to a schedule: which stays there are on the device, what leaves, what every step computes.
+"""What decisions leave to a schedule: which stays there are on the device, and what leaves after which step.
 
-Only the *sets* of the decisions count: which weights stay through which gap between two uses, which states travel, who
-updates what, what happens to activations. Their times are given anew.
+Nothing here depends on how fast the machine is; see ``work.py`` for that.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.assembly.copies import device_copies, in_parts
-from lt_offload.plan.assembly.groups import CopyGroup, runs
+from lt_offload.plan.assembly.copies import CopyGroup, device_copies, in_parts, runs
 from lt_offload.plan.assembly.placement import Lifetime, place
-from lt_offload.plan.iteration.computations import computations
-from lt_offload.plan.iteration.decisions import Decisions, copy_uses
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import backward_steps, framework_bytes
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.profile import Profile
@@ -37,8 +34,8 @@ class Stay:
     """None: the activations of ``block``."""
     block: int
     room: int
-    seconds: float
-    """For the link."""
+    bytes: int
+    """What is copied."""
     need: int
     """The step of the first use."""
     length: int
@@ -65,7 +62,7 @@ class Stay:
 
 
 class Sets:
-    """What decisions leave to be scheduled; prepared once, scheduled for several divisions of the memory."""
+    """What decisions leave to be scheduled; made once per proposal, scheduled for several divisions of the memory."""
 
     def __init__(self, decisions: Decisions, profile: Profile) -> None:
         self.decisions, self.profile = decisions, profile
@@ -77,12 +74,6 @@ class Sets:
             for index, tensor in enumerate(profile.tensors)
             if tensor.trainable
         }
-        self.seconds = [0.0] * self.steps
-        """Per step: of its computations and of the updates on the device. That launches may last longer is left to the
-        simulation."""
-        self.reads = [0.0] * self.steps
-        """Per step: for how long what computations read in host memory occupies the link."""
-        self._add_computations()
         self.always: list[CopyGroup] = []
         self.stays: list[Stay] = []
         self.of_tensor: dict[tuple[str, int], list[Stay]] = defaultdict(list)
@@ -108,14 +99,7 @@ class Sets:
     @cached_property
     def framework(self) -> NDArray[np.int64]:
         """Per step: bytes of the framework if everything leaves at once and comes at the last moment."""
-        used = self.decisions.usage
-        at_once = replace(
-            used,
-            grad_release_after={t: self.update_step[t] for t in used.grad_release_after},
-            left={block: self.timeline.forward(block) for block in used.left},
-            fetched={stay.block: stay.need for stay in self.stays if stay.group is None},
-        )
-        return framework_bytes(at_once, self.profile)
+        return framework_bytes(self.decisions.usage(self.profile), self.profile)
 
     @property
     def unwieldy(self) -> frozenset[int]:
@@ -164,84 +148,26 @@ class Sets:
         """The bytes of the framework below which there is none."""
         return int(self.framework.max())
 
-    @property
-    def least_s(self) -> float:
-        """No schedule is shorter: the time of the lane with the most work, or of what all need of what they share."""
-        shares, busy_s = self.profile.contention, self.busy_s
-        shared = zip((shares.compute, shares.h2d, shares.d2h, shares.host), busy_s, strict=True)
-        return max(*busy_s, sum(share * seconds for share, seconds in shared))
-
-    @property
-    def busy_s(self) -> tuple[float, float, float, float]:
-        """The seconds of work of each lane, alone: computations, copies to the device, to the host, updates there."""
-        profile = self.profile
-        out = sum(self.offloaded(block) for block in range(len(profile.blocks)))
-        for parts in (*self.gradients, *self.write_backs, self.written):
-            out += sum(profile.tensors[t].bytes for tensors in parts for t in tensors)
-        for parts in self.state_offloads:
-            out += sum(profile.tensors[t].state_bytes for tensors in parts for t in tensors)
-        on_host = sum(
-            tensor.bytes
-            for tensor, decision in zip(profile.tensors, self.decisions.tensors, strict=True)
-            if decision.place == "host"
-        )
-        return (
-            sum(self.seconds),
-            sum(self.reads) + sum(stay.seconds for stay in self.stays),
-            out / profile.hardware.d2h_bytes_per_s,
-            on_host / profile.optimizer.host_bytes_per_s,
-        )
-
     def offloaded(self, block: int) -> int:
         """Return the bytes of the activations of ``block`` that travel."""
-        decision = self.decisions.blocks[block]
-        return 0 if decision.release_after is None else self.profile.blocks[block].option(decision.option).offload_bytes
-
-    def _add_computations(self) -> None:
-        profile, decisions, found = self.profile, self.decisions, self.seconds
-        direct: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, decision in enumerate(decisions.tensors):
-            for step in decision.zero_copy:
-                for block in profile.tensors[index].blocks:
-                    direct[step, block].append(index)
-        for computation in computations(
-            [block.option for block in decisions.blocks], decisions.recomputations, profile
-        ):
-            tensors = [] if computation.idle else direct[computation.step, computation.block]
-            nbytes, longer = computation.zero_copy(tensors, profile)
-            found[computation.step] += computation.seconds + longer
-            self.reads[computation.step] += nbytes / profile.hardware.h2d_bytes_per_s
-        for index, step in self.update_step.items():
-            tensor, decision = profile.tensors[index], decisions.tensors[index]
-            if decision.place in ("device", "paged"):
-                found[step] += tensor.bytes / profile.optimizer.device_bytes_per_s
-            elif decision.grad_zero_copy and tensor.zero_copy is not None:
-                found[step] += tensor.zero_copy.grad_s
+        return self.decisions.offloaded(block, self.profile)
 
     def _add_copies(self) -> None:
-        decisions, rate = self.decisions, self.profile.hardware.h2d_bytes_per_s
+        decisions = self.decisions
         for group in runs(self.copies, decisions, self.profile):
-            if group.interval is None:
+            if group.stay is None:
                 self.always.append(group)
                 continue
-            copy, origin = group.copies[0], group.interval.start
-            decision = decisions.tensors[copy.tensor]
-            end = (group.interval.end - origin) % self.steps
-            weight = copy.payload == "weight"
-            uses = copy_uses(copy.tensor, decisions, self.profile) if weight else [self.update_step[copy.tensor]]
-            inside = sorted(since for use in uses if (since := (use - origin) % self.steps) <= end)
-            last = inside[-1]
-            if weight and decision.write_back is not None and (decision.write_back - origin) % self.steps <= end:
-                last = max(last, (decision.write_back - origin) % self.steps)
+            copy, need = group.copies[0], group.stay.start
             stay = Stay(
                 number=len(self.stays),
                 group=group,
                 block=self.profile.tensors[copy.tensor].blocks[0],
                 room=group.room,
-                seconds=sum(copy.bytes for copy in group.copies) / rate,
-                need=(origin + inside[0]) % self.steps,
-                length=last - inside[0],
-                on_host=weight and decision.place == "host",
+                bytes=sum(copy.bytes for copy in group.copies),
+                need=need,
+                length=(group.stay.end - need) % self.steps,
+                on_host=copy.payload == "weight" and decisions.tensors[copy.tensor].place == "host",
             )
             self.stays.append(stay)
             for copy in group.copies:
@@ -257,10 +183,10 @@ class Sets:
             stay.lead = min((stay.need - end) % self.steps or self.steps for end in ends) - 1
 
     def _add_activations(self) -> None:
-        for block, decision in enumerate(self.decisions.blocks):
-            if decision.release_after is None:
-                continue
+        for block in range(len(self.profile.blocks)):
             nbytes = self.offloaded(block)
+            if not nbytes:
+                continue
             need = self.decisions.activations_needed(block, self.profile)
             self.stays.append(
                 Stay(
@@ -268,7 +194,7 @@ class Sets:
                     group=None,
                     block=block,
                     room=nbytes,
-                    seconds=nbytes / self.profile.hardware.h2d_bytes_per_s,
+                    bytes=nbytes,
                     need=need,
                     length=0,
                     lead=need - self.timeline.forward(block) - 1,
@@ -285,7 +211,7 @@ class Sets:
                 self.direct[step].append(index)
             if decision.write_back is not None:
                 back[decision.write_back, profile.tensors[index].blocks[0]].append(index)
-            if decision.place == "paged" and decision.state_interval is not None:
+            if decision.place == "paged" and profile.tensors[index].state_bytes:
                 states[self.update_step[index], profile.tensors[index].blocks[0]].append(index)
             if decision.place == "host":
                 step = self.update_step[index]

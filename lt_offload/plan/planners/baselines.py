@@ -7,23 +7,16 @@ a model can be trained at all.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.decisions import (
-    BlockDecision,
-    Decisions,
-    Interval,
-    TensorDecision,
-    block_decisions,
-    resident_tensors,
-    uses,
-)
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, resident_tensors, uses
 from lt_offload.plan.iteration.memory import aligned, backward_steps, budget_for, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
-from lt_offload.schema.profile import OptionName, OptionProfile, Profile
+from lt_offload.schema.plan import UpdatePlace
+from lt_offload.schema.profile import OptionName, OptionProfile, Profile, TensorProfile
 
 
 def no_offload_s(profile: Profile) -> float:
@@ -53,59 +46,46 @@ def resident_decisions(profile: Profile, allowed: Allowed) -> Iterator[tuple[Dec
     arena = sum(aligned(tensor.bytes) + state_room(tensor.state_bytes) for tensor in profile.tensors)
     found = ladder(profile, offers)
     for count in range(len(found.rungs) + 1):
-        blocks = tuple(BlockDecision(option=option) for option in found.after(count))
-        decisions = Decisions(tensors=tensors, blocks=blocks)
-        yield decisions, budget_for(arena + int(framework_bytes(decisions.usage, profile).max()), profile)
+        decisions = Decisions(tensors=tensors, options=found.after(count))
+        yield decisions, budget_for(arena + int(framework_bytes(decisions.usage(profile), profile).max()), profile)
 
 
-def streaming_decisions(
-    profile: Profile, options: tuple[OptionName, ...], *, host_update: bool, lead: int = 0, lag: int = 0
-) -> Decisions:
-    """Return choices that drop every weight after each use and fetch it ``lead`` steps before the next.
+def streaming_decisions(profile: Profile, options: tuple[OptionName, ...], *, host_update: bool) -> Decisions:
+    """Return choices that drop every weight after each use and fetch it for the next.
 
     Args:
         profile: the model.
         options: one per block.
         host_update: update on the host; else on the device, with states that are fetched for it.
-        lead: 1 lets copies run beside the computation before; 0 needs the least memory.
-        lag: 1 lets activations and gradients leave beside the next computation.
     """
-    tensors = tuple(
-        TensorDecision(place="none", intervals=_short_intervals(tensor.blocks, profile, lead, stale=False))
-        if not tensor.trainable
-        else _streamed(profile, index, host_update, lead, lag)
-        for index, tensor in enumerate(profile.tensors)
-    )
-    return Decisions(tensors=tensors, blocks=block_decisions(profile, options, lag=lag, lead=lead))
+    tensors = tuple(_streamed(tensor, profile, host_update=host_update) for tensor in profile.tensors)
+    return Decisions(tensors=tensors, options=options)
 
 
-def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: int) -> TensorDecision:
-    tensor, last = profile.tensors[index], len(timeline(profile)) - 1
-    update = backward_steps(tensor.blocks, profile)[-1]
-    intervals = _short_intervals(tensor.blocks, profile, lead, stale=host_update)
+def _streamed(tensor: TensorProfile, profile: Profile, *, host_update: bool) -> TensorDecision:
+    if not tensor.trainable:
+        return TensorDecision(place="none", stays=_short_stays(tensor.blocks, profile, stale=False))
+    stays = _short_stays(tensor.blocks, profile, stale=host_update)
     if host_update:
-        return TensorDecision(place="host", intervals=intervals, grad_release_after=min(update + lag, last))
-    decision = TensorDecision(place="device", intervals=intervals, write_back=update if intervals else None)
-    if not tensor.state_bytes:
-        return decision
-    return replace(
-        decision, place="paged", state_interval=Interval(start=update - lead, end=update), state_offload_after=update
-    )
+        return TensorDecision(place="host", stays=stays)
+    update = backward_steps(tensor.blocks, profile)[-1]
+    place: UpdatePlace = "paged" if tensor.state_bytes else "device"
+    return TensorDecision(place=place, stays=stays, write_back=update if stays else None)
 
 
-def _short_intervals(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale: bool) -> tuple[Interval, ...]:
-    """Return the shortest intervals around the uses; ``stale``: what the last backward leaves must go in any case."""
+def _short_stays(blocks: tuple[int, ...], profile: Profile, *, stale: bool) -> tuple[Interval, ...]:
+    """Return the shortest stays around the uses; ``stale``: what the last backward leaves must go in any case."""
     steps = len(timeline(profile))
     needed = uses(blocks, profile)
     update = (backward_steps(blocks, profile) or [-1])[-1]
-    moves: list[tuple[int, int]] = []
-    for use, following in zip(needed, [*needed[1:], needed[0] + steps], strict=True):
-        fetch = max(following - lead, use + 1)
-        if (stale and use == update) or fetch > use + 1:
-            moves.append((use, fetch))
+    gaps = [
+        (use, following)
+        for use, following in zip(needed, [*needed[1:], needed[0] + steps], strict=True)
+        if (stale and use == update) or following > use + 1
+    ]
     return tuple(
-        Interval(start=fetch % steps, end=moves[(at + 1) % len(moves)][0] % steps)
-        for at, (_, fetch) in enumerate(moves)
+        Interval(start=following % steps, end=gaps[(at + 1) % len(gaps)][0] % steps)
+        for at, (_, following) in enumerate(gaps)
     )
 
 
@@ -113,7 +93,7 @@ def _short_intervals(blocks: tuple[int, ...], profile: Profile, lead: int, *, st
 class Smallest:
     """The streaming plan that needs the least device memory."""
 
-    decisions: Decisions
+    sets: Sets
     device_bytes: int
     host_bytes: int
 
@@ -126,8 +106,9 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
             decisions = streaming_decisions(profile, options, host_update=on_host)
             ram = decisions.least_host_bytes(profile)
             if host_budget is None or ram <= host_budget:
-                needed = budget_for(Sets(decisions, profile).room_needed, profile)
-                found.append(Smallest(decisions=decisions, device_bytes=needed, host_bytes=ram))
+                sets = Sets(decisions, profile)
+                needed = budget_for(sets.room_needed, profile)
+                found.append(Smallest(sets=sets, device_bytes=needed, host_bytes=ram))
     return min(found, key=lambda item: item.device_bytes, default=None)
 
 

@@ -71,7 +71,7 @@ class Candidates:
             self._unfinished.append((found.seconds, proposal, search))
         elif request.late:
             self.cut_short(f"schedules of {proposal.name}")
-        self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=found.plan, trace=found.trace))
+        self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace))
         return Missed(device=0, host=0)
 
     def finish(self) -> None:
@@ -79,8 +79,7 @@ class Candidates:
         for seconds, proposal, search in sorted(self._unfinished, key=lambda item: item[0]):
             if not hopeless(seconds, self.fastest_s) and not self.request.late:
                 found = search.finish(self.fastest_s)
-                decided = replace(proposal, decisions=found.decisions)
-                self._keep(Candidate(proposal=decided, plan=found.plan, trace=found.trace))
+                self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace))
         self._unfinished.clear()
 
     def cut_short(self, what: str) -> None:
@@ -88,7 +87,7 @@ class Candidates:
         self.cut.append(what)
 
     def _start(self, proposal: Proposal, *, anyhow: bool = True) -> PlanScheduler | Missed:
-        search = PlanScheduler(proposal.name.partition(",")[0], proposal.decisions, self.request)
+        search = PlanScheduler(proposal.name.partition(",")[0], proposal.sets, self.request)
         misfit = search.start(anyhow=anyhow)
         if misfit is None:
             return search

@@ -1,4 +1,4 @@
-"""What a planner is asked, and what it answers: decisions, of which only the sets count.
+"""What a planner is asked, and what it answers: decisions.
 
 And what all planners ask about a block: which options it may use, and what they hold.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lt_offload.errors import ConfigError
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.settings import Settings
@@ -112,11 +113,16 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """Decisions and what to call them."""
+    """Decisions, ready to be scheduled, and what to call them."""
 
     name: str
     """Planner and variant, e.g. ``"greedy, margin of 1 layer"``."""
-    decisions: Decisions
+    sets: Sets
+
+    @property
+    def decisions(self) -> Decisions:
+        """What is proposed."""
+        return self.sets.decisions
 
 
 _TOO_LONG = 1.05

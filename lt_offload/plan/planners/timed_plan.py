@@ -14,6 +14,7 @@ from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.schedule import Timetable
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Request, hopeless
 from lt_offload.plan.planners.slowdown import Slower, at_worst, expected, slower
@@ -32,9 +33,8 @@ _SPARE = 1.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedPlan:
-    """Decisions with times, their plan and its simulation; gradients share no memory on the host yet."""
+    """A plan and its simulation; its gradients share no memory on the host yet."""
 
-    decisions: Decisions
     plan: Plan
     trace: Trace
 
@@ -47,16 +47,12 @@ class TimedPlan:
 class PlanScheduler:
     """The sets of one proposal on their way to a plan."""
 
-    def __init__(
-        self,
-        planner: str,
-        decisions: Decisions,
-        request: Request,
-    ) -> None:
+    def __init__(self, planner: str, sets: Sets, request: Request) -> None:
         self._planner, self._request, self._profile = planner, request, request.profile
-        self._slower = expected(request.profile, Sets(decisions, request.profile).busy_s)
-        profile = self._slower.applied_to(self._profile)
-        self._search = Scheduler(decisions, profile, request.capacity_bytes, request.deadline)
+        self._sets = sets
+        self._slower = expected(request.profile, LaneWork(sets, request.profile).busy_s)
+        work = LaneWork(sets, self._slower.applied_to(self._profile))
+        self._search = Scheduler(work, request.capacity_bytes, request.deadline)
         self.best: TimedPlan | None = None
 
     def start(self, *, anyhow: bool = True) -> Misfit | None:
@@ -94,14 +90,13 @@ class PlanScheduler:
 
     def _build(self, timetable: Timetable, profile: Profile) -> TimedPlan:
         plan = build(
-            timetable.decisions,
+            timetable,
             profile,
             planner=self._planner,
             budget_bytes=self._request.budget_bytes,
             host_budget_bytes=self._request.host_budget_bytes,
-            scheduled=timetable,
         )
-        found = TimedPlan(decisions=timetable.decisions, plan=plan, trace=simulate(plan, profile))
+        found = TimedPlan(plan=plan, trace=simulate(plan, profile))
         if self.best is None or found.seconds < self.best.seconds:
             self.best = found
         return found
@@ -129,7 +124,7 @@ class PlanScheduler:
             factor = self._profile.optimizer.host_bytes_per_s / slowed.optimizer.host_bytes_per_s
             if not work or factor <= 1 or _SPARE * factor * work > self.best.seconds:
                 continue
-            busy = Sets(self.best.decisions, slowed).busy_s
+            busy = LaneWork(self._sets, slowed).busy_s
             timetable = self._search.again(expected(slowed, busy).applied_to(slowed))
             if timetable is not None:
                 found = self._build(timetable, slowed)
@@ -141,17 +136,17 @@ class PlanScheduler:
 
 
 def timed_plan(planner: str, decisions: Decisions, request: Request) -> TimedPlan | Misfit:
-    """Return the fastest plan found for the sets of ``decisions``."""
-    search = PlanScheduler(planner, decisions, request)
+    """Return the fastest plan found for ``decisions``."""
+    search = PlanScheduler(planner, Sets(decisions, request.profile), request)
     return search.start() or search.finish()
 
 
-def estimated_s(decisions: Decisions, request: Request) -> float:
-    """Return about how long the sets of ``decisions`` take, to compare those of one kind; infinity if they do not fit.
+def estimated_s(sets: Sets, request: Request) -> float:
+    """Return about how long ``sets`` take, to compare those of one kind; infinity if they do not fit.
 
     One schedule, with lanes as slow as they would be if each were busy at any time.
     """
     profile = request.profile
-    profile = expected(profile, Sets(decisions, profile).busy_s).applied_to(profile)
-    found = Scheduler(decisions, profile, request.capacity_bytes).start(tries=1, anyhow=False)
+    profile = expected(profile, LaneWork(sets, profile).busy_s).applied_to(profile)
+    found = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, anyhow=False)
     return math.inf if isinstance(found, Misfit) else found.seconds

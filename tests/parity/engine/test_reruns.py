@@ -19,8 +19,7 @@ from lt_offload.execute.blocks.run import Frame
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, Recomputation, TensorDecision, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, Recomputation, TensorDecision, uses
 from lt_offload.plan.iteration.memory import backward_steps, device_bytes
 from lt_offload.plan.verify.check import check
 from lt_offload.profiling.hardware import load_hardware
@@ -30,6 +29,7 @@ from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import make_optimizer
+from tests.support.profiles.by_hand import built
 
 LAYERS = 5
 ITERATIONS = 3
@@ -150,42 +150,39 @@ def planned(
     lead: int = 0,
 ) -> Plan:
     """Return a plan that ``check`` accepts and whose budget is the peak that it predicts."""
-    blocks = tuple(_block(found, index, option, recomputations, lead) for index, option in enumerate(options))
     tensors = tuple(
         _tensor(found, index, place if tensor.trainable else "none", streamed, recomputations)
         for index, tensor in enumerate(found.tensors)
     )
-    decisions = Decisions(tensors=tensors, blocks=blocks, recomputations=recomputations)
-    plan = build(decisions, found, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
+    decisions = Decisions(tensors=tensors, options=tuple(options), recomputations=recomputations)
+    plan = built(decisions, found, **_times(found, decisions, lead))
     plan = replace(plan, budget_bytes=int(device_bytes(plan, found).max()))
     assert check(plan, found) == []
     return plan
 
 
-def _block(found: Profile, index: int, option: OptionName, recomputations: Reruns, lead: int) -> BlockDecision:
-    block = found.blocks[index]
-    if not block.has_backward or not block.option(option).offload_bytes:
-        return BlockDecision(option=option)
-    backward = 2 * len(found.blocks) - 1 - index
-    needed = min([backward, *(step for step, again in recomputations.items() if any(r.block == index for r in again))])
-    release_after = min(index + 1, needed - 1)
-    return BlockDecision(option=option, release_after=release_after, prefetch_at=max(needed - lead, release_after + 1))
+def _times(found: Profile, decisions: Decisions, lead: int) -> dict[str, Any]:
+    """Activations leave until the end of the next step, and come back ``lead`` steps early."""
+    times = {}
+    for index in range(len(found.blocks)):
+        needed = decisions.activations_needed(index, found)
+        release_after = min(index + 1, needed - 1)
+        times[index] = (release_after, max(needed - lead, release_after + 1))
+    return {"activations": times}
 
 
 def _tensor(found: Profile, index: int, place: Any, streamed: bool, recomputations: Reruns) -> TensorDecision:
     """On the device in every step that uses it and, if ``streamed``, in no other."""
     tensor = found.tensors[index]
-    intervals = (
+    stays = (
         tuple(Interval(start=step, end=step) for step in uses(tensor.blocks, found, recomputations)) if streamed else ()
     )
     last = backward_steps(tensor.blocks, found)
     if place == "host":
         if not streamed:  # the host's update makes the device copy stale: away after it, back for the next forward
-            intervals = (Interval(start=min(tensor.blocks), end=last[-1]),)
-        return TensorDecision(place=place, intervals=intervals, grad_release_after=last[-1])
-    return TensorDecision(
-        place=place, intervals=intervals, write_back=last[-1] if intervals and place == "device" else None
-    )
+            stays = (Interval(start=min(tensor.blocks), end=last[-1]),)
+        return TensorDecision(place=place, stays=stays)
+    return TensorDecision(place=place, stays=stays, write_back=last[-1] if stays and place == "device" else None)
 
 
 def layers(found: Profile) -> range:

@@ -17,8 +17,7 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.activations import WeightAlias
 from lt_offload.plan import check
-from lt_offload.plan.assembly.plan import build as build_plan
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.schema.plan import Plan
@@ -26,6 +25,7 @@ from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
 from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
 from tests.support.gpu_model import Gpu
+from tests.support.profiles.by_hand import built
 
 How = Callable[[int, tuple[int, ...], list[int]], list[int]]
 """Index of a tensor, its blocks, the steps that use it -> the steps that read it in host memory."""
@@ -54,15 +54,14 @@ def nothing(index: int, blocks: tuple[int, ...], steps: list[int]) -> list[int]:
     return []
 
 
-def intervals(steps: list[int], first: int) -> tuple[Interval, ...]:
-    """One per use, from the step before it; those that touch become one."""
+def stays(steps: list[int]) -> tuple[Interval, ...]:
+    """One per use; those that follow each other are one."""
     found: list[Interval] = []
     for step in steps:
-        start = max(step - 1, first)
-        if found and found[-1].end >= start - 1:
+        if found and found[-1].end >= step - 2:
             found[-1] = Interval(start=found[-1].start, end=step)
         else:
-            found.append(Interval(start=start, end=step))
+            found.append(Interval(start=step, end=step))
     return tuple(found)
 
 
@@ -74,7 +73,7 @@ def options(profile: Profile, case: Case) -> tuple[OptionName, ...]:
 
 def decisions(profile: Profile, case: Case, how: How, *, grad_zero_copy: bool) -> Decisions:
     host = case.places == ("host",)
-    base = streaming_decisions(profile, options(profile, case), host_update=host, lead=1, lag=1)
+    base = streaming_decisions(profile, options(profile, case), host_update=host)
     tensors = []
     for index, (tensor, decision) in enumerate(zip(profile.tensors, base.tensors, strict=True)):
         steps = uses(tensor.blocks, profile)
@@ -82,9 +81,9 @@ def decisions(profile: Profile, case: Case, how: How, *, grad_zero_copy: bool) -
         if decision.place in ("device", "paged"):  # the update needs a device copy
             zero_copy = [step for step in zero_copy if step != steps[-1]]
         rest = [step for step in steps if step not in zero_copy]
-        changed: TensorDecision = replace(decision, intervals=intervals(rest, 0), zero_copy=tuple(zero_copy))
+        changed: TensorDecision = replace(decision, stays=stays(rest), zero_copy=tuple(zero_copy))
         if grad_zero_copy and decision.place == "host":
-            changed = replace(changed, grad_release_after=None, grad_zero_copy=True)
+            changed = replace(changed, grad_zero_copy=True)
         tensors.append(changed)
     return replace(base, tensors=tuple(tensors))
 
@@ -99,7 +98,7 @@ def planned(case: Case, how: How, *, grad_zero_copy: bool = False) -> tuple[Plan
     """Return the plan and what it needs on the device."""
     profile = profiled(case)
     made = decisions(profile, case, how, grad_zero_copy=grad_zero_copy)
-    plan = build_plan(made, profile, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
+    plan = built(made, profile, lead=1, lag=1)
     budget = int(device_bytes(plan, profile).max())
     plan = replace(plan, budget_bytes=budget)
     assert check(plan, profile) == []
@@ -246,9 +245,7 @@ def test_a_plan_that_would_read_an_outdated_copy_is_refused() -> None:
     case = Case(places=("device",))
     profile = profiled(case)
     tensors = tuple(TensorDecision(place="device") for _ in profile.tensors)
-    blocks = block_decisions(profile, tuple("keep" for _ in profile.blocks), lag=0, lead=0)
-    made = Decisions(tensors=tensors, blocks=blocks)
-    plan = build_plan(made, profile, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
+    plan = built(Decisions(tensors=tensors, options=("keep",) * len(profile.blocks)), profile)
     nbytes = profile.tensors[0].read(0).forward_bytes
     spoilt = replace(plan, ops=(replace(plan.ops[0], zero_copy=(0,), bytes=nbytes), *plan.ops[1:]))
     assert any("outdated" in problem for problem in check(spoilt, profile))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, Recomputation, TensorDecision, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, Recomputation, TensorDecision, uses
 from lt_offload.schema.profile import Profile
 
 
@@ -14,9 +14,8 @@ def random_decisions(rng: np.random.Generator, profile: Profile) -> Decisions:
     """Return valid decisions for a profile whose blocks but the first are chained."""
     options = _options(rng, profile)
     recomputations = _reruns(rng, profile, options)
-    blocks = _blocks(rng, profile, options, recomputations)
     tensors = tuple(_tensor(rng, profile, index, recomputations) for index in range(len(profile.tensors)))
-    return Decisions(tensors=tensors, blocks=blocks, recomputations=recomputations)
+    return Decisions(tensors=tensors, options=tuple(options), recomputations=recomputations)  # type: ignore[arg-type]
 
 
 def _options(rng: np.random.Generator, profile: Profile) -> list[str]:
@@ -72,27 +71,6 @@ def _chain(rng: np.random.Generator, state: list[str], start: int, end: int, bac
     return saves[::-1]
 
 
-def _blocks(
-    rng: np.random.Generator, profile: Profile, options: list[str], recomputations: dict[int, tuple[Recomputation, ...]]
-) -> tuple[BlockDecision, ...]:
-    steps, found = 2 * len(options), []
-    for index, (block, option) in enumerate(zip(profile.blocks, options, strict=True)):
-        decision = BlockDecision(option=option)  # type: ignore[arg-type]
-        if block.has_backward and block.option(option).offload_bytes:
-            again = [
-                step
-                for step, chain in recomputations.items()
-                if index in [recomputation.block for recomputation in chain]
-            ]
-            needed = min([steps - 1 - index, *again])
-            release_after = min(index + int(rng.integers(3)), needed - 1)
-            decision = replace(
-                decision, release_after=release_after, prefetch_at=int(rng.integers(release_after + 1, needed + 1))
-            )
-        found.append(decision)
-    return tuple(found)
-
-
 def _tensor(
     rng: np.random.Generator, profile: Profile, index: int, recomputations: dict[int, tuple[Recomputation, ...]]
 ) -> TensorDecision:
@@ -105,22 +83,15 @@ def _tensor(
         return TensorDecision(place=place)  # type: ignore[arg-type]
     zero_copy = [s for s in needed if tensor.zero_copy and (s != update or place != "device") and rng.uniform() < 0.4]
     at = sorted((step - update - 1) % steps for step in needed if step not in zero_copy)
-    intervals, before = [], -1
+    stays = []
     while at:
         count = int(rng.integers(1, len(at) + 1))
         group, at = at[:count], at[count:]
-        start = int(rng.integers(before + 1, group[0] + 1))
-        before = int(rng.integers(group[-1], at[0])) if at and rng.uniform() < 0.5 else group[-1]
-        intervals.append(Interval(start=(start + update + 1) % steps, end=(before + update + 1) % steps))
-    decision = TensorDecision(place=place, intervals=tuple(intervals), zero_copy=tuple(zero_copy))  # type: ignore[arg-type]
+        stays.append(Interval(start=(group[0] + update + 1) % steps, end=(group[-1] + update + 1) % steps))
+    decision = TensorDecision(place=place, stays=tuple(stays), zero_copy=tuple(zero_copy))  # type: ignore[arg-type]
     if place == "device":
-        states = replace(
-            decision, place="paged", state_interval=Interval(start=update - 1, end=update), state_offload_after=update
-        )
-        decision = states if tensor.state_bytes and rng.uniform() < 0.5 else decision
-        return replace(decision, write_back=update)
+        paged = tensor.state_bytes and rng.uniform() < 0.5
+        return replace(decision, place="paged" if paged else "device", write_back=update)
     if place == "host":
-        written = tensor.zero_copy is not None and rng.uniform() < 0.5
-        release_after = min(update + int(rng.integers(3)), steps - 1)
-        return replace(decision, grad_zero_copy=written, grad_release_after=None if written else release_after)
+        return replace(decision, grad_zero_copy=tensor.zero_copy is not None and rng.uniform() < 0.5)
     return decision

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from lt_offload.plan.planners.offmate.rounding import Slack
 from lt_offload.plan.planners.offmate.solution import Flow, Group, GroupFlows, Solution, groups
 from lt_offload.schema.profile import Profile
 
@@ -48,9 +47,3 @@ def random_flows(rng: np.random.Generator, group: Group, steps: int) -> GroupFlo
         state_prefetch=flow(),
         state_offload=flow(),
     )
-
-
-def random_slack(rng: np.random.Generator) -> Slack:
-    """Return by how many steps activations and gradients may travel early or late."""
-    lag, lead, grads = (int(rng.integers(3)) for _ in range(3))
-    return Slack(activation_lag=lag, activation_lead=lead, grad_lag=grads)

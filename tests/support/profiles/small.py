@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import (
     BlockProfile,
@@ -114,7 +114,7 @@ def resident(profile: Profile, option: str = "keep") -> Decisions:
     """Everything stays on the device."""
     return Decisions(
         tensors=tuple(TensorDecision(place="device" if t.trainable else "none") for t in profile.tensors),
-        blocks=tuple(BlockDecision(option=option) for _ in profile.blocks),  # type: ignore[arg-type]
+        options=(option,) * len(profile.blocks),  # type: ignore[arg-type]
     )
 
 
@@ -150,7 +150,13 @@ def changed(decisions: Decisions, tensor: int, decision: TensorDecision) -> Deci
     return replace(decisions, tensors=tuple(tensors))
 
 
-def intervals(*pairs: tuple[int, int]) -> tuple[Interval, ...]:
+def with_options(decisions: Decisions, *options: str) -> Decisions:
+    """Return ``decisions`` with other options, one per block."""
+    return replace(decisions, options=options)  # type: ignore[arg-type]
+
+
+def stays(*pairs: tuple[int, int]) -> tuple[Interval, ...]:
+    """Return stays from a first use to a last one each."""
     return tuple(Interval(start=start, end=end) for start, end in pairs)
 
 

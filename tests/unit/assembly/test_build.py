@@ -7,26 +7,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_decisions
+from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.iteration.memory import framework_bytes, usage
 from lt_offload.plan.iteration.timeline import Pace
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate.rounding import Slack, nearest_subset, round_tensors
+from lt_offload.plan.planners.offmate.rounding import nearest_subset, round_tensors
 from lt_offload.plan.planners.offmate.solution import GroupFlows, Solution, groups
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
+from tests.support.profiles.by_hand import built, scheduled
 from tests.support.profiles.program_rules import random_profile
-from tests.support.profiles.random_solutions import random_slack, random_solution
-from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile, waits_for, words
+from tests.support.profiles.random_solutions import random_solution
+from tests.support.profiles.small import (
+    HUGE,
+    changed,
+    named,
+    resident,
+    small_profile,
+    stays,
+    waits_for,
+    with_options,
+    words,
+)
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
-
-
-def built(decisions: Decisions, profile: Profile, budget: int = HUGE) -> Plan:
-    return build(decisions, profile, planner="test", budget_bytes=budget, host_budget_bytes=HUGE)
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
@@ -60,21 +65,12 @@ def test_a_streamed_block_is_issued_in_the_order_of_the_contract() -> None:
         1,
         TensorDecision(
             place="paged",
-            intervals=intervals((0, 1), (3, 5)),
+            stays=stays((1, 1), (4, 5)),
             write_back=4,
-            state_interval=Interval(start=3, end=5),
-            state_offload_after=4,
         ),
     )
-    decisions = replace(
-        decisions,
-        blocks=(
-            decisions.blocks[0],
-            BlockDecision(option="offload", release_after=2, prefetch_at=4),
-            decisions.blocks[2],
-        ),
-    )
-    plan = built(decisions, profile)
+    decisions = with_options(decisions, "keep", "offload", "keep")
+    plan = built(decisions, profile, lead=1, lag=1, activations={1: (2, 4)})
     assert [words(op) for op in plan.ops] == [
         "0 prefetch weight 1",
         "0 forward 0",
@@ -106,14 +102,14 @@ def test_a_streamed_block_is_issued_in_the_order_of_the_contract() -> None:
     assert waits_for(plan, "5 drop weight 1") == {"4 offload weight 1", "5 update 0"}
     # Activations leave until the end of step 2: what is computed next takes their memory.
     assert waits_for(plan, "3 backward 2") == {"1 offload activation 1"}
-    assert named(plan, "4 offload state 1").release_after == 5
+    assert named(plan, "4 offload state 1").release_after == 4
     assert check(plan, profile) == []
 
 
 def test_a_range_is_written_after_its_last_users_have_gone() -> None:
     profile = small_profile(3, states=0)
-    decisions = changed(resident(profile), 1, TensorDecision(place="device", intervals=intervals((4, 1)), write_back=4))
-    decisions = changed(decisions, 2, TensorDecision(place="device", intervals=intervals((2, 3)), write_back=3))
+    decisions = changed(resident(profile), 1, TensorDecision(place="device", stays=stays((4, 1)), write_back=4))
+    decisions = changed(decisions, 2, TensorDecision(place="device", stays=stays((2, 3)), write_back=3))
     plan = built(decisions, profile)
     assert named(plan, "2 prefetch weight 2").offsets == named(plan, "4 prefetch weight 1").offsets
     assert waits_for(plan, "2 prefetch weight 2") == {"-3 offload weight 2", "1 drop weight 1"}
@@ -123,8 +119,8 @@ def test_a_range_is_written_after_its_last_users_have_gone() -> None:
 
 def test_a_host_update_stands_between_gradient_and_next_fetch() -> None:
     profile = small_profile(3)
-    decision = TensorDecision(place="host", intervals=intervals((0, 1), (3, 4)), grad_release_after=5)
-    plan = built(changed(resident(profile), 1, decision), profile)
+    decision = TensorDecision(place="host", stays=stays((1, 1), (4, 4)))
+    plan = built(changed(resident(profile), 1, decision), profile, lead=1, lag=1)
     assert waits_for(plan, "4 offload grad 1") == {"4 backward 1"}
     assert waits_for(plan, "4 update 1") == {"4 offload grad 1"}
     assert named(plan, "4 update 1").lane == "host"
@@ -137,25 +133,16 @@ def test_a_host_update_stands_between_gradient_and_next_fetch() -> None:
 def test_the_activations_a_step_needs_are_fetched_before_the_weights_it_needs() -> None:
     profile = small_profile(4)
     options = ("offload",) * 4
-    plan = built(streaming_decisions(profile, options, host_update=True, lead=1, lag=1), profile)
+    plan = built(streaming_decisions(profile, options, host_update=True), profile, lead=1, lag=1)
     for step in range(4, 7):
         payloads = [op.payload for op in plan.ops if op.step == step and op.kind == "prefetch"]
         assert payloads == sorted(payloads, key=str)
         assert set(payloads) == {"activation", "weight"}
 
 
-def test_last_blocks_have_less_time_to_offload() -> None:
-    blocks = block_decisions(small_profile(3), ("offload", "keep", "offload"), lag=2, lead=2)
-    assert blocks[0] == BlockDecision(option="offload", release_after=2, prefetch_at=3)
-    assert blocks[1] == BlockDecision(option="keep")
-    assert blocks[2] == BlockDecision(option="offload", release_after=2, prefetch_at=3), (
-        "it returns in its own backward step"
-    )
-
-
 def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
     profile = small_profile(3, tied=True)
-    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False, lead=1, lag=0), profile)
+    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False), profile, lead=1)
     assert plan.tensors(named(plan, "5 update 0")) == (0,)
     assert check(plan, profile) == []
     gradient = framework_bytes(usage(plan), profile)
@@ -167,7 +154,7 @@ def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
 
 def test_without_states_nothing_is_paged() -> None:
     profile = small_profile(3, states=0)
-    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False, lead=0, lag=0), profile)
+    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False), profile)
     assert set(plan.update_places) == {"device"}
     assert not [op for op in plan.ops if op.payload == "state"]
     assert check(plan, profile) == []
@@ -175,7 +162,7 @@ def test_without_states_nothing_is_paged() -> None:
 
 def test_frozen_weights_are_never_written_back() -> None:
     profile = small_profile(4, frozen=(0, 1, 2), no_backward=2)
-    plan = built(streaming_decisions(profile, ("keep",) * 4, host_update=True, lead=0, lag=0), profile)
+    plan = built(streaming_decisions(profile, ("keep",) * 4, host_update=True), profile)
     assert {
         t for op in plan.ops if op.payload in ("weight", "grad") and op.kind == "offload" for t in plan.tensors(op)
     } == {3}
@@ -247,13 +234,13 @@ def four_tensors(share: float) -> tuple[Profile, Solution]:
 @pytest.mark.parametrize(("share", "counts"), [(0.0, [0, 0, 0]), (1.0, [4, 4, 4]), (0.5, [2, 2, 2]), (0.4, [2, 1, 2])])
 def test_the_error_of_a_share_is_carried_to_the_next_block(share: float, counts: list[int]) -> None:
     profile, solution = four_tensors(share)
-    decisions = round_tensors(solution, profile, Slack())
+    decisions = round_tensors(solution, profile)
     places = [decision.place for decision in decisions.tensors]
     assert [places[4 * block : 4 * block + 4].count("host") for block in (1, 2, 3)] == counts
     assert "host" not in places[:4], "the first block has no time for a host update"
 
 
-def test_tensors_leave_and_return_when_the_flow_passes_their_middle() -> None:
+def test_updated_tensors_leave_when_the_flow_passes_their_middle() -> None:
     profile, solution = four_tensors(0.0)
     tau = np.arange(8)
     # Block 1 is updated in step 6 and used again in step 1, tau 3; its backward is tau 0 = 8.
@@ -264,12 +251,11 @@ def test_tensors_leave_and_return_when_the_flow_passes_their_middle() -> None:
         write_back=np.array([0, 0, 0.5, 0.5, 0, 0, 0, 0]),
     )
     solution = replace(solution, flows=(solution.flows[0], flows, *solution.flows[2:]))
-    found = round_tensors(solution, profile, Slack()).tensors[4:8]
+    found = round_tensors(solution, profile).tensors[4:8]
     step = [(6 + at) % 8 for at in range(8)]
-    assert [decision.intervals[0].end for decision in found] == [step[3], step[3], step[4], step[4]]
-    assert [decision.intervals[0].start for decision in found] == [step[6], step[7], step[7], step[7]]
-    # A copy that runs during a tau is queued after the computation before.
+    # A copy that runs during a tau is queued after the computation before; the weights are there until then.
     assert [decision.write_back for decision in found] == [step[1], step[1], step[2], step[2]]
+    assert [decision.stays for decision in found] == [stays((step[0], step[3]))] * 4
 
 
 # -- any solution ------------------------------------------------------------------------------------------------------
@@ -279,8 +265,7 @@ def test_tensors_leave_and_return_when_the_flow_passes_their_middle() -> None:
 def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    decisions = round_tensors(random_solution(rng, profile), profile, random_slack(rng))
-    plan = built(decisions, profile)
+    plan = scheduled(round_tensors(random_solution(rng, profile), profile), profile, share=rng.uniform(1, 1.5))
     assert check(plan, profile) == []
     peak = simulate(plan, profile).device_peak
     assert check(replace(plan, budget_bytes=peak), profile) == []
@@ -294,9 +279,8 @@ def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
 def test_very_short_models(blocks: int, tied: bool, states: int, seed: int) -> None:
     profile = small_profile(blocks, tied=tied and blocks > 1, states=states)
     rng = np.random.default_rng(seed)
-    assert (
-        check(built(round_tensors(random_solution(rng, profile), profile, random_slack(rng)), profile), profile) == []
-    )
+    decisions = round_tensors(random_solution(rng, profile), profile)
+    assert check(scheduled(decisions, profile, share=rng.uniform(1, 1.5)), profile) == []
 
 
 @pytest.mark.parametrize("host_update", [False, True])
@@ -306,7 +290,7 @@ def test_streaming_everything(host_update: bool, lead: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
     options = random_solution(rng, profile).options
-    plan = built(streaming_decisions(profile, options, host_update=host_update, lead=lead, lag=lead), profile)
+    plan = built(streaming_decisions(profile, options, host_update=host_update), profile, lead=lead, lag=lead)
     assert check(plan, profile) == []
     if lead == 0 and host_update:
         largest = max(sum(t.bytes for t in profile.tensors if b in t.blocks) for b in range(len(profile.blocks)))
@@ -325,7 +309,7 @@ def test_notes_say_what_every_plan_takes() -> None:
 def test_prefetches_of_a_step_are_queued_in_the_order_of_need(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    plan = built(round_tensors(random_solution(rng, profile), profile, random_slack(rng)), profile)
+    plan = built(round_tensors(random_solution(rng, profile), profile), profile, lead=2, lag=1)
     needs: dict[int, list[int]] = {}
     for op in plan.ops:
         if op.kind in ("forward", "backward", "update"):

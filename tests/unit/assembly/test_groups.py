@@ -10,33 +10,29 @@ import numpy as np
 import pytest
 
 from lt_offload import Plan, solve
-from lt_offload.plan.assembly.copies import SMALL, device_copies
-from lt_offload.plan.assembly.groups import group_tensors, runs
+from lt_offload.plan.assembly.copies import SMALL, device_copies, runs
+from lt_offload.plan.assembly.groups import group_tensors
 from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.ops import Draft
-from lt_offload.plan.assembly.placement import Placement
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
+from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.packing import Packing, packing
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile
 from tests import sampling
+from tests.support.profiles.by_hand import built, scheduled, timetable
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_decisions import random_decisions
-from tests.support.profiles.random_solutions import random_slack, random_solution
-from tests.support.profiles.small import HUGE, chained, changed, intervals, resident, small_profile, with_zero_copy
+from tests.support.profiles.random_solutions import random_solution
+from tests.support.profiles.small import HUGE, chained, changed, resident, small_profile, stays, with_zero_copy
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
-
-
-def built(decisions: Decisions, profile: Profile) -> Plan:
-    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def with_small_tensors(profile: Profile) -> Profile:
@@ -90,16 +86,16 @@ def ranges(plan: Plan, profile: Profile) -> dict[tuple[str, int, tuple[int, ...]
     return found
 
 
-def random_plan(seed: int, *, slack: bool = False) -> tuple[Profile, Decisions]:
+def random_plan(seed: int) -> tuple[Profile, Decisions]:
     rng = np.random.default_rng(seed)
     profile = with_small_tensors(random_profile(rng, KINDS[seed % len(KINDS)]))
-    return profile, round_tensors(random_solution(rng, profile), profile, random_slack(rng) if slack else Slack())
+    return profile, round_tensors(random_solution(rng, profile), profile)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
     profile, decisions = random_plan(seed)
-    plan = built(decisions, profile)
+    plan = scheduled(decisions, profile, share=1.5)
     found = ranges(plan, profile)
     for (_, _, group), sizes in found.items():
         assert len(sizes) == 1 or min(sizes) >= SMALL, f"group {group} is parted into {sizes}"
@@ -108,24 +104,23 @@ def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20, 40))
 def test_so_they_do_in_a_budget_that_is_short_and_what_is_needed_at_least_is_enough(seed: int) -> None:
-    profile, decisions = random_plan(seed, slack=seed % 2 == 1)
+    profile, decisions = random_plan(seed)
     sets = Sets(decisions, profile)
     for part in (1.05 + 0.01 * (seed - 20), 1.0):
         room = int(part * sets.room_needed)
-        found = just_in_time(decisions, profile, room)
+        found = just_in_time(sets, profile, room)
         assert not isinstance(found, Misfit)
         plan = build(
-            found.decisions,
+            found,
             profile,
             planner="test",
             budget_bytes=room + budget_for(0, profile),
             host_budget_bytes=HUGE,
-            scheduled=found,
         )
         assert check(plan, profile) == []
         for sizes in ranges(plan, profile).values():
             assert len(sizes) == 1 or min(sizes) >= SMALL
-    assert isinstance(just_in_time(decisions, profile, sets.least_arena + sets.least_framework - 1), Misfit)
+    assert isinstance(just_in_time(sets, profile, sets.least_arena + sets.least_framework - 1), Misfit)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -136,10 +131,10 @@ def test_runs_are_in_the_same_ops_all_the_time(seed: int) -> None:
     copies = device_copies(decisions, profile)
     parts = runs(copies, decisions, profile)
     assert sorted(id(copy) for part in parts for copy in part.copies) == sorted(map(id, copies))
-    plan = built(decisions, profile)
+    plan = scheduled(decisions, profile)
     group = {t: g for g in travelling(plan, "weight") for t in g}
     for part in parts:
-        if part.copies[0].payload == "weight" and part.interval is not None:
+        if part.copies[0].payload == "weight" and part.stay is not None:
             assert {copy.tensor for copy in part.copies} <= set(group[part.copies[0].tensor])
 
 
@@ -149,8 +144,8 @@ def test_runs_end_where_they_are_long_enough_and_so_is_the_rest() -> None:
     sizes = [SMALL // 2, SMALL // 2, 3 * SMALL, SMALL // 4, 2 * SMALL, SMALL // 4]
     tensors = tuple(replace(one, name=str(at), bytes=size) for at, size in enumerate(sizes))
     profile = replace(profile, tensors=tensors)
-    decision = TensorDecision(place="device", intervals=intervals((1, 0)), write_back=1)
-    decisions = Decisions(tensors=(decision,) * len(sizes), blocks=resident(profile).blocks)
+    decision = TensorDecision(place="device", stays=stays((1, 0)), write_back=1)
+    decisions = Decisions(tensors=(decision,) * len(sizes), options=resident(profile).options)
     copies = [copy for copy in device_copies(decisions, profile) if copy.payload == "weight"]
     found = runs(copies, decisions, profile)
     assert [[copy.tensor for copy in part.copies] for part in found] == [[0, 1], [2], [3, 4, 5]]
@@ -172,10 +167,8 @@ def test_what_always_stays_is_one_range_of_weights_and_one_of_states() -> None:
 
 def test_packing_counts_live_bytes_and_transfers() -> None:
     profile = small_profile(3)
-    moving = TensorDecision(place="host", intervals=intervals((0, 1)), grad_release_after=5)
-    decisions = changed(
-        resident(profile), 0, replace(moving, intervals=intervals((0, 0), (5, 5)), grad_release_after=5)
-    )
+    moving = TensorDecision(place="host", stays=stays((0, 0), (5, 5)))
+    decisions = changed(resident(profile), 0, moving)
     plan = built(decisions, profile)
     always = 2 * (1024 + state_room(2000))
     assert plan.packing == Packing(extent=always + 1024, live_peak=always + 1024, tensors=2, transfers=2)
@@ -188,7 +181,7 @@ def test_tensors_side_by_side_are_one_transfer() -> None:
     profile = small_profile(1)
     (one,) = profile.tensors
     profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
-    decisions = streaming_decisions(profile, ("keep",), host_update=True, lead=0, lag=0)
+    decisions = streaming_decisions(profile, ("keep",), host_update=True)
     plan = built(decisions, profile)
     assert travelling(plan, "weight") == [(0, 1, 2)]
     assert travelling(plan, "state") == [(0, 1, 2)]
@@ -200,11 +193,11 @@ def test_groups_apart_in_the_arena_are_several_transfers() -> None:
     profile = small_profile(1)
     (one,) = profile.tensors
     profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
-    decisions = streaming_decisions(profile, ("keep",), host_update=True, lead=0, lag=0)
-    copies = device_copies(decisions, profile)
-    offsets = {0: 0, 1: 2048, 2: 3072}
-    placement = Placement(tuple(offsets[copy.tensor] for copy in copies), extent=4096)
-    plan = build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE, placement=placement)
+    decisions = streaming_decisions(profile, ("keep",), host_update=True)
+    made, offsets = timetable(decisions, profile), {0: 0, 1: 2048, 2: 3072}
+    copies = tuple(replace(copy, offset=offsets[copy.tensor]) for copy in made.copies)
+    apart = replace(made, copies=copies, arena_bytes=4096)
+    plan = build(apart, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
     assert [group.tensors for group in plan.groups if group.payload == "weight"] == [(0,), (1, 2)]
     assert (plan.packing.tensors, plan.packing.transfers) == (3, 2)
 

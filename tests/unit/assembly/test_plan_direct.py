@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
+from lt_offload.plan.iteration.decisions import Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import computation_bytes, device_bytes
 from lt_offload.plan.planners.baselines import option_sets, resident_decisions, streaming_decisions
 from lt_offload.plan.verify.check import check
@@ -16,17 +16,18 @@ from lt_offload.report.perfetto import to_perfetto
 from lt_offload.schema.explain import explain
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
+from tests.support.profiles import by_hand
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.small import (
-    HUGE,
     READ,
     chained,
     changed,
-    intervals,
     named,
     resident,
     small_profile,
+    stays,
     waits_for,
+    with_options,
     with_zero_copy,
     words,
 )
@@ -36,8 +37,8 @@ FIRST = TensorDecision(place="host", zero_copy=(0, 7), grad_zero_copy=True)
 """The first block's weight is never on the device."""
 
 
-def built(decisions: Decisions, profile: Profile = PROFILE) -> Plan:
-    plan = build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+def built(decisions: Decisions, profile: Profile = PROFILE, **times: Any) -> Plan:
+    plan = by_hand.built(decisions, profile, **times)
     assert check(plan, profile) == []
     return plan
 
@@ -55,12 +56,12 @@ def spans(plan: Plan, profile: Profile = PROFILE) -> dict[str, tuple[float, floa
 def test_a_tied_weight_costs_what_the_block_that_reads_it_needs() -> None:
     lookup, product = replace(READ, backward_s=0.0, backward_bytes=0), replace(READ, forward_s=7.0, forward_bytes=700)
     profile = with_zero_copy(chained(small_profile(4, tied=True)), lookup, product)
-    everything = TensorDecision(place="host", zero_copy=(0, 3, 4, 7), grad_release_after=7)
+    everything = TensorDecision(place="host", zero_copy=(0, 3, 4, 7))
     plan = built(changed(resident(profile), 0, everything), profile)
     read = [(op.block, op.bytes, op.seconds) for op in plan.ops if op.zero_copy]
     assert read == [(0, 100, 12), (3, 700, 17), (3, 200, 23), (0, 0, 20)]
-    embedding = replace(everything, zero_copy=(0, 7), intervals=intervals((2, 4)))
-    plan = built(changed(resident(profile), 0, embedding), profile)
+    embedding = replace(everything, zero_copy=(0, 7), stays=stays((3, 4)))
+    plan = built(changed(resident(profile), 0, embedding), profile, lead=1)
     assert [(op.block, op.bytes) for op in plan.ops if op.zero_copy] == [(0, 100), (0, 0)]
     assert "2 prefetch weight 3" in waits_for(plan, "3 forward 3")
     # A backward that runs the forward again reads twice.
@@ -89,40 +90,35 @@ def test_a_backward_that_runs_its_forward_again_reads_twice() -> None:
 
 
 def test_only_some_steps_may_read_directly() -> None:
-    decision = TensorDecision(place="host", zero_copy=(1,), intervals=intervals((4, 6)), grad_release_after=7)
+    decision = TensorDecision(place="host", zero_copy=(1,), stays=stays((5, 6)))
     again = {5: (Recomputation(block=1, save="input"),)}
-    blocks = (*resident(PROFILE).blocks[:1], BlockDecision(option="recompute"), *resident(PROFILE).blocks[2:])
-    plan = built(replace(changed(resident(PROFILE), 1, decision), recomputations=again, blocks=blocks))
+    start = with_options(replace(resident(PROFILE), recomputations=again), "keep", "recompute", "keep", "keep")
+    plan = built(changed(start, 1, decision), lead=1)
     assert [op.zero_copy for op in plan.ops if op.block == 1 and op.lane == "compute"] == [(1,), (), ()]
     assert waits_for(plan, "5 forward 1") == {"4 prefetch weight 1"}
-    zero_copy = replace(decision, zero_copy=(1, 5), intervals=intervals((5, 6)))
-    plan = built(replace(changed(resident(PROFILE), 1, zero_copy), recomputations=again, blocks=blocks))
+    zero_copy = replace(decision, zero_copy=(1, 5), stays=stays((6, 6)))
+    plan = built(changed(start, 1, zero_copy))
     assert named(plan, "5 forward 1").zero_copy == (1,)
     assert "-6 update 1" in waits_for(plan, "5 forward 1")
 
 
 def test_written_back_weights_may_be_read_directly_afterwards() -> None:
-    decision = TensorDecision(place="device", zero_copy=(1,), intervals=intervals((5, 6)), write_back=6)
+    decision = TensorDecision(place="device", zero_copy=(1,), stays=stays((6, 6)), write_back=6)
     plan = built(changed(resident(PROFILE), 1, decision))
     assert waits_for(plan, "1 forward 1") == {"-6 offload weight 1"}
-    unwritten = build(
-        changed(resident(PROFILE), 1, replace(decision, write_back=None)),
-        PROFILE,
-        planner="test",
-        budget_bytes=HUGE,
-        host_budget_bytes=HUGE,
-    )
+    unwritten = by_hand.built(changed(resident(PROFILE), 1, replace(decision, write_back=None)), PROFILE)
     (violation, *_) = check(unwritten, PROFILE)
     assert "would be lost" in violation or "outdated" in violation
 
 
 def test_gradients_written_directly_are_held_no_longer_than_on_the_device() -> None:
-    sent = replace(FIRST, grad_zero_copy=False, grad_release_after=7)
+    sent = replace(FIRST, grad_zero_copy=False)
     sizes = [device_bytes(built(changed(resident(PROFILE), 0, decision)), PROFILE) for decision in (FIRST, sent)]
     assert (sizes[0] == sizes[1]).all()
-    middle = TensorDecision(place="host", intervals=intervals((0, 6)), grad_zero_copy=True)
-    sent = replace(middle, grad_zero_copy=False, grad_release_after=7)
-    sizes = [device_bytes(built(changed(resident(PROFILE), 1, decision)), PROFILE) for decision in (middle, sent)]
+    middle = TensorDecision(place="host", stays=stays((1, 6)), grad_zero_copy=True)
+    sent = replace(middle, grad_zero_copy=False)
+    choices = [changed(resident(PROFILE), 1, decision) for decision in (middle, sent)]
+    sizes = [device_bytes(built(decisions, lag=1), PROFILE) for decisions in choices]
     assert (sizes[1] - sizes[0]).tolist() == [0] * 7 + [1000]
     scratch = replace(PROFILE, optimizer=replace(PROFILE.optimizer, scratch_ratio=2.0))
     on_device = computation_bytes(built(resident(scratch), scratch), scratch) - 4 * 3072
@@ -145,9 +141,7 @@ def test_times_of_forwards_that_run_again() -> None:
     }
     recomputations[6] = (Recomputation(block=0, save="all"), Recomputation(block=1, save="input"))
     options = ("recompute", "discard", "discard", "keep")
-    decisions = replace(
-        resident(PROFILE), recomputations=recomputations, blocks=tuple(BlockDecision(option=o) for o in options)
-    )  # type: ignore[arg-type]
+    decisions = with_options(replace(resident(PROFILE), recomputations=recomputations), *options)
     found = spans(built(decisions))
     assert found["backward 3"] == (40, 60)
     assert found["backward 2"] == (61 + 30, 61 + 30 + 20)
@@ -186,13 +180,13 @@ def test_a_computation_lasts_as_long_as_the_link_needs() -> None:
 
 def test_direct_reads_delay_copies() -> None:
     # Block 3 is fetched anew from the begin of backward 2 on, which takes 20 s; reading for that backward takes 6 s.
-    decisions = changed(resident(PROFILE), 3, TensorDecision(place="none", intervals=intervals((1, 4))))
+    decisions = changed(resident(PROFILE), 3, TensorDecision(place="none", stays=stays((3, 4))))
     more = with_zero_copy(PROFILE, replace(READ, backward_bytes=600)).tensors
     frozen = replace(more[3], trainable=False, state_bytes=0, bytes=2000)
     profile = replace(PROFILE, tensors=(*more[:3], frozen))
     read = changed(decisions, 2, TensorDecision(place="host", zero_copy=(2, 5), grad_zero_copy=True))
     for decided, seconds in ((decisions, 20), (read, 26)):
-        plan = built(decided, profile)
+        plan = built(decided, profile, arrivals={3: (1,)})
         found, iteration = spans(plan, profile), simulate(plan, profile).iteration_time
         begin = next(start for name, (start, _) in found.items() if name.startswith("backward 2"))
         assert found["prefetch weight 3"][1] == pytest.approx(begin + seconds - iteration)
@@ -202,9 +196,9 @@ def test_more_bandwidth_never_hurts_direct_access() -> None:
     times = []
     for speed in (0.1, 1.0, 10.0):
         profile = with_zero_copy(small_profile(6, speed=speed))
-        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
+        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True)
         decisions = changed(decisions, 2, TensorDecision(place="host", zero_copy=(2, 9), grad_zero_copy=True))
-        times.append(simulate(built(decisions, profile), profile).iteration_time)
+        times.append(simulate(built(decisions, profile, lead=1, lag=1), profile).iteration_time)
     assert times == sorted(times, reverse=True)
 
 
@@ -213,7 +207,7 @@ def test_more_bandwidth_never_hurts_direct_access() -> None:
 
 def test_the_table_says_what_runs_again_and_what_is_accessed_directly() -> None:
     decisions = changed(resident(PROFILE), 0, FIRST)
-    blocks = tuple(BlockDecision(option=option) for option in ("recompute", "discard", "discard", "keep"))  # type: ignore[arg-type]
+    decisions = with_options(decisions, "recompute", "discard", "discard", "keep")
     recomputations = {
         5: (
             Recomputation(block=0, save="input"),
@@ -223,7 +217,7 @@ def test_the_table_says_what_runs_again_and_what_is_accessed_directly() -> None:
         6: (Recomputation(block=0, save="input"), Recomputation(block=1, save="input")),
     }
     decisions = changed(decisions, 0, replace(FIRST, zero_copy=(0, 5, 6, 7)))
-    text = explain(built(replace(decisions, blocks=blocks, recomputations=recomputations)))
+    text = explain(built(replace(decisions, recomputations=recomputations)))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "0 recompute, again 2x direct 600 B - direct 1 kB host 1" in lines
     assert "1-2 discard, again 1-2x - - - device 1" in lines
@@ -239,13 +233,13 @@ def test_a_wide_table_still_fits() -> None:
     profile = with_zero_copy(
         chained(llama7b_b4(12)), replace(READ, forward_bytes=123_000_000, backward_bytes=123_000_000)
     )
-    decisions = streaming_decisions(profile, ("keep",) * 14, host_update=True, lead=1, lag=1)
+    decisions = streaming_decisions(profile, ("keep",) * 14, host_update=True)
     tensors = list(decisions.tensors)
     for index, tensor in enumerate(profile.tensors):
         (block,) = tensor.blocks
         if index % 3 == 0:
             tensors[index] = TensorDecision(place="host", zero_copy=(block, 27 - block), grad_zero_copy=True)
-    text = explain(built(replace(decisions, tensors=tuple(tensors)), profile))
+    text = explain(built(replace(decisions, tensors=tuple(tensors)), profile, lead=1, lag=1))
     assert "direct" in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
@@ -254,4 +248,4 @@ def test_planners_that_run_nothing_again_do_not_discard() -> None:
     allowed = tuple(block.options for block in PROFILE.blocks)
     assert all("discard" not in options for options in option_sets(PROFILE, allowed))
     for decisions, _ in resident_decisions(PROFILE, allowed):
-        assert all(block.option != "discard" for block in decisions.blocks)
+        assert "discard" not in decisions.options

@@ -7,31 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
+from lt_offload.plan.iteration.decisions import Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan, Timeline
 from lt_offload.schema.profile import OptionProfile, Profile
+from tests.support.profiles.by_hand import built, scheduled
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import (
-    HUGE,
     chained,
     changed,
-    intervals,
     resident,
     small_profile,
+    stays,
     waits_for,
+    with_options,
     with_zero_copy,
     words,
 )
-
-
-def built(decisions: Decisions, profile: Profile) -> Plan:
-    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def random_model(rng: np.random.Generator) -> Profile:
@@ -47,8 +41,7 @@ def random_model(rng: np.random.Generator) -> Profile:
 
 def with_again(profile: Profile, options: list[str], recomputations: dict[int, list[tuple[int, str]]]) -> Decisions:
     return replace(
-        resident(profile),
-        blocks=tuple(BlockDecision(option=option) for option in options),  # type: ignore[arg-type]
+        with_options(resident(profile), *options),
         recomputations={
             step: tuple(Recomputation(block=block, save=save) for block, save in chain)  # type: ignore[arg-type]
             for step, chain in recomputations.items()
@@ -105,14 +98,6 @@ def test_blocks_without_recompute_are_described_by_keep() -> None:
     )
     profile = replace(PROFILE, blocks=blocks)
     decisions = with_again(profile, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "input")]})
-    decisions = replace(
-        decisions,
-        blocks=(
-            decisions.blocks[0],
-            BlockDecision(option="reload", release_after=2, prefetch_at=5),
-            *decisions.blocks[2:],
-        ),
-    )
     plan = built(decisions, profile)
     assert check(plan, profile) == []
     assert [op.seconds for op in plan.ops if op.kind == "backward"] == [20, 30, 30, 20]
@@ -121,14 +106,9 @@ def test_blocks_without_recompute_are_described_by_keep() -> None:
 
 def test_what_runs_again_waits_for_its_weights_and_for_its_input() -> None:
     decisions = with_again(PROFILE, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "all")]})
-    blocks = list(decisions.blocks)
-    blocks[1] = BlockDecision(option="reload", release_after=2, prefetch_at=4)
-    decisions = replace(decisions, blocks=tuple(blocks))
-    decisions = changed(
-        decisions, 1, TensorDecision(place="host", intervals=intervals((0, 1), (4, 6)), grad_release_after=7)
-    )
-    decisions = changed(decisions, 2, TensorDecision(place="device", intervals=intervals((0, 2), (4, 5)), write_back=5))
-    plan = built(decisions, PROFILE)
+    decisions = changed(decisions, 1, TensorDecision(place="host", stays=stays((1, 1), (5, 6))))
+    decisions = changed(decisions, 2, TensorDecision(place="device", stays=stays((2, 2), (5, 5)), write_back=5))
+    plan = built(decisions, PROFILE, lead=1)
     assert check(plan, PROFILE) == []
     assert waits_for(plan, "5 forward 1") == {"4 prefetch activation 1", "4 prefetch weight 1"}
     assert waits_for(plan, "5 forward 2") == {"4 prefetch weight 2"}
@@ -137,8 +117,8 @@ def test_what_runs_again_waits_for_its_weights_and_for_its_input() -> None:
 
 def test_what_runs_again_takes_over_memory_that_was_given_back() -> None:
     decisions = with_again(PROFILE, ["recompute", "recompute", "keep", "keep"], {5: [(1, "all")]})
-    decisions = changed(decisions, 3, TensorDecision(place="host", intervals=intervals((0, 4)), grad_release_after=4))
-    plan = built(decisions, PROFILE)
+    decisions = changed(decisions, 3, TensorDecision(place="host", stays=stays((3, 4))))
+    plan = built(decisions, PROFILE, lead=1)
     assert waits_for(plan, "5 forward 1") == {"4 offload grad 3"}
     assert check(plan, PROFILE) == []
 
@@ -192,13 +172,8 @@ def test_reloaded_inputs_count_from_their_return() -> None:
     options = ["recompute", "reload", "discard", "keep"]
     chain = with_again(PROFILE, options, {5: [(1, "input"), (2, "all")]})
     found = []
-    for release_after, fetch in ((1, 5), (2, 4)):
-        blocks = (
-            chain.blocks[0],
-            BlockDecision(option="reload", release_after=release_after, prefetch_at=fetch),
-            *chain.blocks[2:],
-        )
-        plan = built(replace(chain, blocks=blocks), PROFILE)
+    for times in ((1, 5), (2, 4)):
+        plan = built(chain, PROFILE, activations={1: times})
         assert check(plan, PROFILE) == []
         found.append(device_bytes(plan, PROFILE))
         assert simulate(plan, PROFILE).host_peak == 4 * 3000 + 10
@@ -304,9 +279,10 @@ def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
     profile = random_model(rng)
     profile = with_held_peaks(profile, rng) if seed % 2 else profile
     decisions = random_decisions(rng, profile)
-    plan = built(decisions, profile)
+    at_once = framework_bytes(decisions.usage(profile), profile)
+    assert (at_once == framework_bytes(usage(built(decisions, profile)), profile)).all()
+    plan = built(decisions, profile, lead=int(rng.integers(3)), lag=int(rng.integers(3)))
     assert check(plan, profile) == []
-    assert (framework_bytes(decisions.usage, profile) == framework_bytes(usage(plan), profile)).all()
     counted = computation_bytes(plan, profile) - plan.arena_bytes - budget_for(0, profile)
     assert counted.tolist() == reference(plan, profile)
     trace = simulate(plan, profile)
@@ -322,21 +298,10 @@ def test_random_choices_are_scheduled_where_they_fit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
     decisions = random_decisions(rng, profile)
-    needed = Sets(decisions, profile).room_needed
-    for part in (1.0, rng.uniform(1.0, 1.5)):
-        found = just_in_time(decisions, profile, int(part * needed))
-        assert not isinstance(found, Misfit)
-        assert found.decisions.recomputations == decisions.recomputations
-        for field in ("place", "zero_copy", "grad_zero_copy", "write_back"):
-            assert [getattr(tensor, field) for tensor in found.decisions.tensors] == [
-                getattr(tensor, field) for tensor in decisions.tensors
-            ]
-        plan = build(
-            found.decisions,
-            profile,
-            planner="test",
-            budget_bytes=int(part * needed) + budget_for(0, profile),
-            host_budget_bytes=HUGE,
-            scheduled=found,
-        )
+    for share in (1.0, rng.uniform(1.0, 1.5)):
+        plan = scheduled(decisions, profile, share=share)
         assert check(plan, profile) == []
+        assert plan.options == decisions.options
+        assert plan.update_places == tuple(decision.place for decision in decisions.tensors)
+        assert usage(plan).recomputations == decisions.recomputations
+        assert usage(plan).grad_zero_copy == decisions.usage(profile).grad_zero_copy

@@ -11,12 +11,13 @@ from lt_offload.plan import check, simulate
 from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler, just_in_time
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
-from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
+from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.planners.request import allowed_options
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.fixtures import GB, llama7b_b4
@@ -28,7 +29,7 @@ HUGE = 1 << 50
 def sets_of(profile: Profile, budget: int) -> Decisions | None:
     config = OffmateConfig(budget_bytes=budget, host_budget_bytes=HUGE, lag=0, lookahead=0)
     try:
-        return round_tensors(RelaxedPrograms(profile, config).solution(budget, HUGE, 60.0), profile, Slack())
+        return round_tensors(RelaxedPrograms(profile, config).solution(budget, HUGE, 60.0), profile)
     except InfeasibleError:
         return None
 
@@ -36,7 +37,7 @@ def sets_of(profile: Profile, budget: int) -> Decisions | None:
 def streamed(profile: Profile, *, host_update: bool) -> Decisions:
     allowed = tuple(allowed_options(block, OffmateConfig(budget_bytes=None), discard=False) for block in profile.blocks)
     options = option_sets(profile, allowed)[0]
-    return streaming_decisions(profile, options, host_update=host_update, lead=0, lag=0)
+    return streaming_decisions(profile, options, host_update=host_update)
 
 
 @pytest.mark.parametrize("share", [0.45, 0.8, 1.6])
@@ -52,25 +53,24 @@ def test_a_schedule_fits_and_its_clock_is_the_simulators(seed: int, share: float
     for decisions in proposals:
         if decisions is None:
             continue
-        found = Scheduler(decisions, profile, room_within(budget, profile)).start()
+        found = Scheduler(LaneWork(Sets(decisions, profile), profile), room_within(budget, profile)).start()
         if isinstance(found, Misfit):
             continue
         scheduled += 1
         plan = build(
-            found.decisions,
+            found,
             profile,
             planner="test",
             budget_bytes=budget,
             host_budget_bytes=HUGE,
-            scheduled=found,
         )
         assert check(plan, profile) == []
         trace = simulate(plan, profile)
         assert trace.device_peak <= budget
         # Nearly always equal: of what is on its way at the end of an iteration the clock knows the first use only.
         assert trace.iteration_time == pytest.approx(found.seconds, rel=0.12)
-        assert [d.place for d in found.decisions.tensors] == [d.place for d in decisions.tensors]
-        assert [d.option for d in found.decisions.blocks] == [d.option for d in decisions.blocks]
+        assert plan.update_places == tuple(decision.place for decision in decisions.tensors)
+        assert plan.options == decisions.options
     assert scheduled or share == 0.45
 
 
@@ -82,7 +82,7 @@ def test_little_is_lost_to_the_program(memory: int) -> None:
     expected = RelaxedPrograms(profile, config).solution(budget, HUGE, 60.0).iteration_s
     decisions = sets_of(profile, budget)
     assert decisions is not None
-    found = just_in_time(decisions, profile, room_within(budget, profile))
+    found = just_in_time(Sets(decisions, profile), profile, room_within(budget, profile))
     assert not isinstance(found, Misfit)
     assert found.seconds <= 1.06 * expected
 
@@ -92,10 +92,10 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     decisions = streamed(profile, host_update=True)
     sets = Sets(decisions, profile)
     least = sets.least_arena + sets.least_framework
-    assert just_in_time(decisions, profile, least - 1000) == Misfit(1000)
-    found = just_in_time(decisions, profile, int(1.1 * least))
+    assert just_in_time(sets, profile, least - 1000) == Misfit(1000)
+    found = just_in_time(sets, profile, int(1.1 * least))
     assert not isinstance(found, Misfit)
-    assert found.placement.extent <= 1.1 * least - sets.least_framework
+    assert found.arena_bytes <= 1.1 * least - sets.least_framework
 
 
 def test_with_a_slow_link_it_is_never_idle() -> None:
@@ -104,13 +104,10 @@ def test_with_a_slow_link_it_is_never_idle() -> None:
     slow = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=2 * GB, d2h_bytes_per_s=1000 * GB))
     slow = replace(slow, optimizer=replace(slow.optimizer, host_bytes_per_s=1000 * GB))
     decisions = streamed(slow, host_update=True)
-    found = just_in_time(decisions, slow, room_within(int(12 * GB), slow))
+    found = just_in_time(Sets(decisions, slow), slow, room_within(int(12 * GB), slow))
     assert not isinstance(found, Misfit)
     copied = sum(
-        tensor.bytes * len(decision.intervals) for tensor, decision in zip(slow.tensors, decisions.tensors, strict=True)
+        tensor.bytes * len(decision.stays) for tensor, decision in zip(slow.tensors, decisions.tensors, strict=True)
     )
-    copied += sum(
-        block.option(decision.option).offload_bytes
-        for block, decision in zip(slow.blocks, decisions.blocks, strict=True)
-    )
+    copied += sum(decisions.offloaded(block, slow) for block in range(len(slow.blocks)))
     assert found.seconds == pytest.approx(copied / (2 * GB), rel=0.02)

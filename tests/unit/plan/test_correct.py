@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.correct import compare, correct, timed
-from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
+from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import smallest
 from lt_offload.plan.solve import solve
 from lt_offload.plan.verify.check import check
@@ -20,12 +19,9 @@ from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Span, Trace
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.program_rules import random_profile
-from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile, with_zero_copy
-
-
-def built(decisions: Decisions, profile: Profile) -> Plan:
-    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_zero_copy
 
 
 def scaled(
@@ -145,7 +141,7 @@ def test_direct_reads_and_forwards_that_run_again_have_their_durations() -> None
     decisions = changed(
         resident(profile),
         1,
-        TensorDecision(place="host", zero_copy=frozenset({1, 6}), grad_zero_copy=True),
+        TensorDecision(place="host", zero_copy=(1, 6), grad_zero_copy=True),
     )
     plan = built(decisions, profile)
     assert any(op.zero_copy for op in plan.ops)
@@ -207,7 +203,7 @@ def test_what_was_not_measured_stays() -> None:
 
 def test_direct_access_is_corrected_with_its_computation() -> None:
     profile = with_zero_copy(small_profile(4))
-    decision = TensorDecision(place="host", zero_copy=frozenset({1, 6}), grad_zero_copy=True)
+    decision = TensorDecision(place="host", zero_copy=(1, 6), grad_zero_copy=True)
     plan = built(changed(resident(profile), 1, decision), profile)
     true = replace(
         profile,
@@ -258,8 +254,8 @@ def measured(plan: Plan, spans: dict[str, tuple[float, float]], seconds: float) 
 
 def host_plan(profile: Profile) -> Plan:
     """Block 1 is updated by the host: 5 s out, 10 s update, 10 s in; blocks take 10 and 20 s, updates there 1 s."""
-    decision = TensorDecision(place="host", intervals=intervals((0, 4)), grad_release_after=5)
-    return built(changed(resident(profile), 1, decision), profile)
+    decision = TensorDecision(place="host", stays=stays((1, 4)))
+    return built(changed(resident(profile), 1, decision), profile, lead=1, lag=1)
 
 
 CALM = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lt_offload.plan.assembly.just_in_time import Misfit
-from lt_offload.plan.assembly.plan import build
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.pofo.chain import Operation, memory, sequential, walk
@@ -22,6 +22,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionProfile, Profile
 from scripts.papers.pofo_heuristics import from_scratch
 from tests import sampling
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.small import HUGE, chained, small_profile
 
 FIXED = 70
@@ -56,13 +57,8 @@ def request(profile: Profile, activations: int, **kwargs: Any) -> Request:
 
 
 def planned(proposal: Proposal, asked: Request) -> Plan:
-    return build(
-        proposal.decisions,
-        asked.profile,
-        planner="pofo",
-        budget_bytes=asked.budget_bytes,
-        host_budget_bytes=asked.host_budget_bytes,
-    )
+    plan = built(proposal.decisions, asked.profile, budget=asked.budget_bytes)
+    return replace(plan, host_budget_bytes=asked.host_budget_bytes)
 
 
 def seconds(asked: Request) -> float:
@@ -79,7 +75,7 @@ def seconds(asked: Request) -> float:
 
 
 def options(decisions: Decisions) -> list[str]:
-    return [block.option for block in decisions.blocks]
+    return list(decisions.options)
 
 
 @pytest.mark.parametrize("link", sampling.some([0.5, 2.0, 10.0, 100.0], 2))
@@ -205,7 +201,7 @@ def test_the_chain_counts_what_the_plan_will() -> None:
     for operations in (sequential(layout.chain), from_scratch(layout.chain)):
         needed = max(memory(walk(operations, layout.chain)))
         decisions = as_decisions(operations, layout, profile, asked.allowed)
-        plan = planned(Proposal(name="", decisions=decisions), asked)
+        plan = planned(Proposal(name="", sets=Sets(decisions, asked.profile)), asked)
         exact = int(device_bytes(plan, profile).max()) - plan.arena_bytes - FIXED
         assert exact <= needed <= exact + 40
 
@@ -232,5 +228,5 @@ def test_a_sequence_in_steps() -> None:
         11: (Recomputation(block=1, save="all"), Recomputation(block=2, save="all")),
     }
     # What layer 2 reloads is needed two steps before its backward.
-    assert [block.prefetch_at for block in decisions.blocks] == [13, 10, None, None, 9, None, None]
-    assert check(planned(Proposal(name="", decisions=decisions), asked), profile) == []
+    assert decisions.usage(profile).fetched == {0: 13, 1: 10, 4: 9}
+    assert check(planned(Proposal(name="", sets=Sets(decisions, asked.profile)), asked), profile) == []

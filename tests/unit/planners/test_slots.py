@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
+from lt_offload.plan.assembly.copies import SMALL
+from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.slots import share_slots
@@ -16,25 +16,22 @@ from lt_offload.plan.solve import solve
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.explain import explain
-from lt_offload.schema.plan import Op, Plan, problems
+from lt_offload.schema.plan import ALIGNMENT, Op, Plan, problems
 from lt_offload.schema.profile import Profile
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import (
     HUGE,
     chained,
     changed,
-    intervals,
     resident,
     small_profile,
+    stays,
     with_zero_copy,
 )
 
 BLOCKS = 6
 LAST = 2 * BLOCKS - 1
-
-
-def built(decisions: Decisions, profile: Profile) -> Plan:
-    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
@@ -44,12 +41,8 @@ def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
     profile = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6))
     decisions = resident(profile)
     for block in range(BLOCKS):
-        update = LAST - block
-        decision = TensorDecision(
-            place="host", intervals=intervals((block, update)), grad_release_after=min(update + 1, LAST)
-        )
-        decisions = changed(decisions, block, decision)
-    return built(decisions, profile), profile
+        decisions = changed(decisions, block, TensorDecision(place="host", stays=stays((block, LAST - block))))
+    return built(decisions, profile, lag=1), profile
 
 
 def shared(plan: Plan, profile: Profile, room: int = HUGE) -> Plan:
@@ -111,9 +104,9 @@ def test_no_gradient_is_overwritten_however_long_things_take(seed: int) -> None:
     optimizer = replace(profile.optimizer, host_bytes_per_s=float(rng.choice([20.0, 60.0, 500.0])))
     profile = replace(profile, optimizer=optimizer)
     decisions = random_decisions(rng, profile)
-    plan = built(decisions, profile)
+    plan = built(decisions, profile, lag=int(rng.integers(3)))
     assert check(plan, profile) == []
-    lasting = lasting_host_bytes(plan.options, decisions.usage.grad_zero_copy, profile)
+    lasting = lasting_host_bytes(plan.options, decisions.usage(profile).grad_zero_copy, profile)
     least = decisions.least_host_bytes(profile) - lasting
     for room in {HUGE, least, (least + plan.gradient_bytes) // 2}:
         found = shared(plan, profile, room)
@@ -126,16 +119,13 @@ def test_no_gradient_is_overwritten_however_long_things_take(seed: int) -> None:
 
 
 def test_gradients_of_one_step_never_share() -> None:
-    profile = twice(small_profile(3))
-    decisions = streaming_decisions(profile, ("keep",) * 3, host_update=True, lead=0, lag=1)
-    tensors = [
-        replace(t, grad_release_after=min(5, (t.grad_release_after or 0) + at % 2))
-        for at, t in enumerate(decisions.tensors)
-    ]
-    plan = built(replace(decisions, tensors=tuple(tensors)), profile)
+    profile, size = twice(small_profile(3)), SMALL // 2 + ALIGNMENT
+    profile = replace(profile, tensors=tuple(replace(tensor, bytes=size) for tensor in profile.tensors))
+    decisions = streaming_decisions(profile, ("keep",) * 3, host_update=True)
+    plan = built(decisions, profile, lag=1)
     least = decisions.least_host_bytes(profile) - lasting_host_bytes(plan.options, (), profile)
     found = shared(plan, profile, least)
-    assert found.gradient_bytes == least == 2 * 1024
+    assert found.gradient_bytes == least == 2 * size
     by_step = [[op for op in arrivals(found) if op.step == step] for step in range(3, 6)]
     assert max(map(len, by_step)) == 2
     assert not any(crosses(plan, one, other) for one, other in (pair for pair in by_step if len(pair) == 2))
@@ -215,12 +205,9 @@ def test_single_slots_are_checked() -> None:
 
 def test_a_gradient_that_nobody_has_read_is_not_overwritten() -> None:
     profile = twice(small_profile(3))
-    decisions = streaming_decisions(profile, ("keep",) * 3, host_update=True, lead=0, lag=0)
-    tensors = [
-        replace(t, grad_release_after=min(5, (t.grad_release_after or 0) + at % 2))
-        for at, t in enumerate(decisions.tensors)
-    ]
-    plan = built(replace(decisions, tensors=tuple(tensors)), profile)
+    tensors = tuple(replace(tensor, bytes=SMALL // 2 + ALIGNMENT) for tensor in profile.tensors)
+    profile = replace(profile, tensors=tensors)
+    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=True), profile)
     one, other = [op for op in arrivals(plan) if op.step == 3]
     found = check(with_slot(plan, other, place(plan, one)[0]), profile)
     assert any(v.startswith(f"op {other.id} ") and "which no update has read" in v for v in found), found

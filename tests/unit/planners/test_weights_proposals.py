@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lt_offload.plan.assembly.just_in_time import Misfit
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
@@ -107,7 +108,7 @@ def test_greedy_leaves_everything_where_it_fits() -> None:
     proposals = propose_greedy(request(profile, 10**6))
     assert len(proposals) == 1
     assert by_place(proposals[0].decisions) == {"device": 5}
-    assert all(not tensor.intervals for tensor in proposals[0].decisions.tensors)
+    assert all(not tensor.stays for tensor in proposals[0].decisions.tensors)
 
 
 def test_greedy_moves_more_the_less_memory_there_is() -> None:
@@ -131,15 +132,15 @@ def test_greedy_on_the_host_keeps_the_first_block_on_the_device() -> None:
     for index, tensor in enumerate(proposal.decisions.tensors):
         if tensor.place == "host":
             # What the backward leaves is stale.
-            assert tensor.intervals[-1].end == 15 - index
+            assert tensor.stays[-1].end == 15 - index
 
 
 def test_tied_weights_stay() -> None:
     profile = small_profile(8, tied=True)
     for proposal in propose_greedy(request(profile, 16_000)):
-        assert proposal.decisions.tensors[0].intervals == ()
+        assert proposal.decisions.tensors[0].stays == ()
         assert proposal.decisions.tensors[0].place == "device"
-        assert any(tensor.intervals for tensor in proposal.decisions.tensors)
+        assert any(tensor.stays for tensor in proposal.decisions.tensors)
 
 
 def test_activations_are_given_up_where_that_is_needed() -> None:
@@ -154,7 +155,7 @@ def test_activations_are_given_up_where_that_is_needed() -> None:
     kept = []
     for budget in (60_000, 30_000, 20_000):
         proposals = propose_greedy(request(heavy, budget, host_update=False))
-        kept.append(sum(block.option == "keep" for block in proposals[0].decisions.blocks))
+        kept.append(proposals[0].decisions.options.count("keep"))
         assert fitted(proposals[0], request(heavy, budget, host_update=False)) is not None
     assert kept[0] == 8 > max(kept[1:])
 
@@ -190,10 +191,10 @@ def test_a_large_model() -> None:
 
 
 def test_greedy_schedules_once_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduled: list[Decisions] = []
+    scheduled: list[Sets] = []
 
-    def estimated_s(decisions: Decisions, asked: Request) -> float:
-        scheduled.append(decisions)
+    def estimated_s(sets: Sets, asked: Request) -> float:
+        scheduled.append(sets)
         return 1e9 - len(scheduled)
 
     monkeypatch.setattr(proposing, "estimated_s", estimated_s)

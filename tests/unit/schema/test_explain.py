@@ -8,24 +8,20 @@ from xml.etree import ElementTree
 import pytest
 
 from lt_offload.plan import explain, solve
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, TensorDecision
+from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.fixtures import llama7b_b4
-from tests.support.profiles.small import HUGE, changed, intervals, resident, small_profile
+from tests.support.profiles.small import changed, resident, small_profile, stays, with_options
 
 
 def hand_made() -> Plan:
     profile = small_profile(5)
-    decisions = changed(
-        resident(profile), 1, TensorDecision(place="host", intervals=intervals((0, 8)), grad_release_after=9)
-    )
-    decisions = replace(
-        decisions, blocks=(*decisions.blocks[:3], BlockDecision(option="recompute"), decisions.blocks[4])
-    )
-    plan = build(decisions, profile, planner="test", budget_bytes=20_000, host_budget_bytes=HUGE)
+    decisions = changed(resident(profile), 1, TensorDecision(place="host", stays=stays((1, 8))))
+    decisions = with_options(decisions, "keep", "keep", "keep", "recompute", "keep")
+    plan = built(decisions, profile, budget=20_000, lead=1, lag=1)
     prediction = Prediction(
         iteration_s=200.0, lower_bound_s=160.0, no_offload_s=100.0, device_peak_bytes=19_000, host_peak_bytes=16_000
     )
@@ -76,7 +72,7 @@ def test_in_short_it_is_one_paragraph() -> None:
 
 def test_plans_that_were_not_simulated_say_so_in_short() -> None:
     profile = small_profile(2)
-    plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = built(resident(profile), profile)
     assert "An iteration takes not" not in brief(plan)
     assert "not simulated" in brief(plan)
 
@@ -89,7 +85,7 @@ def test_estimates_are_called_so() -> None:
 
 def test_plans_that_were_not_simulated_say_so() -> None:
     profile = small_profile(2)
-    plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = built(resident(profile), profile)
     assert "not simulated" in explain(plan)
 
 

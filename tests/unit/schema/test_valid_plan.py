@@ -10,10 +10,10 @@ import pytest
 
 from lt_offload.errors import PlanError
 from lt_offload.plan import check, solve
-from lt_offload.plan.assembly.plan import build
 from lt_offload.schema.files import to_json
 from lt_offload.schema.plan import Plan, problems
-from tests.support.profiles.small import HUGE, resident, small_profile
+from tests.support.profiles.by_hand import built
+from tests.support.profiles.small import resident, small_profile
 
 PROFILE = small_profile(5)
 PLAN = solve(PROFILE, memory=16_000, planner="l2l")
@@ -80,5 +80,5 @@ def test_a_gradient_that_no_backward_makes_is_a_violation_and_no_crash() -> None
     from dataclasses import replace
 
     frozen = tuple(replace(block, has_backward=False) for block in PROFILE.blocks)
-    plan = build(resident(PROFILE), PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = built(resident(PROFILE), PROFILE)
     assert any("complete in step None" in problem for problem in check(plan, replace(PROFILE, blocks=frozen)))

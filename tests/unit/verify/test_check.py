@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
+from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import device_bytes, host_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import InitialCopy, Op, Plan
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile, words
+from tests.support.profiles.by_hand import built
+from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_options, words
 
 PROFILE = small_profile(6, frozen=(4,))
 
@@ -24,27 +24,12 @@ PROFILE = small_profile(6, frozen=(4,))
 def everything() -> Plan:
     """A plan with every kind of op: one block on the host, one paged, one written back, one frozen that travels."""
     decisions: Decisions = resident(PROFILE)
-    decisions = changed(
-        decisions, 1, TensorDecision(place="host", intervals=intervals((0, 2), (8, 10)), grad_release_after=11)
-    )
-    paged = TensorDecision(
-        place="paged",
-        intervals=intervals((7, 3)),
-        write_back=2,
-        state_interval=Interval(start=8, end=10),
-        state_offload_after=9,
-    )
-    decisions = changed(decisions, 2, paged)
-    decisions = changed(
-        decisions, 3, TensorDecision(place="device", intervals=intervals((7, 10), (1, 4)), write_back=9)
-    )
-    decisions = changed(decisions, 4, TensorDecision(place="none", intervals=intervals((3, 4), (6, 7))))
-    blocks = list(decisions.blocks)
-    blocks[2] = BlockDecision(option="offload", release_after=3, prefetch_at=8)
-    blocks[1] = BlockDecision(option="recompute")
-    plan = build(
-        replace(decisions, blocks=tuple(blocks)), PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE
-    )
+    decisions = changed(decisions, 1, TensorDecision(place="host", stays=stays((1, 2), (10, 10))))
+    decisions = changed(decisions, 2, TensorDecision(place="paged", stays=stays((9, 3)), write_back=2))
+    decisions = changed(decisions, 3, TensorDecision(place="device", stays=stays((8, 10), (3, 4)), write_back=9))
+    decisions = changed(decisions, 4, TensorDecision(place="none", stays=stays((4, 4), (7, 7))))
+    decisions = with_options(decisions, "keep", "recompute", "offload", "keep", "keep", "keep")
+    plan = built(decisions, PROFILE, lead=1, lag=1, arrivals={1: (0, 8), 2: (7,), 3: (7, 1), 4: (3, 6)})
     return replace(plan, budget_bytes=int(device_bytes(plan, PROFILE).max()))
 
 
@@ -95,8 +80,8 @@ def test_no_op_can_be_left_out(gone: int) -> None:
 def streamed_plans() -> Iterator[tuple[Plan, Profile]]:
     for states, host_update, lead, option in itertools.product((0, 2), (False, True), (0, 1), ("keep", "offload")):
         profile = small_profile(5, states=states, frozen=(2,), tied=True)
-        decisions = streaming_decisions(profile, (option,) * 5, host_update=host_update, lead=lead, lag=lead)  # type: ignore[arg-type]
-        yield build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
+        decisions = streaming_decisions(profile, (option,) * 5, host_update=host_update)  # type: ignore[arg-type]
+        yield built(decisions, profile, lead=lead, lag=lead), profile
 
 
 def kind_of(op: Op) -> str:
@@ -128,7 +113,6 @@ def test_every_kind_of_dependency_is_missed() -> None:
         ("offload weight d2h", "forward compute"),
         ("prefetch activation h2d", "forward compute"),
         ("prefetch state h2d", "update compute"),
-        ("prefetch weight h2d", "backward compute"),
         ("prefetch weight h2d", "offload weight d2h"),
         ("prefetch weight h2d", "update compute"),
     }

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, Recomputation, TensorDecision
+from lt_offload.plan.iteration.decisions import Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.small import (
     HUGE,
     chained,
     changed,
-    intervals,
     named,
     resident,
     small_profile,
+    stays,
+    with_options,
     with_zero_copy,
     words,
 )
@@ -33,15 +34,10 @@ def everything() -> Plan:
     """Inputs that are kept, reloaded and discarded; weights that are read directly always, once and never."""
     decisions = resident(PROFILE)
     decisions = changed(decisions, 0, TensorDecision(place="host", zero_copy=(0, 8, 9), grad_zero_copy=True))
-    decisions = changed(
-        decisions, 1, TensorDecision(place="host", intervals=intervals((0, 1), (6, 8)), grad_release_after=9)
-    )
-    decisions = changed(
-        decisions, 2, TensorDecision(place="device", intervals=intervals((5, 7)), zero_copy=(2,), write_back=7)
-    )
-    decisions = changed(decisions, 3, TensorDecision(place="none", zero_copy=(3,), intervals=intervals((6, 6))))
-    blocks = [BlockDecision(option=option) for option in ("recompute", "keep", "discard", "discard", "keep")]  # type: ignore[arg-type]
-    blocks[1] = BlockDecision(option="reload", release_after=2, prefetch_at=5)
+    decisions = changed(decisions, 1, TensorDecision(place="host", stays=stays((1, 1), (6, 8))))
+    decisions = changed(decisions, 2, TensorDecision(place="device", stays=stays((6, 7)), zero_copy=(2,), write_back=7))
+    decisions = changed(decisions, 3, TensorDecision(place="none", zero_copy=(3,), stays=stays((6, 6))))
+    decisions = with_options(decisions, "recompute", "reload", "discard", "discard", "keep")
     recomputations = {
         6: (
             Recomputation(block=1, save="input"),
@@ -51,8 +47,8 @@ def everything() -> Plan:
         7: (Recomputation(block=2, save="all"),),
         8: (Recomputation(block=0, save="input"), Recomputation(block=1, save="all")),
     }
-    decisions = replace(decisions, blocks=tuple(blocks), recomputations=recomputations)
-    plan = build(decisions, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    decisions = replace(decisions, recomputations=recomputations)
+    plan = built(decisions, PROFILE, lag=1, arrivals={1: (0, 6), 2: (5,)}, activations={1: (2, 5)})
     return replace(plan, budget_bytes=int(device_bytes(plan, PROFILE).max()))
 
 
@@ -184,9 +180,9 @@ def test_dependencies_that_nothing_implies(text: str, other: str) -> None:
 
 
 def test_direct_reads_wait_for_write_backs() -> None:
-    decision = TensorDecision(place="device", zero_copy=(1,), intervals=intervals((7, 8)), write_back=8)
+    decision = TensorDecision(place="device", zero_copy=(1,), stays=stays((8, 8)), write_back=8)
     decisions = changed(resident(PROFILE), 1, decision)
-    plan = build(decisions, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = built(decisions, PROFILE)
     read, written = named(plan, "1 forward 1"), named(plan, "8 offload weight 1")
     ops = [replace(op, after=()) if op is read else op for op in plan.ops]
     (violation,) = check(replace(plan, ops=tuple(ops)), PROFILE)
@@ -362,8 +358,7 @@ def test_profiles_that_do_not_allow_it_are_named() -> None:
 def test_frozen_blocks_run_again_for_others_only() -> None:
     profile = chained(small_profile(3, frozen=(0, 1), no_backward=2))
     decisions = replace(
-        resident(profile),
-        blocks=tuple(BlockDecision(option=option) for option in ("keep", "keep", "discard")),  # type: ignore[arg-type]
+        with_options(resident(profile), "keep", "keep", "discard"),
         recomputations={
             3: (
                 Recomputation(block=0, save="nothing"),
@@ -372,18 +367,18 @@ def test_frozen_blocks_run_again_for_others_only() -> None:
             )
         },
     )
-    plan = build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = built(decisions, profile)
     assert check(plan, profile) == []
     wrong = replace(
         decisions, recomputations={3: (Recomputation(block=0, save="all"), *decisions.recomputations[3][1:])}
     )
-    (found,) = check(build(wrong, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile)
+    (found,) = check(built(wrong, profile), profile)
     assert "save: 'all', but the block has no backward" in found
 
 
 def test_an_idle_backward_reads_nothing() -> None:
     profile = with_zero_copy(small_profile(3, frozen=(0,), no_backward=1))
-    plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = built(resident(profile), profile)
     idle = named(plan, "5 backward 0")
     ops = tuple(replace(op, zero_copy=(0,)) if op is idle else op for op in plan.ops)
     (found,) = check(replace(plan, ops=ops), profile)

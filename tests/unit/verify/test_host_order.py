@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan, deadlines
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.small import HUGE, changed, intervals, resident, small_profile
+from tests.support.profiles.by_hand import built
+from tests.support.profiles.small import changed, resident, small_profile, stays
 
 BLOCKS = 5
 LAST = 2 * BLOCKS - 1
@@ -24,12 +24,8 @@ def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
     profile = replace(profile, optimizer=optimizer, hardware=hardware)
     decisions = resident(profile)
     for block in range(BLOCKS):
-        start, update = max(block - 1, 0), LAST - block
-        decision = TensorDecision(
-            place="host", intervals=intervals((start, update)), grad_release_after=min(update + 1, LAST)
-        )
-        decisions = changed(decisions, block, decision)
-    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
+        decisions = changed(decisions, block, TensorDecision(place="host", stays=stays((block, LAST - block))))
+    return built(decisions, profile, lead=1, lag=1), profile
 
 
 def test_a_deadline_is_the_first_op_that_waits() -> None:

@@ -7,25 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, READ, WRITE, rates
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Contention, Profile
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.random_decisions import random_decisions
-from tests.support.profiles.small import HUGE, chained, small_profile, with_zero_copy
+from tests.support.profiles.small import chained, small_profile, with_zero_copy
 from tests.unit.verify.slow_simulation import iteration_s
-
-
-def built(decisions: Decisions, profile: Profile) -> Plan:
-    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def streamed(profile: Profile) -> Plan:
     options = ("offload",) * len(profile.blocks)
-    return built(streaming_decisions(profile, options, host_update=True, lead=1, lag=1), profile)
+    return built(streaming_decisions(profile, options, host_update=True), profile, lead=1, lag=1)
 
 
 def mask(*lanes: int) -> int:
@@ -60,7 +55,7 @@ def test_equals_the_slow_simulation(seed: int) -> None:
         hardware=replace(profile.hardware, **speeds),
         optimizer=replace(profile.optimizer, host_bytes_per_s=float(rng.uniform(20, 400))),
     )
-    plan = built(random_decisions(rng, profile), profile)
+    plan = built(random_decisions(rng, profile), profile, lead=int(rng.integers(3)), lag=int(rng.integers(3)))
     assert simulate(plan, profile).iteration_time == pytest.approx(iteration_s(plan, profile), rel=1e-9)
 
 

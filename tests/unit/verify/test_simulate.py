@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 
 from lt_offload.errors import PlanError
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
+from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
+from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
-from lt_offload.schema.profile import Profile
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile
-
-
-def built(decisions: Decisions, profile: Profile) -> Plan:
-    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_options
 
 
 def with_op(plan: Plan, op: Op, **fields: Any) -> Plan:
@@ -46,7 +41,7 @@ def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
 def test_a_copy_that_nothing_hides_is_waited_for() -> None:
     profile = small_profile(3)
     # The first block's weight is fetched in its own step, after the update on the host: 5 s out, 10 s update, 10 s in.
-    decision = TensorDecision(place="host", intervals=intervals((0, 5)), grad_release_after=5)
+    decision = TensorDecision(place="host", stays=stays((0, 5)))
     trace = simulate(built(changed(resident(profile), 0, decision), profile), profile)
     assert trace.iteration_time == pytest.approx(3 * 30 + 2 + 5 + 10 + 10)
     assert trace.busy("host") == pytest.approx(10)
@@ -55,8 +50,8 @@ def test_a_copy_that_nothing_hides_is_waited_for() -> None:
 def test_a_copy_beside_a_computation_costs_nothing() -> None:
     profile = small_profile(4)
     # 5 s out beside the next backward, 10 s update, 10 s in beside the first forward: block 1 waits for the last bit.
-    decision = TensorDecision(place="host", intervals=intervals((0, 6)), grad_release_after=7)
-    trace = simulate(built(changed(resident(profile), 1, decision), profile), profile)
+    decision = TensorDecision(place="host", stays=stays((1, 6)))
+    trace = simulate(built(changed(resident(profile), 1, decision), profile, lead=1, lag=1), profile)
     assert trace.iteration_time == pytest.approx(4 * 30 + 3)
     spans = {span.label: span for span in trace.spans}
     assert spans["prefetch weight 1"].end <= spans["forward 1"].start
@@ -86,27 +81,17 @@ def test_memory_is_counted_by_step() -> None:
 
 def test_offloaded_activations_count_until_they_have_left_and_from_when_they_are_fetched() -> None:
     profile = small_profile(4)
-    blocks = list(resident(profile).blocks)
-    early = replace(
-        resident(profile), blocks=(BlockDecision(option="offload", release_after=0, prefetch_at=7), *blocks[1:])
-    )
-    late = replace(
-        resident(profile), blocks=(BlockDecision(option="offload", release_after=2, prefetch_at=5), *blocks[1:])
-    )
-    sizes = [np.array([size for _, size in simulate(built(c, profile), profile).memory]) for c in (early, late)]
+    decisions = with_options(resident(profile), "offload", "keep", "keep", "keep")
+    plans = [built(decisions, profile, activations={0: times}) for times in ((0, 7), (2, 5))]
+    sizes = [np.array([size for _, size in simulate(plan, profile).memory]) for plan in plans]
     assert (sizes[1] - sizes[0]).tolist() == [0, 300, 300, 0, 0, 300, 300, 0]
 
 
 def test_host_memory_counts_what_travels() -> None:
     profile = small_profile(3)
-    decisions = changed(
-        resident(profile), 1, TensorDecision(place="host", intervals=intervals((0, 4)), grad_release_after=5)
-    )
-    paged = TensorDecision(place="paged", state_interval=Interval(start=4, end=5), state_offload_after=5)
-    decisions = changed(decisions, 0, paged)
-    decisions = replace(
-        decisions, blocks=(BlockDecision(option="offload", release_after=1, prefetch_at=4), *decisions.blocks[1:])
-    )
+    decisions = changed(resident(profile), 1, TensorDecision(place="host", stays=stays((1, 4))))
+    decisions = changed(decisions, 0, TensorDecision(place="paged"))
+    decisions = with_options(decisions, "offload", "keep", "keep")
     # all weights and states; the gradient of the host's share at its place; activations
     assert simulate(built(decisions, profile), profile).host_peak == 3 * (1000 + 2000) + 1024 + 300
 
@@ -139,7 +124,7 @@ def test_infinite_links_leave_the_computations(seed: int) -> None:
         optimizer=replace(profile.optimizer, host_bytes_per_s=1e30),
     )
     solution = random_solution(rng, profile)
-    plan = built(round_tensors(solution, profile, Slack()), profile)
+    plan = built(round_tensors(solution, profile), profile)
     trace = simulate(plan, profile)
     options = [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
     seconds = sum(
@@ -156,7 +141,7 @@ def test_infinite_links_leave_the_computations(seed: int) -> None:
 def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, ("plain", "tied", "half", "lora", "frozen start")[seed % 5])
-    plan = built(round_tensors(random_solution(rng, profile), profile, Slack()), profile)
+    plan = built(round_tensors(random_solution(rng, profile), profile), profile)
     trace = simulate(plan, profile)
     for lane in ("compute", "h2d", "d2h", "host"):
         work = sum(op.seconds for op in plan.ops if op.lane == lane)
@@ -169,7 +154,7 @@ def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
 
 def test_ops_wait_for_what_they_name_and_for_their_lane() -> None:
     profile = small_profile(5)
-    plan = built(streaming_decisions(profile, ("offload",) * 5, host_update=True, lead=1, lag=1), profile)
+    plan = built(streaming_decisions(profile, ("offload",) * 5, host_update=True), profile, lead=1, lag=1)
     spans = {span.op: span for span in simulate(plan, profile).spans}
     for op in plan.ops:
         for other in op.after:
@@ -189,14 +174,14 @@ def test_more_bandwidth_never_hurts() -> None:
     times = []
     for speed in (0.1, 1.0, 10.0):
         profile = small_profile(6, speed=speed)
-        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
-        times.append(simulate(built(decisions, profile), profile).iteration_time)
+        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True)
+        times.append(simulate(built(decisions, profile, lead=1, lag=1), profile).iteration_time)
     assert times == sorted(times, reverse=True)
 
 
 def test_deadlocks_name_the_ops() -> None:
     profile = small_profile(3)
-    decision = TensorDecision(place="host", intervals=intervals((0, 5)), grad_release_after=5)
+    decision = TensorDecision(place="host", stays=stays((0, 5)))
     plan = built(changed(resident(profile), 0, decision), profile)
     with pytest.raises(PlanError, match=r"op 1 \(forward 0\) waits for op 99, which the plan does not have"):
         simulate(with_op(plan, named(plan, "0 forward 0"), after=(99,)), profile)

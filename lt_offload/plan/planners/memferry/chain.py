@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
-from lt_offload.plan.iteration.memory import backward_steps
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
 from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
 from lt_offload.schema.profile import OptionName, Profile, TensorProfile
 
@@ -93,16 +92,15 @@ def to_decisions(
     """Return the decisions with these options, readings and gradients ``written`` to host memory by the backward."""
     tensors = []
     for index, (tensor, reading) in enumerate(_zip(profile, readings)):
-        decision = TensorDecision(
-            place="host" if tensor.trainable else "none",
-            intervals=tuple(_stays(profile, tensor, reading)),
-            zero_copy=reading.zero_copy,
-            grad_zero_copy=index in written,
+        tensors.append(
+            TensorDecision(
+                place="host" if tensor.trainable else "none",
+                stays=tuple(_stays(profile, tensor, reading)),
+                zero_copy=reading.zero_copy,
+                grad_zero_copy=index in written,
+            )
         )
-        if tensor.trainable and index not in written:
-            decision = replace(decision, grad_release_after=backward_steps(tensor.blocks, profile)[-1])
-        tensors.append(decision)
-    return Decisions(tensors=tuple(tensors), blocks=block_decisions(profile, options))
+    return Decisions(tensors=tuple(tensors), options=options)
 
 
 def _stays(profile: Profile, tensor: TensorProfile, reading: Reading) -> Iterator[Interval]:

@@ -29,7 +29,7 @@ def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | 
     total = len(timeline(profile))
     tensors = list(decisions.tensors)
     for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
-        travels = decision.place == "host" or (decision.place == "none" and decision.intervals)
+        travels = decision.place == "host" or (decision.place == "none" and decision.stays)
         steps = embedding_steps(profile, tensor)
         if travels and steps and tensor.zero_copy is not None:
             tensors[index] = _read_directly(decision, steps, uses(tensor.blocks, profile), total)
@@ -41,16 +41,14 @@ def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | 
 def _read_directly(decision: TensorDecision, steps: tuple[int, ...], needed: list[int], total: int) -> TensorDecision:
     zero_copy = tuple(sorted({*decision.zero_copy, *steps}))
     copied = [step for step in needed if step not in zero_copy]
-    intervals = [_around(interval, copied, total) for interval in decision.intervals]
-    return replace(
-        decision, zero_copy=zero_copy, intervals=tuple(interval for interval in intervals if interval is not None)
-    )
+    stays = [_around(stay, copied, total) for stay in decision.stays]
+    return replace(decision, zero_copy=zero_copy, stays=tuple(stay for stay in stays if stay is not None))
 
 
-def _around(interval: Interval, copied: list[int], total: int) -> Interval | None:
-    """Return the part of ``interval`` from the first to the last step that needs it; None if none does."""
-    length = (interval.end - interval.start) % total
-    inside = sorted(since for step in copied if (since := (step - interval.start) % total) <= length)
+def _around(stay: Interval, copied: list[int], total: int) -> Interval | None:
+    """Return the part of ``stay`` from the first to the last step that needs it; None if none does."""
+    length = (stay.end - stay.start) % total
+    inside = sorted(since for step in copied if (since := (step - stay.start) % total) <= length)
     if not inside:
         return None
-    return Interval(start=(interval.start + inside[0]) % total, end=(interval.start + inside[-1]) % total)
+    return Interval(start=(stay.start + inside[0]) % total, end=(stay.start + inside[-1]) % total)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.ladder import ladder
@@ -84,7 +83,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
         seen.append(given)
         found = planner.fastest(given)
         if found is not None:
-            proposals.append(Proposal(name=variant.name, decisions=found))
+            proposals.append(Proposal(name=variant.name, sets=found))
     if not proposals:
         raise NotApplicable(planner.why_nothing_fits())
     return proposals
@@ -104,7 +103,7 @@ class _Manner:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
     manner: _Manner
-    decisions: Decisions
+    sets: Sets
     seconds: float
     given_up: int
     """How many steps it took."""
@@ -144,8 +143,8 @@ class _Planner:
         self.hopeless = False
         """Whether another planner's plan is out of reach for the first variant, and so for all."""
 
-    def fastest(self, given: Given) -> Decisions | None:
-        """Return the fastest decisions found that begin with ``given`` and fit; None if there are none.
+    def fastest(self, given: Given) -> Sets | None:
+        """Return the fastest sets found that begin with ``given`` and fit; None if there are none.
 
         What makes room is looked for with the first variant; the manner that is found best is kept for the others.
         """
@@ -166,27 +165,28 @@ class _Planner:
         if best.least_bytes > self.request.capacity_bytes:
             return None
         self._manner = best.manner
-        return best.decisions
+        return best.sets
 
     def _attempt(self, given: Given, manner: _Manner) -> _Attempt:
         """Give up what has to be, the cheapest first."""
         profile, capacity_bytes = self.profile, self.request.capacity_bytes
         steps = savings(profile, given, self.allowed, link_price=manner.link_price)
 
-        def decisions(count: int) -> Decisions:
+        def sets(count: int) -> Sets:
             now = with_savings(given, steps[:count])
-            return to_decisions(profile, now.options, now.readings, written=manner.written)
+            return Sets(to_decisions(profile, now.options, now.readings, written=manner.written), profile)
 
-        least_bytes = Sets(decisions(len(steps)), profile).room_needed
+        least_bytes = sets(len(steps)).room_needed
         room = max(int(manner.share * capacity_bytes), min(least_bytes, capacity_bytes))
         low, high = 0, len(steps)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if Sets(decisions(middle), profile).least_room <= room else (middle + 1, high)
+            low, high = (low, middle) if sets(middle).least_room <= room else (middle + 1, high)
+        found = sets(low)
         return _Attempt(
             manner=manner,
-            decisions=decisions(low),
-            seconds=estimated_s(decisions(low), self.request),
+            sets=found,
+            seconds=estimated_s(found, self.request),
             given_up=low,
             least_bytes=least_bytes,
         )

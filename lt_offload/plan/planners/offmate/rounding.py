@@ -6,21 +6,24 @@ next similar block, so that every stretch of blocks gets its share of each optio
 the blocks never exceed those of the relaxed solution.
 
 Tensors: per parameter group the host's share, what stays through each gap between two uses, and the resident states
-become sets of tensors whose sizes come nearest to the fractions, with the error carried to the next group. Every other
-tensor is moved in the step in which the cumulative curve of its flow passes the middle of the tensor.
+become sets of tensors whose sizes come nearest to the fractions, with the error carried to the next group. The program
+moves a tensor in the step in which the cumulative curve of its flow passes the middle of the tensor. Of these times two
+things are kept: when an updated weight is written back, as it takes room until then, and which tensors move together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
+from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import Profile
 
 _SLACK = 1e-9
@@ -65,28 +68,14 @@ def round_options(
     return tuple(chosen)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slack:
-    """Freedom that the program does not see. Each costs memory for a step and lets a copy run beside a computation."""
-
-    activation_lag: int = 1
-    """Steps after its forward at whose end offloaded activations have left."""
-    activation_lead: int = 1
-    """Steps before its backward in which they are fetched."""
-    grad_lag: int = 1
-    """Steps after the update step at whose end gradients have left, at least."""
-
-
-def round_tensors(solution: Solution, profile: Profile, slack: Slack) -> Decisions:
+def round_tensors(solution: Solution, profile: Profile) -> Decisions:
     """Return decisions as near to ``solution`` as whole tensors allow."""
     chosen: dict[int, TensorDecision] = {}
     carry = _Carry()
     for group, flows in zip(solution.groups, solution.flows, strict=True):
-        chosen.update(_Rounding(group, flows, profile, carry, slack).decisions())
-    return Decisions(
-        tensors=tuple(chosen[index] for index in range(len(profile.tensors))),
-        blocks=block_decisions(profile, solution.options, lag=slack.activation_lag, lead=slack.activation_lead),
-    )
+        chosen.update(_Rounding(group, flows, profile, carry).decisions())
+    tensors = tuple(chosen[index] for index in range(len(profile.tensors)))
+    return Decisions(tensors=tensors, options=solution.options)
 
 
 def nearest_subset(sizes: Sequence[int], target: float) -> list[int]:
@@ -123,11 +112,10 @@ class _Carry:
 
 
 class _Rounding:
-    """The decisions for one group. Times are ``tau``: steps since the group's last backward."""
+    """The decisions for one group. ``tau`` counts steps since the group's last backward."""
 
-    def __init__(self, group: Group, flows: GroupFlows, profile: Profile, carry: _Carry, slack: Slack) -> None:
+    def __init__(self, group: Group, flows: GroupFlows, profile: Profile, carry: _Carry) -> None:
         self.group, self.flows, self.profile, self.carry = group, flows, profile, carry
-        self.slack = slack
         self.steps = len(timeline(profile))
         self.update = group.last_backward
         self.uses = sorted((step - self.update) % self.steps for step in uses(group.blocks, profile))
@@ -135,58 +123,69 @@ class _Rounding:
         self.tiny = tiny if self._bytes(tiny) <= _ALL_TINY * group.bytes else frozenset[int]()
         self.host = self._host_set()
         self.resident_states = self._state_set()
-        self.intervals: dict[int, list[Interval]] = {t: [] for t in group.tensors}
-        self.first_release: dict[int, int] = {}
-        """Per tensor, the tau at whose end its updated device copy is dropped first."""
-        self._plan_gaps()
+        self.gaps = list(zip(self.uses, [*self.uses[1:], self.uses[0] + self.steps], strict=True))
+        """Between two uses that follow each other."""
+        self.staying = self._stay_sets()
 
     def decisions(self) -> dict[int, TensorDecision]:
         """Return one decision per tensor of the group."""
-        leaving = [t for t in self.first_release if self._trainable(t) and t not in self.host]
-        write_back = self._moments(sorted(leaving, key=self.first_release.__getitem__), self.flows.write_back)
-        order = list(self.group.tensors)
-        grads = self._moments([t for t in order if t in self.host], self.flows.grad_offload)
-        paged = [
-            t
-            for t in order
-            if self._trainable(t) and t not in self.host and t not in self.resident_states and self._states(t)
-        ]
-        states_out = self._moments(paged, self.flows.state_offload)
-        states_in = self._moments(paged, self.flows.state_prefetch, default=self.steps - 1)
+        moves = self._moves()
+        write_back = self._write_backs({t: found[0] for t, found in moves.items()})
         decided = {}
-        for t in order:
+        for t in self.group.tensors:
             if not self._trainable(t):
-                decided[t] = TensorDecision(place="none", intervals=tuple(self.intervals[t]))
+                place: UpdatePlace = "none"
             elif t in self.host:
-                release_after = max(self.update + grads[t], min(self.update + self.slack.grad_lag, self.steps - 1))
-                decided[t] = TensorDecision(
-                    place="host",
-                    intervals=tuple(self.intervals[t]),
-                    grad_release_after=min(release_after, self.steps - 1),
-                )
+                place = "host"
             else:
-                back = min(write_back[t], self.first_release[t]) if t in write_back else None
-                decision = TensorDecision(
-                    place="paged" if t in states_out else "device",
-                    intervals=tuple(self.intervals[t]),
-                    write_back=None if back is None else self._issue(back),
-                )
-                decided[t] = self._page(decision, states_out[t], states_in[t]) if t in states_out else decision
+                place = "paged" if self._states(t) and t not in self.resident_states else "device"
+            decided[t] = replace(self._decision(t, place, write_back.get(t)), apart=tuple(moves.get(t, ())))
         return decided
 
-    def _page(self, decision: TensorDecision, out: int, back: int) -> TensorDecision:
-        """Add the states' interval: they arrive before the update step, or in it if the iteration is very short."""
-        end = min(out, self.steps - 2)
-        start = max(back, end + 1)
-        issue = self._issue(end)
-        return TensorDecision(
-            place="paged",
-            intervals=decision.intervals,
-            write_back=decision.write_back,
-            state_interval=Interval(start=self._step(start), end=self._step(end)),
-            # Copy and release belong to one iteration.
-            state_offload_after=issue if issue <= self._step(end) else self._step(end),
-        )
+    def _decision(self, tensor: int, place: UpdatePlace, write_back: int | None) -> TensorDecision:
+        """Return a decision with stays from the end of each gap that it is gone through to the next of them."""
+        gone = [gap for gap, stay in zip(self.gaps, self.staying, strict=True) if tensor not in stay]
+        stays = []
+        for at, (_, following) in enumerate(gone):
+            last = gone[(at + 1) % len(gone)][0]
+            if at == len(gone) - 1 and write_back is not None:  # it has been updated since it came
+                last = max(last, write_back)
+            stays.append(Interval(start=self._step(following), end=self._step(last)))
+        back = None if write_back is None else self._step(write_back)
+        return TensorDecision(place=place, stays=tuple(stays), write_back=back)
+
+    def _write_backs(self, release: Mapping[int, int]) -> dict[int, int]:
+        """Return, per tensor that is updated on the device and leaves, the tau after whose computation it is copied.
+
+        ``release``: by tensor, the tau in which the program lets it go for the first time, which the copy precedes.
+        """
+        leaving = [t for t in self.group.tensors if t in release and self._trainable(t) and t not in self.host]
+        leaving.sort(key=release.__getitem__)
+        middles = _midpoints(self._sizes(leaving), self.flows.write_back)
+        # A copy that runs during a tau is queued after the computation before.
+        return {t: max(min(middle, release[t]) - 1, 0) for t, middle in zip(leaving, middles, strict=True)}
+
+    def _moves(self) -> dict[int, list[int]]:
+        """Return, per tensor that leaves, the taus in which the program lets it go and brings it, gap by gap.
+
+        What moves at different times travels in different copies.
+        """
+        found: dict[int, list[int]] = defaultdict(list)
+        for (use, following), staying in zip(self.gaps, self.staying, strict=True):
+            stale = self._stale(use)
+            inside = self.flows.resident.take(range(use + 1, following), mode="wrap")
+            gone = np.clip(-np.diff(np.concatenate([[1.0], np.minimum.accumulate(inside)])), 0, None)
+            arrives = self.flows.prefetch.take(range(use, following), mode="wrap")
+            arrives[0] = 0.0
+            # What the host updates is stale at once; its copy waits for the update and comes last.
+            leaving = [t for t in self.group.tensors if t not in staying and t not in stale]
+            moving = [*leaving, *(t for t in self.group.tensors if t not in staying and t in stale)]
+            first = dict(zip(leaving, _midpoints(self._sizes(leaving), gone), strict=True))
+            back = _midpoints(self._sizes(moving), arrives, default=following - use - 1)
+            for t, later in zip(moving, back, strict=True):
+                release = min(use + first[t], max(following - 2, use)) if t in first else use
+                found[t] += [release, max(min(use + later, following - 1), release + 1)]
+        return found
 
     # -- sets --------------------------------------------------------------------------------------------------------
 
@@ -213,23 +212,17 @@ class _Rounding:
         self.carry.states = target - sum(sizes[i] for i in chosen)
         return self.tiny & frozenset(tensors) | {tensors[i] for i in chosen}
 
-    def _plan_gaps(self) -> None:
-        """Decide, gap by gap between two uses, what stays through it and when the rest leaves and returns."""
-        gaps = list(zip(self.uses, [*self.uses[1:], self.uses[0] + self.steps], strict=True))
+    def _stay_sets(self) -> list[frozenset[int]]:
+        """Decide, gap by gap, what stays through it."""
         staying: list[frozenset[int]] = []
-        for ordinal, (use, following) in enumerate(gaps):
-            stale = self.host if self._updated_in(use) else frozenset()
+        for ordinal, (use, following) in enumerate(self.gaps):
             before = staying[-1] if staying else frozenset[int]()
-            staying.append(self._gap_set(ordinal, use, following, stale, before))
-        moves = [self._gap_moves(gap, stay) for gap, stay in zip(gaps, staying, strict=True)]
-        for t in self.group.tensors:
-            own = [(release[t], fetch[t]) for release, fetch in moves if t in release]
-            # From each arrival to the release that follows it, cyclically.
-            for i, (_, fetch_tau) in enumerate(own):
-                release_tau = own[(i + 1) % len(own)][0]
-                self.intervals[t].append(Interval(start=self._step(fetch_tau), end=self._step(release_tau)))
-            if own:
-                self.first_release[t] = own[0][0]
+            staying.append(self._gap_set(ordinal, use, following, before))
+        return staying
+
+    def _stale(self, use: int) -> frozenset[int]:
+        """Return what cannot stay after ``use``: the host updates it."""
+        return self.host if self._updated_in(use) else frozenset()
 
     def _updated_in(self, use: int) -> bool:
         return use == 0
@@ -238,13 +231,12 @@ class _Rounding:
         """The part of the group that the program could not keep after ``use``."""
         return self.flows.host_share * self.group.trainable_bytes / self.group.bytes if self._updated_in(use) else 0.0
 
-    def _gap_set(
-        self, ordinal: int, use: int, following: int, stale: frozenset[int], before: frozenset[int]
-    ) -> frozenset[int]:
+    def _gap_set(self, ordinal: int, use: int, following: int, before: frozenset[int]) -> frozenset[int]:
         """Return the tensors that stay on the device from ``use`` to ``following``.
 
         What stayed through the gap before is preferred: a tensor that always stays needs no copy to the host.
         """
+        stale = self._stale(use)
         candidates = [t for t in self.group.tensors if t not in stale]
         if following - use <= 2:
             return frozenset(candidates)  # gone for less than a step: nothing is gained
@@ -266,35 +258,6 @@ class _Rounding:
     def _subset(self, tensors: Sequence[int], target: float) -> frozenset[int]:
         sizes = [self.profile.tensors[t].bytes for t in tensors]
         return frozenset(tensors[i] for i in nearest_subset(sizes, target))
-
-    # -- times -------------------------------------------------------------------------------------------------------
-
-    def _gap_moves(self, gap: tuple[int, int], staying: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
-        """Return, for the tensors that do not stay through ``gap``, the taus of their release and their return."""
-        use, following = gap
-        # What the host updates is stale at once; its prefetch waits for the update and comes last.
-        moving = [t for t in self.group.tensors if t not in staying]
-        stale = self.host if self._updated_in(use) else frozenset()
-        moving.sort(key=lambda t: t in stale)
-        inside = self.flows.resident.take(range(use + 1, following), mode="wrap")
-        gone = np.clip(-np.diff(np.concatenate([[1.0], np.minimum.accumulate(inside)])), 0, None)
-        arrives = self.flows.prefetch.take(range(use, following), mode="wrap")
-        arrives[0] = 0.0
-        release, fetch = {}, {}
-        leaves = [t for t in moving if t not in stale]
-        first = dict(zip(leaves, _midpoints(self._sizes(leaves), gone), strict=True))
-        back = dict(zip(moving, _midpoints(self._sizes(moving), arrives, default=following - use - 1), strict=True))
-        for t in moving:
-            release[t] = use if t in stale else min(use + first[t], max(following - 2, use))
-            fetch[t] = max(min(use + back[t], following - 1), release[t] + 1)
-        return release, fetch
-
-    def _moments(self, tensors: Sequence[int], flow: NDArray[np.float64], default: int = 0) -> dict[int, int]:
-        return dict(zip(tensors, _midpoints(self._sizes(tensors), flow, default), strict=True))
-
-    def _issue(self, tau: int) -> int:
-        """Return the step after whose computation a copy is queued that shall run during ``tau``."""
-        return self._step(max(tau - 1, 0))
 
     def _step(self, tau: int) -> int:
         return (self.update + tau) % self.steps

@@ -7,10 +7,11 @@ import time
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
-from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
+from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.planners.request import Proposal
 from lt_offload.units import format_bytes
 
@@ -70,8 +71,8 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
             candidates.out_of_time = error
             candidates.cut_short(name)
             break
-        decisions = round_tensors(solution, request.profile, Slack())
-        proposal = Proposal(name=name, decisions=decisions)
+        decisions = round_tensors(solution, request.profile)
+        proposal = Proposal(name=name, sets=Sets(decisions, request.profile))
         seconds = candidates.estimate(proposal)
         if isinstance(seconds, Missed):
             if not (ram.lower(seconds.host) or search.lower(seconds.device)):

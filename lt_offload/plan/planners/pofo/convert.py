@@ -10,10 +10,10 @@ quite that of its sequence; it has to be counted again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lt_offload.plan.iteration.computations import rerun_option
-from lt_offload.plan.iteration.decisions import Decisions, Recomputation, block_decisions, resident_tensors
+from lt_offload.plan.iteration.decisions import Decisions, Recomputation, resident_tensors
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation
 from lt_offload.plan.planners.request import Allowed, NotApplicable
@@ -92,17 +92,7 @@ def as_decisions(
         if run and not (len(run) == len(blocks) == 1):
             recomputations[timeline(profile).backward(blocks[-1])] = tuple(_reruns(run, layout))
         run = []
-    found = Decisions(
-        tensors=resident_tensors(profile),
-        blocks=block_decisions(profile, tuple(options)),
-        recomputations=recomputations,
-    )
-    # What runs again may need it before its backward.
-    timed = (
-        replace(block, prefetch_at=found.activations_needed(at, profile)) if block.prefetch_at is not None else block
-        for at, block in enumerate(found.blocks)
-    )
-    return replace(found, blocks=tuple(timed))
+    return Decisions(tensors=resident_tensors(profile), options=tuple(options), recomputations=recomputations)
 
 
 def _core(profile: Profile) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
@@ -51,25 +52,25 @@ def propose_pofo(request: Request) -> list[Proposal]:
     def fitting(sequences: Iterable[tuple[Operation, ...]]) -> Iterator[Decisions]:
         for operations in sequences:
             decisions = as_decisions(operations, layout, profile, request.allowed)
-            needed = arena + int(framework_bytes(decisions.usage, profile).max())
+            needed = arena + int(framework_bytes(decisions.usage(profile), profile).max())
             enough_ram = decisions.least_host_bytes(profile) <= request.host_budget_bytes
             if needed <= request.capacity_bytes and enough_ram:
                 yield decisions
 
     for kept in fitting([sequential(layout.chain)]):
-        return [Proposal(name="pofo, everything kept", decisions=kept)]
-    found: list[tuple[float, Decisions]] = []
+        return [Proposal(name="pofo, everything kept", sets=Sets(kept, profile))]
+    found: list[tuple[float, Sets]] = []
     for sequences in _sequences(layout.chain, capacity_bytes, request):
         for decisions in islice(fitting(sequences), _TRIED):
-            if all(decisions != other for _, other in found):
-                seconds = estimated_s(decisions, request)
-                found.append((seconds, decisions))
+            if all(decisions != other.decisions for _, other in found):
+                sets = Sets(decisions, profile)
+                found.append((estimated_s(sets, request), sets))
     if not found:
         raise NotApplicable(f"{short}; the rest is too little for the activations")
     best = sorted(found, key=lambda item: item[0])[:_BEST]
     return [
-        Proposal(name="pofo" if place == 1 else f"pofo, choice {place}", decisions=decisions)
-        for place, (_, decisions) in enumerate(best, 1)
+        Proposal(name="pofo" if place == 1 else f"pofo, choice {place}", sets=sets)
+        for place, (_, sets) in enumerate(best, 1)
     ]
 
 

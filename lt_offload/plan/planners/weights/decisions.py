@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.weights.model import Gap, Phase, WeightChain
@@ -65,7 +65,7 @@ class Setting:
             weights=tuple(sum(aligned(tensors[index].bytes) for index in owned) for owned in self.tensors),
             seconds=(*forward, *reversed(backward)),
             # What the framework frees in one step is not there for weights in that step: the arena has one extent.
-            working=(int(framework_bytes(decisions.usage, profile).max()) + fixed,) * (2 * count),
+            working=(int(framework_bytes(decisions.usage(profile), profile).max()) + fixed,) * (2 * count),
             memory=max(capacity_bytes, 1),
             h2d=profile.hardware.h2d_bytes_per_s,
             d2h=profile.hardware.d2h_bytes_per_s,
@@ -94,22 +94,16 @@ class Setting:
         """Return the decision about a tensor whose layer's weight is absent after the phases ``gone``."""
         place, steps = self.place(tensor, leaves=True), timeline(self.profile)
         forward, backward = steps.forward(layer), steps.backward(layer)
+        # A block without backward is not used between its forwards.
+        uses = (forward, backward) if self.profile.blocks[layer].has_backward else (forward,)
         if len(gone) == 1:
-            stay = (forward, backward) if "backward" in gone else (backward, forward)
-            intervals = [Interval(start=stay[0], end=stay[1])]
+            first, last = (uses[0], uses[-1]) if "backward" in gone else (uses[-1], uses[0])
+            stays = [Interval(start=first, end=last)]
         else:
-            # A block without backward is not used between its forwards.
-            uses = (forward, backward) if self.profile.blocks[layer].has_backward else (forward,)
-            intervals = [Interval(start=step, end=step) for step in uses]
-        decision = TensorDecision(place=place, intervals=tuple(intervals))
-        if place == "none":
-            return decision
-        if place == "host":
-            return replace(decision, grad_release_after=backward)
-        decision = replace(decision, write_back=backward)
-        if place == "device":
-            return decision
-        return replace(decision, state_interval=Interval(start=backward, end=backward), state_offload_after=backward)
+            stays = [Interval(start=step, end=step) for step in uses]
+        return TensorDecision(
+            place=place, stays=tuple(stays), write_back=None if place in ("none", "host") else backward
+        )
 
     def _with(self, tensors: Iterable[TensorDecision]) -> Decisions:
-        return Decisions(tensors=tuple(tensors), blocks=block_decisions(self.profile, self.options))
+        return Decisions(tensors=tuple(tensors), options=self.options)

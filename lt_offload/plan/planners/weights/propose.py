@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.ladder import ladder
@@ -58,12 +59,13 @@ def propose_l2l(request: Request) -> list[Proposal]:
     usable = zip(profile.blocks, self_contained(request.allowed), strict=True)
     options = tuple(_recomputing(block, options).name for block, options in usable)
     decisions = streaming_decisions(profile, options, host_update=request.settings.host_update)
-    needed = Sets(decisions, profile).room_needed
+    sets = Sets(decisions, profile)
+    needed = sets.room_needed
     if needed > request.capacity_bytes:
         missing = format_bytes(needed - request.capacity_bytes)
         raise NotApplicable(f"one layer at a time with its activations recomputed needs {missing} more device memory")
     _require_ram(request, decisions)
-    return [Proposal(name="l2l", decisions=decisions)]
+    return [Proposal(name="l2l", sets=sets)]
 
 
 def propose_greedy(request: Request) -> list[Proposal]:
@@ -91,7 +93,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
             break
         if failed[selection.place] >= (_HASTE if hopeless(least, request.beat_s) else _PATIENCE):
             continue
-        seconds = estimated_s(selection.proposal.decisions, request)
+        seconds = estimated_s(selection.proposal.sets, request)
         found.append((seconds, selection.proposal))
         failed[selection.place] = 0 if seconds < least else failed[selection.place] + 1
         least = min(least, seconds)
@@ -130,12 +132,12 @@ def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
                     short = min(short, error.needed_bytes or short)
                     break
                 decisions = setting.decisions(gaps)
-                if (decisions.tensors, decisions.blocks) in seen:
+                if (decisions.tensors, decisions.options) in seen:
                     continue
-                seen.add((decisions.tensors, decisions.blocks))
+                seen.add((decisions.tensors, decisions.options))
                 name = f"greedy, margin of {margin} {'layer' if margin == 1 else 'layers'}, update on the {where}"
-                least_s = Sets(decisions, request.profile).least_s
-                proposal = Proposal(name=name, decisions=decisions)
+                proposal = Proposal(name=name, sets=Sets(decisions, request.profile))
+                least_s = LaneWork(proposal.sets, request.profile).least_s
                 found.append(_GreedySelection(proposal=proposal, place=where, least_s=least_s))
             else:
                 if not gaps:

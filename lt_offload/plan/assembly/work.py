@@ -1,0 +1,73 @@
+"""What the lanes have to do for the sets of a proposal, on a machine: seconds of work, each lane alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.iteration.computations import computations
+from lt_offload.schema.profile import Profile
+
+
+class LaneWork:
+    """The work of ``sets`` with the speeds of ``profile``, which may be other ones than those of the proposal."""
+
+    def __init__(self, sets: Sets, profile: Profile) -> None:
+        self.sets, self.profile = sets, profile
+        self.seconds = [0.0] * sets.steps
+        """Per step: of its computations and of the updates on the device. That launches may last longer is left to the
+        simulation."""
+        self.reads = [0.0] * sets.steps
+        """Per step: for how long what computations read in host memory occupies the link."""
+        self._add_computations()
+
+    @property
+    def least_s(self) -> float:
+        """No schedule is shorter: the time of the lane with the most work, or of what all need of what they share."""
+        shares, busy_s = self.profile.contention, self.busy_s
+        shared = zip((shares.compute, shares.h2d, shares.d2h, shares.host), busy_s, strict=True)
+        return max(*busy_s, sum(share * seconds for share, seconds in shared))
+
+    @property
+    def busy_s(self) -> tuple[float, float, float, float]:
+        """The seconds of work of each lane, alone: computations, copies to the device, to the host, updates there."""
+        sets, profile = self.sets, self.profile
+        out = sum(sets.offloaded(block) for block in range(len(profile.blocks)))
+        for parts in (*sets.gradients, *sets.write_backs, sets.written):
+            out += sum(profile.tensors[t].bytes for tensors in parts for t in tensors)
+        for parts in sets.state_offloads:
+            out += sum(profile.tensors[t].state_bytes for tensors in parts for t in tensors)
+        on_host = sum(
+            tensor.bytes
+            for tensor, decision in zip(profile.tensors, sets.decisions.tensors, strict=True)
+            if decision.place == "host"
+        )
+        return (
+            sum(self.seconds),
+            sum(self.reads) + sum(self.transfer_s(stay.bytes) for stay in sets.stays),
+            out / profile.hardware.d2h_bytes_per_s,
+            on_host / profile.optimizer.host_bytes_per_s,
+        )
+
+    def transfer_s(self, nbytes: int) -> float:
+        """Return the seconds of a copy to the device."""
+        return nbytes / self.profile.hardware.h2d_bytes_per_s
+
+    def _add_computations(self) -> None:
+        profile, decisions, found = self.profile, self.sets.decisions, self.seconds
+        direct: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, decision in enumerate(decisions.tensors):
+            for step in decision.zero_copy:
+                for block in profile.tensors[index].blocks:
+                    direct[step, block].append(index)
+        for computation in computations(decisions.options, decisions.recomputations, profile):
+            tensors = [] if computation.idle else direct[computation.step, computation.block]
+            nbytes, longer = computation.zero_copy(tensors, profile)
+            found[computation.step] += computation.seconds + longer
+            self.reads[computation.step] += self.transfer_s(nbytes)
+        for index, step in self.sets.update_step.items():
+            tensor, decision = profile.tensors[index], decisions.tensors[index]
+            if decision.place in ("device", "paged"):
+                found[step] += tensor.bytes / profile.optimizer.device_bytes_per_s
+            elif decision.grad_zero_copy and tensor.zero_copy is not None:
+                found[step] += tensor.zero_copy.grad_s
