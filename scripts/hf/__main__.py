@@ -4,26 +4,30 @@
     python -m scripts.hf TRL SFT "DPO, LoRA"  some cases
     python -m scripts.hf TRL --save           write results/hf-trl.json, of which docs/benchmarks.md shows a table;
                                               with names of cases, those of them anew
+    python -m scripts.hf TRL --device fake    on the fake GPU of the tests, whose results have a file of their own
 
-On the emulated device, or on a GPU if there is one.
+On the emulated device, or on a GPU if there is one. On the fake GPU all that speaks to CUDA is executed, with the
+kernels of the CPU (tests/fake_cuda).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import OffloadError
 from scripts.common import RESULTS, read_json, save, versions
-from scripts.hf.cases import HF, TRL, Make
-from scripts.hf.runs import BUDGETS, Outcome, compare, home, train
+from tests import fake_cuda
 
-LIBRARIES = {"transformers": HF, "TRL": TRL}
-PACKAGES = ("transformers", "trl", "peft", "accelerate")
+if TYPE_CHECKING:
+    from scripts.hf.cases import Make
+
+LIBRARIES = {"transformers": "HF", "TRL": "TRL"}
+PACKAGES = {"transformers": ("transformers", "peft", "accelerate")}
+PACKAGES["TRL"] = (*PACKAGES["transformers"], "trl")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,16 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("library", choices=LIBRARIES, help="whose Trainers are run")
     parser.add_argument("cases", nargs="*", help="names of cases; all if none is given")
     parser.add_argument("--save", action="store_true", help="write the result file")
+    parser.add_argument("--device", choices=("fake",), help="without it a GPU, or else the emulated device")
     options = parser.parse_args(arguments)
+    if options.device == "fake":
+        fake_cuda.enable()
+    import torch  # finds the fake device
+
+    from scripts.hf import cases as known
+
     if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    cases = {
-        name: make for name, make in LIBRARIES[options.library].items() if not options.cases or name in options.cases
-    }
+    made: dict[str, Make] = getattr(known, LIBRARIES[options.library])
+    cases = {name: make for name, make in made.items() if not options.cases or name in options.cases}
     device = "a GPU" if torch.cuda.is_available() else "the emulated device"
-    packages = {name: of for name, of in versions("trl", "peft", "accelerate").items() if name in PACKAGES}
+    if fake_cuda.enabled():
+        device = "a CUDA device without a GPU (fake)"
+    installed = versions("trl", "peft", "accelerate")
+    packages = {name: installed[name] for name in PACKAGES[options.library]}
     settings = {"library": options.library, "packages": packages, "device": device}
-    path = RESULTS / f"hf-{options.library.lower()}.json"
+    path = RESULTS / f"hf-{options.library.lower()}{'-fake' * fake_cuda.enabled()}.json"
     found = [
         before
         for before in (read_json(path)["figures"]["cases"] if options.save and path.is_file() else [])
@@ -56,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def row(name: str, make: Make) -> dict[str, Any]:
     """Compare one case at every budget."""
+    from scripts.hf.runs import BUDGETS, Outcome, compare, home, train
+
     cells: dict[str, Any] = {}
     with home() as folder:
         plain = Outcome.of(train(make, folder))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def train(make: Make, folder: Path, context: Any = None, **options: Any) -> Any:
     return trainer
 
 
+@cache
 def least(make: Make, folder: Path, **settings: Any) -> int:
     """Return the smallest budget that there is a plan for."""
     with quiet(), lt_offload.hf_trainer(**settings):

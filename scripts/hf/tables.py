@@ -25,7 +25,8 @@ def title(result: Mapping[str, Any]) -> str:
 
 def command(result: Mapping[str, Any]) -> str:
     """Return how to do it again."""
-    return f"scripts.hf {result['settings']['library']} --save"
+    fake = " --device fake" * ("fake" in result["settings"]["device"])
+    return f"scripts.hf {result['settings']['library']}{fake} --save"
 
 
 def rows(result: Mapping[str, Any]) -> list[list[str]]:

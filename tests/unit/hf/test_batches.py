@@ -57,3 +57,17 @@ def test_a_larger_batch_and_the_first_with_padding_are_not_covered() -> None:
     assert not Size.of(full).covers(padded)
     assert Size.of(full).beside(Size.of(padded)).covers(padded)
     assert Size.of(full).covers(longer) == (81 <= 128 and 9 <= 16)
+
+
+def test_of_two_columns_of_tokens_the_longer_one_counts() -> None:
+    """As ORPO's collator gives them: below one another, filled up to the longest of both."""
+
+    def answers(chosen: int, rejected: int) -> dict[str, torch.Tensor]:
+        made = {"chosen": torch.ones(2, chosen).long(), "rejected": torch.ones(2, rejected).long()}
+        return {f"{name}_{kind}": ids for name, ids in made.items() for kind in ("input_ids", "attention_mask")}
+
+    known = Size.of(answers(9, 4))
+    assert known.covers(answers(4, 9))
+    assert not known.covers(answers(3, 10))
+    assert max([answers(8, 5), answers(3, 10)], key=Size.of)["rejected_input_ids"].shape == (2, 10)
+    assert batches.shape(answers(3, 10)) == "2 x 10, padded"
