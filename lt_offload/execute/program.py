@@ -153,7 +153,7 @@ def program(plan: Plan, which: Pass) -> list[StepOps]:
         PlanError: if an op stands where the issue order does not allow it.
     """
     steps = [StepOps() for _ in plan.timeline]
-    for op in plan.ops_of(which):
+    for op in plan.program(which):
         if not 0 <= op.step < len(steps):
             raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {len(steps) - 1}")
         step = steps[op.step]
@@ -189,7 +189,7 @@ def _check_again(op: Op, plan: Plan, step: StepOps) -> None:
 def first_changes(plan: Plan) -> dict[tuple[int, bool], int]:
     """Return, by tensor and whether it is its states, the first op from which on its host copy is another one."""
     found: dict[tuple[int, bool], int] = {}
-    for op in plan.ops_of(plan.passes[-1]):
+    for op in plan.program(plan.passes[-1]):
         if op.updates_on_host:
             changed = [(tensor, states) for tensor in plan.tensors(op) for states in (False, True)]
         elif op.kind == "offload" and op.payload in ("weight", "state"):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from lt_offload.errors import PlanError
 
 T = TypeVar("T")
+Older = Callable[[dict[str, Any]], dict[str, Any]]
 MOST_NUMBER = 2**60
 """Numbers beyond this do not fit the planners' arithmetic."""
 
@@ -23,7 +24,7 @@ def to_json(obj: Any) -> str:
     return TypeAdapter(type(obj)).dump_json(obj, indent=1).decode()
 
 
-def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T:
+def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int, older: Older | None = None) -> T:
     """Return an instance of the dataclass ``cls`` from JSON.
 
     Args:
@@ -31,6 +32,7 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
         text: the JSON document.
         source: where it comes from, for errors.
         schema: the schema version this release reads.
+        older: makes a document of this version of one of the version before.
 
     Raises:
         PlanError: if the text is not JSON, is of another schema version, or does not fit ``cls``.
@@ -47,6 +49,14 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
     except RecursionError:
         raise PlanError(f"{source} is not a valid {cls.__name__} file: it is nested too deeply") from None
     version = found.get("schema") if isinstance(found, dict) else None
+    if version == schema - 1 and older is not None and not isinstance(version, bool | float):
+        try:
+            found = older(found)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"{source} is not a valid {cls.__name__} file of schema {version}: {type(error).__name__}: {error}"
+            ) from None
+        text, version = json.dumps(found), found["schema"]
     if version != schema or isinstance(version, bool | float):
         raise PlanError(
             f"{source} has schema {version!r}, this release of lt_offload reads schema {schema} of {cls.__name__}; "
@@ -80,7 +90,12 @@ def _check_numbers(value: Any, where: tuple[str | int, ...]) -> None:
 
 
 def load_json(
-    cls: type[T], path: str | Path, *, schema: int, problems: Callable[[T], Iterator[str]] | None = None
+    cls: type[T],
+    path: str | Path,
+    *,
+    schema: int,
+    problems: Callable[[T], Iterator[str]] | None = None,
+    older: Older | None = None,
 ) -> T:
     """Read an instance of ``cls`` from ``path``.
 
@@ -89,6 +104,7 @@ def load_json(
         path: the file.
         schema: the schema version this release reads.
         problems: says what is wrong with an instance beyond its types.
+        older: makes a document of this version of one of the version before.
 
     Raises:
         PlanError: if the file is missing or is not a valid ``cls`` of this schema version.
@@ -97,7 +113,7 @@ def load_json(
         text = Path(path).read_bytes()
     except OSError as error:
         raise PlanError(f"cannot read {cls.__name__} file {str(path)!r}: {error.strerror}") from None
-    found = from_json(cls, text, source=repr(str(path)), schema=schema)
+    found = from_json(cls, text, source=repr(str(path)), schema=schema, older=older)
     problem = None if problems is None else next(problems(found), None)
     if problem is not None:
         raise PlanError(f"{str(path)!r} is not a valid {cls.__name__} file: {problem}; make it again")

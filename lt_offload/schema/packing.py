@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_offload.schema.plan import Op, Plan
+    from lt_offload.schema.plan import Op, Pass, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +32,13 @@ class Packing:
 def packing(plan: Plan) -> Packing:
     """Return what ``plan`` makes of its arena."""
     walk = _ArenaWalk(plan)
-    for _ in range(2):  # what is released after the last step is released at the end of an iteration
-        walk.iteration()
-    return Packing(extent=plan.arena_bytes, live_peak=walk.peak, tensors=walk.tensors, transfers=walk.transfers)
+    copied: dict[Pass, tuple[int, int]] = {}
+    for which in (*plan.passes, *plan.passes):  # what is released after the last step is released at the end of a pass
+        copied[which] = walk.run(which)
+    # Where updates wait, they are in a pass of their own.
+    counted = [copied[which] for which in (plan.passes if plan.delayed else plan.passes[-1:])]
+    tensors, transfers = (sum(numbers) for numbers in zip(*counted, strict=True))
+    return Packing(extent=plan.arena_bytes, live_peak=walk.peak, tensors=tensors, transfers=transfers)
 
 
 class _ArenaWalk:
@@ -48,17 +52,18 @@ class _ArenaWalk:
         self.tensors = self.transfers = 0
         self._releases: dict[int, list[int]] = defaultdict(list)
 
-    def iteration(self) -> None:
-        """Issue every op once."""
+    def run(self, which: Pass) -> tuple[int, int]:
+        """Issue every op of a pass; return how many tensors it copies, and in how many transfers."""
         self.tensors = self.transfers = 0
         step = 0
-        for op in self.plan.ops_of("updating"):
+        for op in self.plan.program(which):
             if op.step != step:
                 self._end(step)
                 step = op.step
             if op.payload in ("weight", "state", "sum"):
                 self._issue(op)
         self._end(step)
+        return self.tensors, self.transfers
 
     def _issue(self, op: Op) -> None:
         if op.kind == "drop":

@@ -1,7 +1,7 @@
 """The plan of one iteration: what planning hands to execution. Frozen data, JSON both ways.
 
-**Timeline.** A plan lists the *steps* of its iteration: the forward or the backward of one block for one micro-batch.
-It is cyclic: what is resident at the start of the first step is resident again after the last.
+**Timeline.** A plan lists the *steps* of its iteration: the forward or the backward of one block. It is cyclic: what is
+resident at the start of the first step is resident again after the last.
 
 **Tensor groups.** Weights, optimizer states or gradients that are in the same ops through the whole iteration are one
 :class:`TensorGroup`: they lie side by side in the arena, in the order of the group, and on the host; one copy moves
@@ -36,15 +36,15 @@ same the other way: the backward itself writes them to host memory, tensor by te
 
 **Windows.** A plan of ``window`` above 1 serves any number of micro-batches per update. Each is one *pass* through the
 timeline: all but the last are *accumulating*, the last one is *updating*, and both begin and end with the same groups
-at the same places, so that they may follow each other in any order. ``Op.only`` names the passes that carry an op out.
-Gradients are added up in groups of payload ``sum``: they are where the states of their tensors are, so that whoever
-updates finds them. An ``accumulate`` adds the gradients of a pass to them, or begins with them in the first one; an
-``update`` adds the last ones and uses the sums up. ``Op.after`` means the latest issue of the other op, in whichever
-pass that was.
+at the same places, so that they may follow each other in any order. ``Plan.programs`` lists the ops that each kind of
+pass carries out, in the order of issue. Gradients are added up in groups of payload ``sum``: they are where the states
+of their tensors are, so that whoever updates finds them. An ``accumulate`` adds the gradients of a pass to them, or
+begins with them in the first one; an ``update`` adds the last ones and uses the sums up. ``Op.after`` means the latest
+issue of the other op, in whichever pass that was.
 
 Where updates wait until all gradients are there (``Plan.delayed``), because their norm decides about them, every
-micro-batch is an accumulating pass, and a *settling* pass follows: the steps of an updating one without computations,
-gradients, and copies of what they alone need. Its updates use the sums as they are.
+micro-batch is an accumulating pass, and a *settling* pass follows: updates, and copies of what they need, without
+computations and gradients. Its updates use the sums as they are.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
@@ -55,7 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -63,13 +63,14 @@ from pydantic import ConfigDict
 
 from lt_offload.schema.files import load_json, save_json
 from lt_offload.schema.lanes import LaneName, OpKind
+from lt_offload.schema.older import from_schema_2
 from lt_offload.schema.profile import WITH_LOSS, OptionName
 
 if TYPE_CHECKING:
     from lt_offload.schema.packing import Packing
 
 
-PLAN_SCHEMA = 2
+PLAN_SCHEMA = 3
 ALIGNMENT = 512
 """Every arena offset is a multiple of this many bytes."""
 
@@ -84,13 +85,12 @@ Save = Literal["nothing", "input", "all"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One forward or backward of a block, for one micro-batch."""
+    """One forward or backward of a block."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     kind: Literal["forward", "backward"]
     block: int
-    micro_batch: int = 0
 
 
 def one_batch(blocks: int) -> tuple[Step, ...]:
@@ -106,18 +106,18 @@ class Timeline:
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         self.steps = steps
-        self._positions = {(step.kind, step.block, step.micro_batch): index for index, step in enumerate(steps)}
+        self._positions = {(step.kind, step.block): index for index, step in enumerate(steps)}
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def forward(self, block: int, micro_batch: int = 0) -> int:
+    def forward(self, block: int) -> int:
         """Return the step of a block's forward."""
-        return self._positions["forward", block, micro_batch]
+        return self._positions["forward", block]
 
-    def backward(self, block: int, micro_batch: int = 0) -> int:
+    def backward(self, block: int) -> int:
         """Return the step of a block's backward."""
-        return self._positions["backward", block, micro_batch]
+        return self._positions["backward", block]
 
     def block(self, step: int) -> int:
         """Return the block that ``step`` computes."""
@@ -188,12 +188,6 @@ class Op:
     """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
     zero_copy: tuple[int, ...] = ()
     """For computations: the groups of weights that they read in host memory."""
-    only: Pass | None = None
-    """The passes that carry it out; None: all."""
-
-    def runs(self, which: Pass) -> bool:
-        """Return whether a pass of this kind carries it out."""
-        return self.only is None or self.only == which
 
     @property
     def label(self) -> str:
@@ -320,6 +314,10 @@ class Plan:
     """Every weight is in one group; states are if they are ever on the device, gradients if they go to the host."""
     initial: tuple[InitialCopy, ...]
     ops: tuple[Op, ...]
+    """All ops of all kinds of passes, each once."""
+    programs: dict[Pass, tuple[int, ...]]
+    """By kind of pass: the ids of the ops that it carries out, in the order of issue. The last kind is the one that
+    ends with updates."""
     arena_bytes: int
     """Extent of the arena; the rest of the budget is for activations, gradients and workspaces."""
     predicted: Prediction
@@ -367,35 +365,21 @@ class Plan:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The kinds of passes that may follow each other."""
-        if self.delayed:
-            return ("accumulating", "settling")
-        return ("accumulating", "updating") if self.window > 1 else ("updating",)
+        return tuple(self.programs)
 
-    def ops_of(self, which: Pass) -> list[Op]:
-        """Return the ops of a pass, in the order of issue."""
-        if which != "settling":
-            return [op for op in self.ops if op.runs(which)]
-        moving = self._settling_groups()
-        return [op for op in self.ops if op.runs("updating") and _settles(op, moving)]
-
-    def _settling_groups(self) -> set[int]:
-        """Return the groups that move in a settling pass: what is there at its start, what is updated on the device."""
-        moving = {copy.group for copy in self.initial}
-        moving |= {g for op in self.ops if op.kind == "update" and op.lane != "host" for g in op.groups}
-        moving |= {g for g, group in enumerate(self.groups) if group.payload in ("state", "sum")}
-        moves = [set(op.groups) for op in self.ops if op.payload == "weight"]
-        while True:  # what moves together with something
-            found = moving.union(*(groups for groups in moves if not moving.isdisjoint(groups)))
-            if found == moving:
-                return moving
-            moving = found
+    def program(self, which: Pass) -> list[Op]:
+        """Return the ops of a kind of pass, in the order of issue."""
+        return [self.ops[number] for number in self.programs[which]]
 
     @property
     def counts(self) -> tuple[int, ...]:
         """By op: how often an iteration, up to an update, carries it out."""
         adding = self.window if self.delayed else self.window - 1
-        last = {op.id for op in self.ops_of(self.passes[-1])}
-        return tuple(adding * op.runs("accumulating") + (op.id in last) for op in self.ops)
+        found = [0] * len(self.ops)
+        for which, numbers in self.programs.items():
+            for number in numbers:
+                found[number] += adding if which == "accumulating" else 1
+        return tuple(found)
 
     @property
     def unit(self) -> str:
@@ -423,8 +407,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read JSON; raises ``PlanError`` if it is not a plan of this schema version."""
-        return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems)
+        """Read JSON, also of schema 2; raises ``PlanError`` if it is not a plan of this version or that one."""
+        return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems, older=from_schema_2)
 
     def explain(self) -> str:
         """Return a table of what stays, travels, is recomputed and is updated where, and of the predictions."""
@@ -445,11 +429,11 @@ class Plan:
         return picture(self)
 
 
-def _settles(op: Op, moving: set[int]) -> bool:
-    """Return whether a settling pass carries out ``op``; ``moving``: the groups that it moves."""
-    if op.payload in ("weight", "state", "sum"):
-        return not moving.isdisjoint(op.groups)
-    return op.kind == "update"
+def kinds_of_passes(*, adds_up: bool, delayed: bool) -> tuple[Pass, ...]:
+    """Return the kinds of passes that a plan has, the one with the updates last."""
+    if delayed:
+        return ("accumulating", "settling")
+    return ("accumulating", "updating") if adds_up else ("updating",)
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -471,8 +455,6 @@ def problems(plan: Plan) -> Iterator[str]:
         yield f"parts is {plan.parts}, it has to be at least 1"
     if plan.parts > 1 and plan.deferred_forwards:
         yield f"parts is {plan.parts} and deferred_forwards {plan.deferred_forwards}, which cannot be combined"
-    if not plan.adds_up and any(op.only is not None for op in plan.ops):
-        yield "ops name the passes of a window, and there is one"
     if not plan.options:
         yield "it has no blocks"
     if any(option in WITH_LOSS for option in plan.options[:-1]):
@@ -480,7 +462,7 @@ def problems(plan: Plan) -> Iterator[str]:
     if ("chunked" in plan.options) is not (plan.chunk_tokens > 0):
         yield f"chunk_tokens is {plan.chunk_tokens}, which has to be positive with option chunked and 0 without"
     for number, step in enumerate(plan.timeline):
-        if not 0 <= step.block < len(plan.options) or step.micro_batch < 0:
+        if not 0 <= step.block < len(plan.options):
             yield f"timeline.{number}: the {step.kind} of block {step.block}, there are {len(plan.options)} blocks"
     for number, group in enumerate(plan.groups):
         if not group.tensors or len(group.sizes) != len(group.tensors):
@@ -497,11 +479,26 @@ def problems(plan: Plan) -> Iterator[str]:
         for problem in _of_op(op, position, plan):
             unsound = True
             yield f"ops.{position}: {problem}"
+    for problem in program_problems(plan):
+        unsound = True
+        yield problem
     if not unsound:
         try:
             assert plan.packing is not None
         except KeyError as error:
             yield f"ops: group {error.args[0]} leaves the device without being there"
+
+
+def program_problems(plan: Plan) -> Iterator[str]:
+    """Yield what contradicts itself in the programs of ``plan``."""
+    expected = kinds_of_passes(adds_up=plan.adds_up, delayed=plan.delayed)
+    if plan.passes != expected:
+        yield f"programs: they are of {', '.join(plan.passes)} passes, the plan has {', '.join(expected)} ones"
+    for which, numbers in plan.programs.items():
+        if any(not 0 <= number < len(plan.ops) for number in numbers):
+            yield f"programs.{which}: it names ops that do not exist, there are {len(plan.ops)}"
+        elif any(one >= other for one, other in pairwise(numbers)):
+            yield f"programs.{which}: ops are not in the order of issue"
 
 
 def _of_op(op: Op, position: int, plan: Plan) -> Iterator[str]:

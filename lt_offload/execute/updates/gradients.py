@@ -428,7 +428,7 @@ def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]
     """
     takers = {
         tensor: op
-        for op in plan.ops_of(which)
+        for op in plan.program(which)
         if op.payload == "grad" or (op.uses_gradients and op.lane != "host")
         for tensor in plan.tensors(op)
     }

@@ -62,6 +62,7 @@ def build(
         groups=grouped.groups,
         initial=grouped.initial,
         ops=grouped.ops,
+        programs={"updating": tuple(range(len(grouped.ops)))},
         arena_bytes=timetable.arena_bytes,
         gradient_bytes=gradient_bytes,
         predicted=UNKNOWN,

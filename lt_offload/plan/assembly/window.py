@@ -71,7 +71,8 @@ def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False
         delayed=delayed,
         groups=tuple(split.groups),
         initial=tuple(split.initial),
-        ops=tuple(split.linked()),
+        ops=(ops := tuple(split.linked())),
+        programs=split.programs(ops),
         notes=tuple(
             note.replace("of optimizer states", "of optimizer states and sums of gradients") for note in plan.notes
         ),
@@ -105,6 +106,13 @@ def _after_former_occupants(plan: Plan) -> Iterator[Op]:
         yield replace(op, after=tuple(sorted(after)))
 
 
+def _settles(op: Op, moving: set[int]) -> bool:
+    """Return whether a settling pass carries out ``op``; ``moving``: the groups that it moves."""
+    if op.payload in ("weight", "state", "sum"):
+        return not moving.isdisjoint(op.groups)
+    return op.kind == "update"
+
+
 class _Split:
     """The ops of ``plan`` for windows. An op of ``plan`` may become several, and others may wait for all of them."""
 
@@ -124,7 +132,9 @@ class _Split:
         """By op of ``plan``: the ops that all wait for who waited for it."""
         self._added: dict[int, int] = {}
         """By update of ``plan``: the op that adds up instead."""
-        self._ends: dict[int, list[Op]] = defaultdict(list)
+        self._only: list[Pass | None] = []
+        """By op: the kind of pass that carries it out; None: all. What only updating passes do, settling ones do."""
+        self._ends: dict[int, list[tuple[Op, Pass]]] = defaultdict(list)
         """By step: drops that stand at its end."""
         self._backwards: dict[int, int] = {}
         """By block."""
@@ -142,6 +152,27 @@ class _Split:
             self._became[op.id] = list(self._write(op))
         for left in range(step, len(self.plan.timeline)):
             self._end(left)
+
+    def programs(self, ops: Sequence[Op]) -> dict[Pass, tuple[int, ...]]:
+        """Return the ops of each kind of pass, in the order of issue."""
+        adding = tuple(op.id for op in ops if self._only[op.id] != "updating")
+        last = [op for op in ops if self._only[op.id] != "accumulating"]
+        if not self.delayed:
+            return {"accumulating": adding, "updating": tuple(op.id for op in last)}
+        moving = self._settling_groups(ops)
+        return {"accumulating": adding, "settling": tuple(op.id for op in last if _settles(op, moving))}
+
+    def _settling_groups(self, ops: Sequence[Op]) -> set[int]:
+        """Return the groups that move in a settling pass: what is there at its start, what is updated on the device."""
+        moving = {copy.group for copy in self.initial}
+        moving |= {g for op in ops if op.kind == "update" and op.lane != "host" for g in op.groups}
+        moving |= {g for g, group in enumerate(self.groups) if group.payload in ("state", "sum")}
+        together = [set(op.groups) for op in ops if op.payload == "weight"]
+        while True:  # what moves together with something
+            more = moving.union(*(groups for groups in together if not moving.isdisjoint(groups)))
+            if more == moving:
+                return moving
+            moving = more
 
     def linked(self) -> Iterator[Op]:
         """Yield the ops with what they wait for."""
@@ -299,11 +330,11 @@ class _Split:
                 offsets=(),
                 bytes=self._bytes(groups),
             )
-            self._ends[op.release_after].append(replace(drop, step=op.release_after, release_after=None, only=only))
+            self._ends[op.release_after].append((replace(drop, step=op.release_after, release_after=None), only))
 
     def _end(self, step: int) -> None:
-        for drop in self._ends.pop(step, ()):
-            self._add(drop, only=drop.only)
+        for drop, only in self._ends.pop(step, ()):
+            self._add(drop, only=only)
 
     def _house_sums(self, op: Op) -> None:
         """Let the sums for an update on the host have a group, which never leaves it."""
@@ -313,7 +344,8 @@ class _Split:
         self.groups.append(TensorGroup(payload="sum", tensors=tensors, sizes=sizes, span=span))
 
     def _add(self, op: Op, *, only: Pass | None = None) -> int:
-        self.ops.append(replace(op, id=len(self.ops), only=only))
+        self.ops.append(replace(op, id=len(self.ops)))
+        self._only.append(only)
         return len(self.ops) - 1
 
     def _bytes(self, groups: Sequence[int]) -> int:

@@ -34,7 +34,7 @@ def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[
     """
     if not plan.adds_up:
         return plan.ops, tuple(range(len(plan.ops)))
-    issued = [op for which in passes for op in plan.ops_of(which)]
+    issued = [op for which in passes for op in plan.program(which)]
     last = {op.id: new for new, op in enumerate(issued)}
     latest: dict[int, int] = {}
     """By op of the plan: its latest issue so far."""

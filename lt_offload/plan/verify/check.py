@@ -22,7 +22,7 @@ from lt_offload.plan.iteration.memory import (
 )
 from lt_offload.plan.verify.ordering import describe, misordered
 from lt_offload.schema.lanes import LANES
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan, Save, TensorGroup, Timeline, one_batch
+from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan, Save, TensorGroup, Timeline, one_batch, program_problems
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes, format_seconds
 
@@ -32,7 +32,13 @@ def check(plan: Plan, profile: Profile) -> list[str]:
     found = list(mismatches(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile), *_times(plan)]
     if found:
         return found
-    found = [*_structure(plan, profile), *_order_of_issue(plan), *_updates(plan, profile), *_activations(plan, profile)]
+    found = [
+        *_structure(plan, profile),
+        *_programs(plan),
+        *_order_of_issue(plan),
+        *_updates(plan, profile),
+        *_activations(plan, profile),
+    ]
     found = found or [*broken_recomputations(plan, profile)]
     if found:
         return found
@@ -92,7 +98,8 @@ def _size(group: TensorGroup, tensor: TensorProfile) -> int:
 
 
 def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Ids, and what ops name by numbers."""
+    """Ids, and what ops and programs name by numbers."""
+    yield from program_problems(plan)
     for position, op in enumerate(plan.ops):
         name = describe(op)
         if op.id != position:
@@ -103,6 +110,26 @@ def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"{name}: after: it waits for an op that does not exist"
         if any(not 0 <= group < len(plan.groups) for group in (*op.groups, *op.zero_copy)):
             yield f"{name}: groups: the plan has {len(plan.groups)}"
+
+
+def _programs(plan: Plan) -> Iterator[str]:
+    """What belongs to which kind of pass."""
+    computing = {which for which in plan.passes if which != "settling"}
+    carried: dict[int, set[Pass]] = {op.id: set() for op in plan.ops}
+    for which in plan.passes:
+        for op in plan.program(which):
+            carried[op.id].add(which)
+    for op in plan.ops:
+        found = carried[op.id]
+        if not found:
+            yield f"{describe(op)}: programs: no pass carries it out"
+        elif op.kind in ("forward", "backward") or op.payload in ("activation", "grad"):
+            if found != computing:
+                yield f"{describe(op)}: programs: every pass that computes carries it out, and no other"
+        elif op.uses_gradients:
+            expected = plan.passes[-1] if op.kind == "update" else "accumulating"
+            if found != {expected}:
+                yield f"{describe(op)}: programs: it belongs to {expected} passes only"
 
 
 def _times(plan: Plan) -> Iterator[str]:
@@ -132,8 +159,6 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
         lanes = [lane.name for lane in LANES if op.kind in lane.kinds] or ["none"]
         if op.lane not in lanes or (op.kind == "offload" and op.lane == "compute" and op.payload != "grad"):
             yield f"{name}: lane: it occupies {op.lane}, it should be {' or '.join(lanes)}"
-        if op.only is not None and not plan.adds_up:
-            yield f"{name}: only: there are no {op.only} passes in windows of 1"
         if op.release_after is not None and not op.step <= op.release_after < len(plan.timeline):
             yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
         if op.writes_gradients and op.release_after is not None and op.release_after != op.step:
@@ -220,8 +245,6 @@ def _order_of_issue(plan: Plan) -> Iterator[str]:
         if place < last:
             yield f"{describe(op)}: order: it is issued after ops of a later step or phase"
         last = max(last, place)
-        if op.kind in ("forward", "backward") and op.only is not None:
-            yield f"{describe(op)}: only: every pass computes the same"
         if op.kind in ("forward", "backward") and op.save is None:
             count[op.step] += 1
             if op.kind != plan.timeline[op.step].kind:
@@ -249,8 +272,6 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     added: dict[int, Op] = {}
     sent: set[int] = set()
     for op in plan.ops:
-        if op.uses_gradients and (op.only or "updating") != ("updating" if op.kind == "update" else "accumulating"):
-            yield f"{describe(op)}: only: updates are of updating passes, what adds up is of the others"
         for t in plan.tensors(op) if op.kind == "accumulate" else ():
             complete = _complete(profile.tensors[t], profile)
             if t in added or op.step != complete or (op.lane == "host") != (plan.update_places[t] == "host"):
@@ -297,8 +318,6 @@ def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
     out: dict[int, Op] = {}
     back: dict[int, Op] = {}
     for op in plan.ops:
-        if op.payload in ("activation", "grad") and op.only is not None:
-            yield f"{describe(op)}: only: it belongs to every pass"
         if op.payload == "activation":
             target = out if op.kind == "offload" else back
             if op.block in target or op.kind == "drop":

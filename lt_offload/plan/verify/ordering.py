@@ -132,7 +132,7 @@ class _Ordering:
     def iteration(self, which: Pass) -> None:
         """Walk through every op of a pass once."""
         step = 0
-        for op in self.plan.ops_of(which):
+        for op in self.plan.program(which):
             if op.step != step:
                 self._end_step(step)
                 step = op.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision
@@ -175,3 +176,9 @@ def waits_for(plan: Plan, text: str) -> set[str]:
     """Return what an op waits for, as texts; a leading ``-`` means the iteration before."""
     op = named(plan, text)
     return {("-" if other >= op.id else "") + words(plan.ops[other]) for other in op.after}
+
+
+def of_one_pass(plan: Plan, ops: Iterable[Op]) -> Plan:
+    """Return ``plan`` with other ops, all of which its only kind of pass carries out."""
+    ops = tuple(ops)
+    return replace(plan, ops=ops, programs={"updating": tuple(range(len(ops)))})

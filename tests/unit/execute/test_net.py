@@ -25,7 +25,9 @@ def plan_of(name: str) -> Plan:
 def planned_calls(plan: Plan, which: Pass, lane: str) -> list[Op]:
     """What the plan says for a lane: updates on the device are called by gradients, not by the device's lane."""
     return [
-        op for op in plan.ops_of(which) if op.lane == lane and (lane != "compute" or op.kind in ("forward", "backward"))
+        op
+        for op in plan.program(which)
+        if op.lane == lane and (lane != "compute" or op.kind in ("forward", "backward"))
     ]
 
 

@@ -18,6 +18,7 @@ from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import least_s, make_plan, offmate_config
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
+from lt_offload.schema.plan import Pass
 from lt_offload.schema.profile import BlockProfile, Contention, Profile
 from tests import sampling
 from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, llama7b_b4, option, tensor
@@ -164,21 +165,37 @@ def broken(plan: Plan, which: Any, **changes: Any) -> Plan:
     return replace(plan, ops=tuple(replace(op, **changes) if op.id == number else op for op in plan.ops))
 
 
+def elsewhere(plan: Plan, which: Any, *passes: Pass) -> Plan:
+    """Return ``plan`` with the first op that ``which`` accepts carried out in these kinds of passes."""
+    number = next(op.id for op in plan.ops if which(op))
+    programs = {
+        kind: tuple(sorted({*numbers, number} if kind in passes else {*numbers} - {number}))
+        for kind, numbers in plan.programs.items()
+    }
+    return replace(plan, programs=programs)
+
+
 def test_broken_windows_are_refused() -> None:
     profile = small_profile()
     plan = solve(profile, memory=8_000, accumulate=3, host_update=False)
     assert check(plan, profile) == []
     host = solve(profile, memory=8_000, accumulate=3, planner="l2l")
+    clipped = solve(profile, memory=8_000, delayed=True)
     for case in (
-        broken(plan, lambda op: op.kind == "accumulate", only=None),
-        broken(plan, lambda op: op.kind == "accumulate", only="updating"),
-        broken(plan, lambda op: op.kind == "update", only="accumulating"),
-        broken(plan, lambda op: op.kind == "update", only=None),
-        broken(plan, lambda op: op.kind == "forward", only="updating"),
-        broken(plan, lambda op: op.payload == "sum" and op.kind == "prefetch", only="updating"),
+        elsewhere(plan, lambda op: op.kind == "accumulate", "accumulating", "updating"),
+        elsewhere(plan, lambda op: op.kind == "accumulate", "updating"),
+        elsewhere(plan, lambda op: op.kind == "accumulate"),
+        elsewhere(plan, lambda op: op.kind == "update", "accumulating"),
+        elsewhere(plan, lambda op: op.kind == "update", "accumulating", "updating"),
+        elsewhere(plan, lambda op: op.kind == "forward", "updating"),
+        elsewhere(plan, lambda op: op.payload == "sum" and op.kind == "prefetch", "updating"),
+        replace(plan, programs={"updating": plan.programs["updating"]}),
+        replace(plan, programs={**plan.programs, "updating": plan.programs["updating"][::-1]}),
         broken(host, lambda op: op.kind == "accumulate", after=()),
         broken(host, lambda op: op.kind == "update", after=()),
-        broken(host, lambda op: op.payload == "grad", only="updating"),
+        elsewhere(host, lambda op: op.payload == "grad", "updating"),
+        elsewhere(clipped, lambda op: op.kind == "backward", "accumulating", "settling"),
+        elsewhere(clipped, lambda op: op.kind == "update", "accumulating"),
     ):
         assert check(case, profile) != [], case
 

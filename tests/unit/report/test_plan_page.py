@@ -13,6 +13,7 @@ from lt_offload.report.plan_page import sections, write_plan_report
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
+from tests.support.profiles.small import of_one_pass
 from tests.support.reports.pages import Page, content, figures, plain
 from tests.support.samples import MB, make_plan, make_profile, make_trace
 
@@ -72,7 +73,7 @@ def test_decisions_say_what_runs_again_and_what_is_read_in_place() -> None:
     tensor = next(i for i, t in enumerate(PROFILE.tensors) if t.blocks == (2,))
     changed = with_ops(PLAN, forward={2: {"zero_copy": (tensor,), "bytes": 5 * MB}})
     again = replace(next(op for op in PLAN.ops if op.kind == "forward" and op.block == 3), save="all", id=len(PLAN.ops))
-    html = report(replace(changed, ops=(*changed.ops, again)))
+    html = report(of_one_pass(changed, (*changed.ops, again)))
     decisions = plain(html).split("Decisions")[1].split("Traffic")[0]
     assert "read in place per iteration" in decisions
     assert "model.layers.1 14 MB 67% – 5 MB keep host" in decisions

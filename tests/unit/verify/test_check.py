@@ -16,7 +16,16 @@ from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import InitialCopy, Op, Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.by_hand import built
-from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_options, words
+from tests.support.profiles.small import (
+    changed,
+    named,
+    of_one_pass,
+    resident,
+    small_profile,
+    stays,
+    with_options,
+    words,
+)
 
 PROFILE = small_profile(6, frozen=(4,))
 
@@ -53,12 +62,11 @@ def without(gone: int) -> Plan:
     def renumber(other: int) -> int:
         return other - (other > gone)
 
-    ops = tuple(
-        replace(op, id=renumber(op.id), after=tuple(renumber(o) for o in op.after if o != gone))
-        for op in PLAN.ops
-        if op.id != gone
+    left = [op for op in PLAN.ops if op.id != gone]
+    return of_one_pass(
+        PLAN,
+        (replace(op, id=renumber(op.id), after=tuple(renumber(o) for o in op.after if o != gone)) for op in left),
     )
-    return replace(PLAN, ops=ops)
 
 
 def test_the_plan_itself_is_good() -> None:

@@ -19,6 +19,7 @@ from tests.support.profiles.small import (
     chained,
     changed,
     named,
+    of_one_pass,
     resident,
     small_profile,
     stays,
@@ -66,9 +67,9 @@ def with_op(op: Op, **fields: Any) -> Plan:
 def edited(ops: list[Op]) -> Plan:
     """Return the plan with ``ops``, ids and dependencies renumbered; what is gone is not waited for."""
     position = {op.id: at for at, op in enumerate(ops)}
-    return replace(
+    return of_one_pass(
         PLAN,
-        ops=tuple(
+        (
             replace(op, id=position[op.id], after=tuple(sorted(position[o] for o in op.after if o in position)))
             for op in ops
         ),
