@@ -77,6 +77,8 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
     last, kind = modules[-1]
     if head is not None:
         modules.append((head, "head"))
+    # No output embeddings are named (a classifier, a model of the user's own), and a product comes last: that is the
+    # head.
     elif kind == "other" and any(isinstance(module, nn.Linear) for module in last.modules()):
         modules[-1] = (last, "head")
     return _structure(model, owner, [(names[module], module, kind) for module, kind in modules])
@@ -239,8 +241,12 @@ def _call_order(parent: nn.Module, layers: ModuleSequence, siblings: list[nn.Mod
     device = next(layers.parameters()).device
     modes = [(module, module.training) for module in parent.modules()]
     try:
+        # One layer is enough to see when layers are called, and takes no more time in a large model.
         replace_children(layers, dict([first]))
+        # Nothing draws random numbers or counts statistics. Modules may be in different modes, so each gets its own
+        # back below.
         parent.eval()
+        # Compiled parts are not compiled for two tokens, whose shape nobody will see again.
         with untouched(model=parent), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             parent(torch.zeros(1, 2, dtype=torch.long, device=device))
     except Exception:  # users' code, called as it may not expect: whatever it raises, registration order is left
@@ -259,6 +265,7 @@ def _structure(
     model: nn.Module, owner: nn.Module | None, modules: Iterable[tuple[str, nn.Module, BlockKind]]
 ) -> Structure:
     """Number the parameters by first use."""
+    # First: scales become parameters here, and parameters are what the names below are looked up by.
     prepare(model)
     names = {tensor: name for name, tensor in named_tensors(model)}
     indices: dict[nn.Parameter, int] = {}

@@ -239,6 +239,8 @@ def plainly(model: nn.Module) -> Iterator[None]:
     changed = [(owner, flag) for owner, flag in flags if getattr(owner, flag, None) is True]
     undo = []
     for owner, flag in changed:
+        # A copy of the module that is made meanwhile (a callback's average of weights) has the flag as the user has set
+        # it.
         if flag in vars(owner) and isinstance(owner, nn.Module):
             undo.append(cover(owner, flag, False))
         else:

@@ -47,6 +47,8 @@ def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
         config = code.get_compiler_config()
         if config is None:
             return f"torch.compile of {name} with a backend other than inductor"
+        # CUDA graphs read weights at the addresses of their first run, and weights come to others; what is chosen by
+        # timing kernels gives other numbers from process to process.
         for option in ("triton.cudagraphs", "max_autotune"):
             if config[option]:
                 return f"torch.compile of {name} with {option}"
@@ -106,6 +108,7 @@ def cover(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
     own = attributes.get(name, missing)
 
     def uncovered(state: dict[str, Any]) -> None:
+        # Whoever has set the attribute since keeps what he has set.
         if state.get(name) is value:
             del state[name]
             if own is not missing:
@@ -156,9 +159,11 @@ class _StateOfCopies:
             return state
         state = dict(state)
         if state.get(_STATE) is self:
+            # A module's state is its dictionary, in which this object is as well.
             del state[_STATE]
             if self.own is not None:
                 state[_STATE] = self.own
+        # The last to cover comes first: each puts back what it found, which may be a cover of another's.
         for hide in reversed(self.hide):
             hide(state)
         return state

@@ -125,9 +125,11 @@ class HeadLoss(nn.Module):
         """Return the loss that ``ForCausalLMLoss`` gives for the logits of ``hidden`` and the same other arguments."""
         if shift_labels is None:
             assert labels is not None
+            # As ``ForCausalLMLoss`` does it: nothing follows the last token, whose row stays and does not count.
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         following = shift_labels.reshape(-1).to(hidden.device)
         counts = following != ignore_index
+        # ``gather`` needs an index that there is; what it picks for labels that do not count is left out of the mean.
         targets = following.masked_fill(~counts, 0)[:, None]
         weight, bias = self.head.weight, self.head.bias
         if self.chunk:
@@ -144,6 +146,7 @@ _FORM = {"shape", "dtype", "device", "ndim", "layout"}
 
 def asks_form(func: Any) -> bool:
     """Return whether a function of torch only asks for the form of a tensor: that of logits is known without them."""
+    # A property of a tensor comes here as the ``__get__`` of what describes it.
     name = getattr(func, "__name__", "")
     return name in _ASKS or (name == "__get__" and getattr(func.__self__, "__name__", "") in _FORM)
 
@@ -156,6 +159,7 @@ def suits(head: nn.Module) -> bool:
 def uses_causal_loss(model: nn.Module) -> bool:
     """Return whether the loss of ``model``, a Hugging Face model, is the one that :class:`HeadLoss` computes."""
     function = getattr(model, "loss_function", None)
+    # By name, as transformers is not imported here.
     name = getattr(function, "__name__", ""), getattr(function, "__module__", "")
     return name == ("ForCausalLMLoss", "transformers.loss.loss_utils")
 

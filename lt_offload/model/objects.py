@@ -72,6 +72,7 @@ def unchanged(container: Any, contents: Contents) -> bool:
     if contents is NOTHING and type(container) in _READ:
         return not container
     now = read(container)
+    # A set that was filled again may have the same objects in another order.
     if issubclass(type(container), set):
         return set(map(id, now[0])) == set(map(id, contents[0]))
     return same(now[0], contents[0]) and same(now[-1], contents[-1])

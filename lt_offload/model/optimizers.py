@@ -58,6 +58,7 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
     """Try ``optimizer``, which is not changed; those of torch, transformers and this package are known to work."""
     if is_known(optimizer):
         return OptimizerTrial("alone")
+    # Such a class wraps another optimizer, whose groups it shows and which does its work.
     if isinstance(getattr(type(optimizer), "param_groups", None), property):
         return OptimizerTrial("idle")
     try:
@@ -183,6 +184,7 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
     """Step stand-ins; return, for each, itself and its state; and what an optimizer of all of them has counted."""
     stands = _stands(optimizer)
     entries = of_none(optimizer)
+    # In reverse, so that an update which depends on those before it gives other numbers.
     parts = [[stand] for stand in reversed(stands)] if one_by_one else [stands]
     with untouched(optimizer=optimizer):
         twins = [_twin(optimizer, part, defaultdict(dict, entries)) for part in parts]
@@ -267,8 +269,10 @@ def _stands(optimizer: Optimizer) -> list[Stand]:
 
 def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any, Any]) -> Optimizer:
     """Return an optimizer of the same class and options over ``stands``, without hooks."""
+    # Not by its constructor, whose arguments nobody has kept.
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
+    # A scheduler puts its own ``step`` on the object, which would count a step of the real optimizer.
     vars(twin).pop("step", None)
     forget_step_hooks(twin)
     groups: dict[int, dict[str, Any]] = {}
@@ -339,6 +343,7 @@ def _below(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Place, Tensor]]:
 
 def tensor_at(state: Mapping[Any, Any], place: Place) -> Tensor | None:
     """Return the tensor at ``place``; None if there is none."""
+    # A key of a state may be a tuple itself.
     value = state.get(place)
     if value is None and isinstance(place, tuple):
         value = state
@@ -363,6 +368,7 @@ def put(state: dict[Any, Any], place: Place, tensor: Tensor) -> None:
         if not isinstance(holder, tuple):
             holder[place[depth]] = value
             return
+        # A tuple cannot be written to: it is made again, and then put into what holds it, from the inside out.
         items = [value if index == place[depth] else item for index, item in enumerate(holder)]
         value = type(holder)(*items) if hasattr(holder, "_fields") else type(holder)(items)
 

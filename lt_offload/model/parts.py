@@ -67,6 +67,8 @@ class Cut:
 
     def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the arguments of each part: views, which one node of autograd makes of each tensor."""
+        # One split, not a ``narrow`` per part: the backward of each of those makes a gradient of the whole batch,
+        # mostly zeros, and autograd would add them up.
         pieces = {at: self.leaves[at].split(self.sizes) for at in self.rows}
         found = []
         for part in range(len(self.sizes)):
@@ -113,6 +115,8 @@ class Cutter:
         rows = set()
         for at, leaf in tensors:
             found = len(leaf) == samples
+            # An activation has a row per sample by definition; of a mask or a table the shape alone says nothing where
+            # samples and tokens are equally many.
             if found and square and leaf is not main and at not in activations:
                 if (form, at) not in self._known:
                     raise UnsupportedError(

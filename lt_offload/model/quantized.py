@@ -119,6 +119,7 @@ def _save_weights() -> None:
                 try:
                     return product.backward(ctx, *gradients)
                 finally:
+                    # Otherwise the node would hold the weight's device memory for as long as the graph lives.
                     ctx.tensors = None, None
             return product.backward(ctx, *gradients)
 
@@ -136,6 +137,7 @@ def check_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     others = [
         (name, p) for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outside and not is_packed(p)
     ]
+    # Twice the packed ones: a byte has two numbers.
     done = sum(layer.weight.numel() for _, layer in layers) + sum(2 * m.weight.numel() for _, m in packed_layers(model))
     if sum(p.numel() for _, p in others) >= done:
         name, largest = max(others, key=lambda item: item[1].numel(), default=("none", None))
@@ -218,6 +220,7 @@ def without_memory(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         new.quant_state = state
         new.bias = layer.bias
         model.set_submodule(name, new.train(layer.training))
+    # What peft asks before it makes layers for adapters.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
     return model
 

@@ -42,6 +42,7 @@ SMALL = 1024
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+# By name: the operation is there only once bitsandbytes has been imported, and it need not be.
 _OTHER_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit"})
 
 
@@ -100,6 +101,7 @@ class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if not is_costly(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
+        # This run records no graph, but what it returns is given to the second run, which does.
         out = func(*for_replay(func, args), **(kwargs or {}))
         self.results.append((func, _mapped(out, self._keep)))
         return out
@@ -122,6 +124,7 @@ class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @override
     def __exit__(self, kind: Any, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        # After an error results are left over because of it, and it is what has to be seen.
         if kind is None and self._results:
             unused, _ = self._results[0]
             raise self._refuse(f"the second run of a block did not call {unused}, as the first had")

@@ -121,6 +121,8 @@ class ObjectSnapshot:
         self._kept.append(_Kept(path, restore))
 
     def _visit(self, thing: Any, path: str) -> None:
+        # ``issubclass`` of the type, never ``isinstance``: that asks the object for ``__class__``, which may be a
+        # property with code of the user's.
         kind = type(thing)
         if issubclass(kind, _ATOMS) or id(thing) in self._seen:
             return
@@ -170,9 +172,11 @@ class ObjectSnapshot:
 
         def restore() -> bool:
             with DisableTorchFunctionSubclass():
+                # A step may have given the tensor other memory (``tensor.data = ...``) as well as written to it.
                 if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
                     tensor.data = data
                 if not torch.equal(data, copy):
+                    # Torch lets inference tensors be written to in that mode only.
                     with torch.inference_mode(data.is_inference()):
                         data.copy_(copy)
             return True
@@ -253,9 +257,11 @@ class ObjectSnapshot:
     def _class(self, cls: type, path: str) -> None:
         """Remember what a class of the user's own has beside its methods."""
         for owner in bases(cls):
+            # ``cls`` itself is among those seen already: whoever found it has put it there.
             if is_library(module_of(owner)) or (owner is not cls and id(owner) in self._seen):
                 continue
             self._seen[id(owner)] = owner
+            # ``_abc_``: the caches of abstract classes, which every ``isinstance`` may change.
             before = {name: value for name, value in own(owner).items() if not name.startswith(("__", "_abc_"))}
             self._keep(path, functools.partial(_restore_class, owner, before))
             self._next.extend((value, f"{name_of(owner)}.{name}") for name, value in before.items())
@@ -353,6 +359,7 @@ def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
     except BaseException as error:
         try:
             before.restore()
+        # The first error says what went wrong; that it leaves a trace as well is a note to it.
         except UnsupportedError as second:
             if not isinstance(error, UnsupportedError):
                 error.add_note(str(second))
@@ -394,6 +401,7 @@ def _found(kind: type, name: str) -> Any:
 
 def _advances(kind: type) -> bool:
     """Return whether ``kind`` is an iterator that does not keep its position in attributes."""
+    # One written in C has its position inside. Files are iterators, too, but say where they are (``_stream``).
     found = (own(cls).get("__next__") for cls in bases(kind) if cls is not _STREAM)
     return any(type(step) is types.WrapperDescriptorType for step in found)
 
@@ -413,6 +421,7 @@ def generator_state(thing: Any) -> Callable[[], bool] | None:
     kind, state = type(thing), np.random.RandomState
     if issubclass(kind, torch.Generator):
         back = functools.partial(torch.Generator.set_state, thing, torch.Generator.get_state(thing))
+    # It draws from the system, and its ``getstate`` raises.
     elif issubclass(kind, random.SystemRandom):
         return lambda: True
     elif issubclass(kind, random.Random):
@@ -436,6 +445,8 @@ def generator_state(thing: Any) -> Callable[[], bool] | None:
 def progress(iterator: Any) -> object:
     """Return something that changes when ``iterator`` is advanced, as far as that can be seen from outside."""
     if isinstance(iterator, types.GeneratorType):
+        # In a loop a generator stops at the same instruction every time: its variables, which the caller compares,
+        # differ then.
         return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
     if type(iterator) is itertools.count:
         return repr(iterator)  # shows where it is

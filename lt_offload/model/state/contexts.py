@@ -51,6 +51,7 @@ class Ambient(NamedTuple):
 def ambient() -> Ambient:
     """Return the contexts of this moment."""
     device, modes = None, []
+    # Counting is cheap, listing is not, and this is asked at every call of a block.
     if function_modes():
         for mode in all_function_modes():
             if isinstance(mode, DeviceContext):

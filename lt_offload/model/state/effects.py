@@ -97,6 +97,8 @@ class Effects:
     def __init__(self, module: nn.Module, *, watched: int = 3) -> None:
         self._parts: list[_Part] = []
         members = list(module.modules())
+        # Before the tensors: it puts attributes back as objects, and parts for the tensors among them put clones in
+        # their place.
         self._parts.append(_Attributes(members))
         for path, member in module.named_modules():
             tensors = [name for name, value in vars(member).items() if issubclass(type(value), Tensor)]
@@ -343,6 +345,7 @@ class _BufferPart(_Part):
 
     @override
     def now(self) -> tuple[Tensor | None, int, None]:
+        # Without contents, so that the very object comes back: a graph may have saved it.
         return self._holder.get(self._name), 0, None
 
     @override
@@ -402,6 +405,7 @@ class _Generator(_Part):
     @override
     def differs(self, before: Any, closely: bool) -> bool:
         now = self.save()
+        # By ``repr``: states of NumPy's are dictionaries with arrays, which ``==`` does not compare.
         return not torch.equal(now, before) if isinstance(now, Tensor) else repr(now) != repr(before)
 
     @override
@@ -445,6 +449,7 @@ class _NumPy(_Part):
     @override
     def differs(self, before: Any, closely: bool) -> bool:
         now = self.save()
+        # Position, words, and the normal number that is left over: any draw moves the position, mostly.
         return bool(now[2] != before[2] or (now[1] != before[1]).any() or now[3:] != before[3:])
 
     @override
@@ -567,6 +572,7 @@ class InnerHooks:
             for hooks in forward_hooks_of(member)
         ]
         if self._hooks:
+            # Torch calls hooks of every module for those inside a block, too.
             self._hooks += [("every module", hooks) for hooks in GLOBAL_FORWARD_HOOKS]
 
     def find(self) -> str | None:
