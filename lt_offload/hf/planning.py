@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lt_offload.hf.run import Run
 
 
-def planned(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan]:
+def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan]:
     """Measure a step with ``batch`` and plan for ``budget``.
 
     Raises:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lt_offload.errors import PlanError
 from lt_offload.execute.engine import Engine
 from lt_offload.hf import batches, head, others, report
-from lt_offload.hf.planning import planned
+from lt_offload.hf.planning import profile_and_plan
 from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.step import kept
 from lt_offload.model.blocks import Structure, find_blocks
@@ -161,7 +161,7 @@ class Run:
         self._close()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         with kept(self.trainer):
-            self.profile, self.plan = planned(self, batch, self._budget)
+            self.profile, self.plan = profile_and_plan(self, batch, self._budget)
         self._size = self._size.beside(batches.Size.of(batch))
         self._planned = batches.on_host(batch)
         report.save_plan(self)

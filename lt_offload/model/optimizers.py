@@ -272,7 +272,7 @@ def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any,
     # Not by its constructor, whose arguments nobody has kept.
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    # A scheduler puts its own ``step`` on the object, which would count a step of the real optimizer.
+    # A scheduler puts its own ``step`` on the object, and that one steps the real optimizer.
     vars(twin).pop("step", None)
     forget_step_hooks(twin)
     groups: dict[int, dict[str, Any]] = {}

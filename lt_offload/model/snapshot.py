@@ -261,7 +261,7 @@ class ObjectSnapshot:
             if is_library(module_of(owner)) or (owner is not cls and id(owner) in self._seen):
                 continue
             self._seen[id(owner)] = owner
-            # ``_abc_``: the caches of abstract classes, which every ``isinstance`` may change.
+            # ``_abc_``: the caches of abstract classes, which ``isinstance`` fills.
             before = {name: value for name, value in own(owner).items() if not name.startswith(("__", "_abc_"))}
             self._keep(path, functools.partial(_restore_class, owner, before))
             self._next.extend((value, f"{name_of(owner)}.{name}") for name, value in before.items())

@@ -2,7 +2,7 @@
 
 Each block runs with a graph of its own, which is dropped when it returns, so that the activations of one block at most
 are kept; what lies between blocks and after the last one (the loss) runs as in training. What then still reaches a
-block's graph by another way than its output is a use that cannot be trained exactly: see ``seams.py``.
+block's graph by another way than its output is a use that cannot be trained exactly: see ``boundary_check.py``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lt_offload.model.location import brought
 from lt_offload.model.parts import Cutter, cutters, in_parts
 from lt_offload.model.saving import is_activation
 from lt_offload.model.state.contexts import ambient, within
+from lt_offload.profiling.boundary_check import BoundaryCheck, Interface, WrittenWeights
 from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter
-from lt_offload.profiling.seams import Interface, Seams, WrittenWeights
 from lt_offload.schema.profile import OptionName
 
 Run = Callable[[Any], Any]
@@ -151,7 +151,7 @@ class _CallRecorder:
         self.blocks = structure.blocks
         self.cutters = cutters
         self.stage, self.meter = stage, meter
-        self.seams = Seams(structure, aside)
+        self.boundary = BoundaryCheck(structure, aside)
         self.watch = LogitsWatch(structure)
         self._device = device
         self.by_signature: dict[object, Call] = {}
@@ -201,21 +201,21 @@ class _CallRecorder:
         loss = find_loss(result)
         if loss is not None and loss.requires_grad:
             self.account.reset_peak()
-            self.seams.check_consumers(loss)
+            self.boundary.check_consumers(loss)
             self.meter.lap()
             torch.autograd.backward(loss)
             tail.backward = self.meter.lap()
             tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
-            self.seams.check_gradients()
+            self.boundary.check_gradients()
         else:
-            self.seams.check_results(result)
-        self.seams.find_rewritten()
-        self.seams.let_go()
+            self.boundary.check_results(result)
+        self.boundary.find_rewritten()
+        self.boundary.let_go()
         if loss is not None and loss.requires_grad:
             kept |= self._outliving()
         waiting = self._forwards if self._followed else self._forwards[:-1]
-        if waiting and self.seams.once:
-            index, why = min(self.seams.once.items())
+        if waiting and self.boundary.once:
+            index, why = min(self.boundary.once.items())
             raise limits.FORWARDS.error(
                 f"block {self.blocks[index].name}, which must run once {why}, is in a forward that waits"
             )
@@ -225,7 +225,7 @@ class _CallRecorder:
             chained=tuple(largest.chained),
             lingering=tuple(largest.lingering),
             between=last.between,
-            once=tuple(index in self.seams.once for index in range(len(self.blocks))),
+            once=tuple(index in self.boundary.once for index in range(len(self.blocks))),
             held=sum(nbytes for serial, nbytes in live.items() if serial in kept - last.before_loss),
             lasting=sum(n for serial, n in live.items() if serial in kept & last.before_loss - last.masks)
             + last.retained_bytes(),
@@ -322,7 +322,7 @@ class _ModelCall:
         self.calls.append(call)
         if cutter is not None and len(recorder.by_signature) > known:
             with recorder.stage(block.module), within(call.contexts):
-                recorder.seams.check_samples(index, call, original)
+                recorder.boundary.check_samples(index, call, original)
         original = original if cutter is None else in_parts(original, cutter)
         last = self.complete
         if last:
@@ -333,7 +333,7 @@ class _ModelCall:
             self.masks = live.keys() - self._interfaces
             self.between = sum(live[serial] for serial in self.masks)
         with recorder.stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
-            out = recorder.seams.run(index, call, original, args, kwargs)
+            out = recorder.boundary.run(index, call, original, args, kwargs)
         del args, kwargs
         self._returned = {self._account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
         self._interfaces |= self._returned

@@ -171,7 +171,7 @@ def check_use(
     """Run ``model`` once, as :func:`profile` does, to refuse what no plan could train exactly; measures nothing.
 
     Raises:
-        UnsupportedError: naming the block or weight, see ``seams.py``.
+        UnsupportedError: naming the block or weight, see ``boundary_check.py``.
         ModelError: if the model calls its blocks in another order or more than once.
         ConfigError: if there are fewer samples than ``micro_batches``.
     """

@@ -44,7 +44,7 @@ from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
 from lt_offload.strategy.one_process import OneProcess
-from lt_offload.strategy.parts import check_micro_batches, planned
+from lt_offload.strategy.parts import check_micro_batches, profile_and_plan
 from lt_offload.strategy.replan import Replanning, follow, measured_again, planning, steps_left
 from lt_offload.suggest import naming_options
 from lt_offload.units import Budget
@@ -201,7 +201,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
         check_memory(self.memory, self.root_device)
         if windows.fitting(trainer):
-            self.settings = windows.asked(self.settings, trainer)
+            self.settings = windows.settings_from_trainer(self.settings, trainer)
             if self.plan_path is not None:
                 replay.load_plan(self.plan_path, self._budget, self.settings, micro_batches=self.micro_batches)
         if self.batch_size is not None and windows.fitting(trainer):
@@ -260,7 +260,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         size.value = known
         if effective is not None:
             windows.split(trainer, effective, known)
-            self.settings = windows.asked(self.settings, trainer)
+            self.settings = windows.settings_from_trainer(self.settings, trainer)
 
     def _prepare_training(self, trainer: Any) -> None:
         """Refuse and switch off what can be, and be ready for evaluation; or for training, if there is a plan."""
@@ -318,7 +318,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
     def _plan_for(self, batch: sample.SampleBatch) -> None:
         """Measure a step, plan, and be ready for it."""
         (optimizer,) = self.optimizers
-        found = planned(self, self._trainer, batch, self._before, self._budget, self._make_plan)
+        found = profile_and_plan(self, self._trainer, batch, self._before, self._budget, self._make_plan)
         self.sample, (self.profile, self.plan) = batch, found
         if self.micro_batches == "auto" and self.plan_path is None:
             self._replanning = follow(self.settings, self.profile)

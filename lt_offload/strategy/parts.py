@@ -36,7 +36,7 @@ def check_micro_batches(value: object, batch_size: object) -> None:
         )
 
 
-def planned(
+def profile_and_plan(
     strategy: OffmateStrategy,
     trainer: Any,
     batch: sample.SampleBatch,

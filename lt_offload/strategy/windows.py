@@ -26,7 +26,7 @@ def fitting(trainer: Any) -> bool:
     return bool(trainer.state.fn == "fit")
 
 
-def asked(settings: Settings, trainer: Any) -> Settings:
+def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
     """Return ``settings`` with what ``trainer`` asks for.
 
     Raises:

@@ -13,7 +13,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import check_data
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.what_if import Solver
-from lt_offload.strategy.windows import asked
+from lt_offload.strategy.windows import settings_from_trainer
 from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def parts_of(app: App) -> int | Literal["auto"]:
 def settings_of(app: App) -> Settings:
     """Return what the strategy plans with; the defaults if it is another than offmate. Windows are the Trainer's."""
     settings = getattr(app.trainer.strategy, "settings", None)
-    return asked(settings if isinstance(settings, Settings) else Settings(), app.trainer)
+    return settings_from_trainer(settings if isinstance(settings, Settings) else Settings(), app.trainer)
 
 
 def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> Settings:

@@ -30,7 +30,7 @@ from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.model.blocks import Structure
-from lt_offload.model.state.effects import InnerHooks
+from lt_offload.model.state.hooks import InnerHooks
 
 
 def check_hooks(structure: Structure, repeated: Collection[int], *, parted: bool = False) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.machine.accounting import Account
-from lt_offload.profiling import block_cost, seams
+from lt_offload.profiling import block_cost, boundary_check
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.profile import BlockProfile, Profile
 from tests.support.user_nets import HIDDEN, Layer, Net, adamw, rows
@@ -195,5 +195,5 @@ def test_outputs_are_compared_without_copies_of_them() -> None:
         (plain, plain[:-1], False),
     ):
         with Account() as account:
-            assert seams._equal([first], [second]) is same
+            assert boundary_check._equal([first], [second]) is same
         assert account.peak <= plain.nbytes

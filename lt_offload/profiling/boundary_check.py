@@ -38,12 +38,13 @@ from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, has_values, tensors_of
 from lt_offload.model.parts import check_rows
 from lt_offload.model.snapshot import version
-from lt_offload.model.state.effects import Effects, InnerHooks, Rest, Snapshot
+from lt_offload.model.state.effects import Effects, Rest, Snapshot
+from lt_offload.model.state.hooks import InnerHooks
 
 _log = logging.getLogger(__name__)
 
 
-class Seams:
+class BoundaryCheck:
     """One run of a model, seen from between its blocks.
 
     Args:

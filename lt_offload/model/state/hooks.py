@@ -1,0 +1,69 @@
+"""The forward hooks inside a block: a second run of the block would call those of users once more."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lt_offload.compat.torch import GLOBAL_FORWARD_HOOKS, forward_hooks_of
+from lt_offload.model.compiled import is_compiled
+
+_LIBRARIES = ("torch", "transformers", "peft", "lt_offload")
+"""Whose own hooks may be called any number of times: they compute weights from others, cast, or count nothing."""
+
+
+class InnerHooks:
+    """The forward hooks and pre-hooks inside one block, which a second run of the block would call again.
+
+    Those on the block itself are not among them: calls of the block are intercepted below them, so that they are called
+    once, unless the block is compiled with its hooks.
+
+    Args:
+        name: of the block.
+        module: the block.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        own = is_compiled(module)
+        self._hooks: list[tuple[str, dict[int, Callable[..., Any]]]] = [
+            (f"{name}.{path}" if path else name, hooks)
+            for path, member in module.named_modules()
+            if path or own
+            for hooks in forward_hooks_of(member)
+        ]
+        if self._hooks:
+            # Torch calls hooks of every module for those inside a block, too.
+            self._hooks += [("every module", hooks) for hooks in GLOBAL_FORWARD_HOOKS]
+
+    def find(self) -> str | None:
+        """Return a hook of the user's own and where it is, as errors name it; None if there is none."""
+        return next(self._of_users(), None)
+
+    def _of_users(self) -> Iterator[str]:
+        for path, hooks in self._hooks:
+            if hooks:
+                for hook in hooks.values():
+                    if _home(hook).partition(".")[0] not in _LIBRARIES:
+                        yield f"forward hook {_title(hook)} on {path}, in block {self._name}"
+
+
+def _plain(hook: Any) -> Any:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return hook
+
+
+def _home(hook: Any) -> str:
+    """Return the module that a hook's code is from."""
+    hook = _plain(hook)
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(getattr(named, "__module__", None) or "")
+
+
+def _title(hook: Any) -> str:
+    hook = _plain(hook)
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
