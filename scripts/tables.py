@@ -1,4 +1,4 @@
-"""Makes the numbers in README.md and docs/ from results/*.json, and the table of limits from the package.
+"""Makes the numbers in README.md and docs/ from results/*.json, and tables of limits and states from the package.
 
     python -m scripts.tables            write the blocks between marks such as <!-- numbers --> and <!-- /numbers -->
     python -m scripts.tables --check    exit with 1 if they are not what the results say
@@ -21,7 +21,7 @@ from lt_offload.units import format_bytes, format_seconds
 from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
-from scripts.docs import curves, figures
+from scripts.docs import curves, figures, states
 from scripts.hf import tables as trainer_tables
 
 CURVE = "pictures/bench-curve.svg"
@@ -519,6 +519,7 @@ def pages(root: Path) -> dict[Path, str]:
     results = read(root / "results")
     blocks = {
         "README.md": {"numbers": figures.headline(results)},
+        "docs/architecture.md": {"states": states.markdown()},
         "docs/benchmarks.md": {"numbers": render(root / "results")},
         "docs/faq.md": {"home": figures.home(results.get("recipes", []))},
         "docs/gpu.md": {"mutants": figures.mutants(results.get("gpu-mutants", []))},

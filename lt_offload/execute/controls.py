@@ -17,6 +17,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.execute.blocks.runs import repeated
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
+from lt_offload.execute.iteration import HALFWAY, Iteration, Transition
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.execute.memory.streaming import room
@@ -58,7 +59,7 @@ class Controls(ABC):
     """The squared norms of gradients outside the blocks, once they are known."""
     _staying: bool
     _shown: ShownGradients
-    _ran_backward: bool
+    _iteration: Iteration
     _undo: list[Callable[[], None]]
     own_loop: ManualLoop | None = None
     """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
@@ -66,8 +67,6 @@ class Controls(ABC):
     """Is called in such a loop when gradients are shown: what is made of them takes no device memory."""
     keeps_gradients = False
     """What updates have used can be shown afterwards, in plans whose updates wait."""
-    _left: str | None
-    """What was unfinished in an iteration that failed, as :meth:`unfinished` says it."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -81,10 +80,6 @@ class Controls(ABC):
     @abstractmethod
     def _waiting(self) -> int:
         """Forwards that wait for others before their backward."""
-
-    @abstractmethod
-    def _open(self) -> bool:
-        """Return whether a backward is still to come."""
 
     @abstractmethod
     def _end_pass(self) -> None:
@@ -102,7 +97,7 @@ class Controls(ABC):
 
     @accumulate.setter
     def accumulate(self, count: int) -> None:
-        self._window.resize(count, self._window.added + self._ran_backward)
+        self._iteration.resize(count)
 
     @property
     def clip_value(self) -> float | None:
@@ -310,7 +305,9 @@ class Controls(ABC):
 
     def follow(self, optimizer: Optimizer) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
-        self.own_loop = ManualLoop(self._consumed, optimizer, self._end_backward, self._begin_step, self.finish)
+        self._iteration.manual = True
+        calls = self._end_backward, lambda: self._iteration.ran_backward, self._begin_step, self.finish
+        self.own_loop = ManualLoop(self._consumed, optimizer, *calls)
         self._undo.append(self.own_loop.remove)
 
     def _end_backward(self) -> None:
@@ -330,17 +327,12 @@ class Controls(ABC):
 
     def _begin_step(self) -> bool:
         """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
+        self._iteration.enter(Transition.STEP)
         if self._window.delayed:
             with self._guard.suspended:
                 self._take_stand_ins(final=self.clip_value is None)
             self.clip_rest()
-        elif self._waiting:
-            raise limits.FORWARDS.error(
-                f"{self._waiting} forwards with gradients had no backward before optimizer.step()"
-            )
-        elif self._window.added and not self._ran_backward:
-            raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
-        return self._ran_backward or self._window.added > 0
+        return self._iteration.begun > 0
 
     def _begin_in_window(self) -> None:
         """A forward of such a loop begins, and perhaps a window."""
@@ -366,7 +358,7 @@ class Controls(ABC):
         self._consumed.drop()
 
     def _forget_sums(self) -> None:
-        self._window.end()
+        self._iteration.enter(Transition.CLEAR)
         if self.gradients is not None:
             self.gradients.forget_sums()
 
@@ -390,6 +382,7 @@ class Controls(ABC):
         Raises:
             UnsupportedError: if plain PyTorch would update a weight with it that is frozen now.
         """
+        self._iteration.enter(Transition.LEAVE, "another plan was to go on")
         with self._guard.suspended:
             self.drain()
             held = [weight.total for weight in self.weights if weight.total is not None and weight.total.filled]
@@ -419,6 +412,7 @@ class Controls(ABC):
             for param, grad in begun.rest.items():
                 param.grad = grad.to(param.device)
             self._window.added = begun.added
+            self._iteration.enter(Transition.CARRY)
             if begun.added:
                 self.recorder.begin()
             if not begun.cleared:
@@ -440,7 +434,7 @@ class Controls(ABC):
             self._guard.check_thread()
             self._fixed.check()
             self._guard.begin()  # what was assigned to parameters is in the host copies from now on
-        return not self._staying and not self._guard.held
+        return self._iteration.allows(Transition.LEAVE) and not self._staying and not self._guard.held
 
     def take_in(self) -> None:
         """Let host copies be what users have assigned to parameters: the engine is about to be closed.
@@ -521,27 +515,15 @@ class Controls(ABC):
     @property
     def halfway(self) -> bool:
         """Whether some weights of the present iteration, or of one that failed, are updated and others are not."""
-        return self.unfinished() == _HALFWAY
+        return self.unfinished() == HALFWAY
 
     def unfinished(self) -> str | None:
         """Return why a checkpoint of now would not be complete, as a clause for people; None if it would be."""
-        if self.installed and self._guard.halfway:
-            return _HALFWAY
-        if self._window.added:
-            return (
-                f"the gradients of {self._window.added} micro-batches since the last update are in no checkpoint; save "
-                "after an optimizer step, for example with every_n_train_steps"
-            )
-        return self._left
+        return self._iteration.unfinished()
 
 
 _SMALL = 8
 """Bytes of one element: whoever wants such a state as it is copies it at once."""
-
-_HALFWAY = (
-    "the iteration was interrupted when some weights were updated and others were not; resume from the last complete "
-    "checkpoint"
-)
 
 
 def _require_positive(setting: str, value: float) -> None:

@@ -26,6 +26,7 @@ from lt_offload.execute.blocks.runs import AnyFrame, Frames
 from lt_offload.execute.controls import Controls
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
+from lt_offload.execute.iteration import Iteration, State, Transition
 from lt_offload.execute.memory.activations import ROUNDING, HostPool
 from lt_offload.execute.memory.bound_weights import BoundWeights, expose
 from lt_offload.execute.memory.groups import Layout, move_rest
@@ -36,7 +37,6 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Walk, check_match
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.execute.updates.window import Window
 from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.aliases import held_by_others
 from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
@@ -119,15 +119,12 @@ class Engine(Controls):
         """Somebody held memory of a weight when the engine was installed."""
         self._backward = Backward(self._anchor)
         self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._frames.uses)
-        self._within = False
-        """Inside :meth:`iteration`, and not at its end yet."""
         self._deferred: DeferredForwards | None = None
-        self._window = Window(plan)
+        self._iteration = Iteration(plan, lambda: self._frames.open, lambda: self._waiting)
+        self._window = self._iteration.window
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
         self._step: OptimizerStepHook
-        self._ran_backward = False
-        self._left: str | None = None
         self._grad_norm: Tensor | None = None
         """On the device: nobody waits for it before somebody asks."""
 
@@ -177,7 +174,7 @@ class Engine(Controls):
         for block, run in zip(self.structure.blocks, runs, strict=True):
             self._undo.append(intercept(block.module, without_gradients(block.module, run)))
         unseen = [self.weights[index] for index in aliases.unseen]
-        self._guard = Guard(self.weights, self.residency, self.updates, self._open, unseen)
+        self._guard = Guard(self.weights, self.residency, self.updates, self._check_read, self._check_write, unseen)
         self._fixed = InstalledSetup(
             self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted
         )
@@ -200,7 +197,7 @@ class Engine(Controls):
         params = {weight.param for weight in self.weights}
         calls = self._begin_empty_step, self._after_step
         self._step = OptimizerStepHook(self.updates, params, *calls, delayed=self._window.delayed)
-        saved = SavedStates(self.updates, self._guard, self._open, self.drain, self.invalidate)
+        saved = SavedStates(self.updates, self._check_read, self._check_write, self.drain, self.invalidate)
         self._undo += [self._step.remove, saved.remove]
 
     def remove(self) -> None:
@@ -248,7 +245,7 @@ class Engine(Controls):
         """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
         if not self.installed:
             return
-        self._left = self.unfinished()
+        self._iteration.enter(Transition.FAIL)
         with self._guard.suspended:
             self._shown.drop()
             self._frames.close()
@@ -257,7 +254,8 @@ class Engine(Controls):
                 self.device.drain()
             finally:
                 self._reset()
-                self._forget_sums()
+                if self.gradients is not None:
+                    self.gradients.forget_sums()
                 self._consumed.drop()
                 for weight in self.weights:
                     weight.param.data, weight.param.grad = weight.host, None
@@ -284,7 +282,7 @@ class Engine(Controls):
             self._window.require()
         self.gradients.square_sums = [] if grad_norm else None
         self._rest_squares = None
-        self._within = True
+        self._iteration.enclosed = True
         self._place.begin()
         self._window.begin(last=last)
         with self._guard.suspended:
@@ -294,38 +292,37 @@ class Engine(Controls):
             with self._accounting:
                 self._accounting.enter_context(self.device.accounting(signature))
                 yield
-            if self._within:
+            if self._iteration.enclosed:
                 self._end_step()
         except BaseException:
             self.abort()
             raise
         finally:
-            self._within = False
+            self._iteration.enclosed = False
 
     def _end_pass(self) -> None:
         """End a pass that adds gradients up."""
-        if not self._ran_backward:
-            if self._walk.cursor:
+        if not self._iteration.ran_backward:
+            if self._walk.begun:
                 self._restart()
             return
         checks.check_reached(self.weights, self._frames)
         self._frames.clear()
         self._walk.finish()
-        self._window.added += 1
-        self._ran_backward = False
+        self._iteration.enter(Transition.ADD)
 
     def _end_step(self) -> None:
-        self._within = False
+        self._iteration.enclosed = False
         self._accounting.close()
         with self._guard.suspended:
-            gave = self._ran_backward or self._window.added > 0
+            gave = self._iteration.begun > 0
             self._finish() if self._window.last else self._end_pass()
             if gave:
                 self._leave_gradients()
 
     def _after_step(self) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
-        if self._within and (self._ran_backward or self._window.added):
+        if self._iteration.enclosed and self._iteration.begun:
             self._end_step()
 
     @contextmanager
@@ -349,11 +346,11 @@ class Engine(Controls):
             self._shown.take()
             if not self.residency.settled:
                 self.residency.settle()
-            self._guard.halfway = True
+            self._iteration.enter(Transition.SETTLE)
             with self._kept_gradients():
                 self._walk.settle()
-        elif not self._ran_backward:
-            self._window.check_update()
+        elif not self._iteration.ran_backward:
+            self._iteration.enter(Transition.UPDATED)
             self._restart()
             return
         else:
@@ -362,8 +359,7 @@ class Engine(Controls):
             self._frames.clear()
         self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
         self.updates.end_iteration(self.weights)
-        self._ran_backward = False
-        self._window.end()
+        self._iteration.enter(Transition.UPDATED)
         self._forget_deferred()
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
@@ -371,7 +367,6 @@ class Engine(Controls):
             self.device.drain()
             self.updates.order_states()
         self._guard.end()
-        self._left = None
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
             self._check_host()
@@ -403,8 +398,7 @@ class Engine(Controls):
         return wrapper
 
     def _stream_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        if self._frames.open:
-            raise limits.FORWARDS.error("the model was called without gradients between a forward and its backward")
+        self._iteration.enter(Transition.VALIDATION)
         if index == 0:
             self._guard.begin()
         return self.streaming.forward(index, forward, args, kwargs)
@@ -458,7 +452,7 @@ class Engine(Controls):
     def _run_backward(self, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with self._guard.suspended:
             self._backward.check(frame)
-            if not self._ran_backward:
+            if not self._iteration.ran_backward:
                 self._begin_backward()
             return self._backward_of(frame, anchor, grads)
 
@@ -470,7 +464,7 @@ class Engine(Controls):
             self._backward.check(frame)
             if not forward.passed:
                 self._run_forward_again(forward)
-            if not self._ran_backward:
+            if not self._iteration.ran_backward:
                 self._begin_backward()
             passed = forward.passed[frame.index]
             passed.totals = frame.totals
@@ -501,13 +495,11 @@ class Engine(Controls):
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
         self._begin_gradients()
+        self._iteration.enter(Transition.BACKWARD)
+        # Both move their hooks to the end of those of ``optimizer.step()``: the last to do so encloses the other.
         if self.own_loop is not None:
             self.own_loop.begin_backward(updating=self._window.which == "updating")
-        elif not self._within:
-            raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
         self._step.enclose()
-        self._ran_backward = True
-        self._guard.halfway = self._window.which == "updating"
 
     def _backward_of(self, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
@@ -540,9 +532,8 @@ class Engine(Controls):
 
     def _begin_micro_batch(self) -> None:
         """A forward begins; others of the same micro-batch may wait for their backward."""
-        if self._ran_backward:
-            raise limits.ONE_BACKWARD.error("the model was called a second time after a backward and before the step")
-        if self._walk.cursor != 0 or self._frames:
+        self._iteration.check(Transition.FORWARD)
+        if self._walk.begun or self._frames:
             self._restart()
         self._guard.check_thread()
         self._fixed.check()
@@ -554,11 +545,13 @@ class Engine(Controls):
         assert self._deferred is not None
         if not self._window.added and not self._waiting:
             self.recorder.begin()
+        self._iteration.enter(Transition.FORWARD)
         self._deferred.begin()
 
     def _begin_pass(self, waiting: int) -> None:
         """A pass begins; so many of the same micro-batch follow it."""
         self._window.begin_pass(waiting)
+        self._iteration.enter(Transition.FORWARD)
         self._walk.start(self._window.which)
         if not self.residency.settled:
             self.residency.settle()
@@ -574,16 +567,21 @@ class Engine(Controls):
         """Forwards that wait for others before their backward."""
         return self._deferred.waiting if self._deferred is not None else 0
 
-    def _open(self) -> bool:
-        """Return whether a backward is still to come."""
-        return self._frames.open or self._waiting > 0
+    def _check_read(self, use: str) -> None:
+        self._iteration.check(Transition.READ, use)
+
+    def _check_write(self, use: str) -> None:
+        self._iteration.check(Transition.WRITE, use)
 
     def _forget_deferred(self) -> None:
         if self._deferred is not None:
             self._deferred.close()
+            if self._iteration.state is State.FORWARD and not self._walk.begun:
+                self._iteration.enter(Transition.FORGET)
 
     def _restart(self) -> None:
         """Forget a forward that no backward followed."""
+        self._iteration.enter(Transition.FORGET)
         self._frames.close()
         self._reset()
         self.residency.unsettle()
@@ -592,5 +590,4 @@ class Engine(Controls):
         if self.gradients is not None:
             self._step.restore()
             self.gradients.reset(self.weights)
-            self._walk.cursor, self._ran_backward = 0, False
-        self._guard.halfway = False
+            self._walk.cursor = 0

@@ -68,6 +68,11 @@ class Walk:
         self.cursor = 0
         self.passes += 1
 
+    @property
+    def begun(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self.cursor > 0
+
     def awaits(self, kind: str, block: int) -> bool:
         """Return whether the next step is this one."""
         step = self._plan.timeline[self.cursor] if self.cursor < len(self._steps) else None

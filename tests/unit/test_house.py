@@ -55,7 +55,7 @@ ROOMS_OF_EXECUTE = (
     ("updates",),
     ("blocks",),
     ("user_code",),
-    ("program",),
+    ("program", "iteration"),
     ("controls",),
     ("engine",),
     ("execute",),  # __init__.py

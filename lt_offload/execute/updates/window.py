@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lt_offload import limits
-from lt_offload.errors import ConfigError, PlanError
+from lt_offload.errors import PlanError
 from lt_offload.schema.plan import Pass, Plan
 
 
@@ -51,24 +50,12 @@ class Window:
         """Micro-batches of the next window in a loop of one's own; elsewhere each is told what it is."""
         return self._size
 
-    def resize(self, size: int, begun: int) -> None:
+    def resize(self, size: int) -> None:
         """Let windows have ``size`` micro-batches from now on.
 
-        Args:
-            size: how many.
-            begun: those of the present window that have begun their backward.
-
         Raises:
-            ConfigError: if ``size`` is not a number of micro-batches, or in the middle of a window.
             PlanError: if the plan is one for windows of 1.
         """
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"accumulate={size!r} must be at least 1: micro-batches per optimizer.step()")
-        if begun:
-            raise ConfigError(
-                f"accumulate={size} was set after {begun} of {self._size} micro-batches; set it before the first one, "
-                "or after optimizer.step()"
-            )
         if size > 1:
             self.require()
         self._size = size
@@ -93,8 +80,3 @@ class Window:
     def end(self) -> None:
         """The window is over."""
         self.added = self.micro_batches = 0
-
-    def check_update(self) -> None:
-        """Raise ``UnsupportedError`` if there is something to update with, and the last micro-batch had no backward."""
-        if self.added:
-            raise limits.WINDOW.error(f"the update after {self.added} micro-batches had no backward of its own")

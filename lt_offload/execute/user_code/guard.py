@@ -77,7 +77,8 @@ class Guard:
         weights: of the engine, in their places on the host.
         residency: brings them home.
         updates: knows the optimizer's states; None without an optimizer.
-        open_forward: tells whether a forward waits for its backward.
+        check_read: raises if nothing may be read now; is told what was done.
+        check_write: raises if nothing may be written now.
         unseen: weights whose memory somebody else reads and writes without operations on tensors, all the time.
     """
 
@@ -86,13 +87,12 @@ class Guard:
         weights: Sequence[Weight],
         residency: Residency,
         updates: Updates | None,
-        open_forward: Callable[[], bool],
+        check_read: Callable[[str], object],
+        check_write: Callable[[str], object],
         unseen: Iterable[Weight] = (),
     ) -> None:
         self._weights, self._residency, self._updates = weights, residency, updates
-        self._open_forward = open_forward
-        self.halfway = False
-        """Some weights of this iteration are updated and others are not."""
+        self._check_read, self._check_write = check_read, check_write
         self._operations = _Operations(self)
         self._calls = _Calls(self)
         self._thread = 0
@@ -157,8 +157,7 @@ class Guard:
             UnsupportedError: in the middle of an iteration's updates.
         """
         for one in owned:
-            if self.halfway:
-                raise limits.HALFWAY.error(f"{one.label} was accessed")
+            self._check_read(f"{one.label} was accessed")
             self._residency.bring_home(one.groups)
 
     def write(self, owned: Iterable[TrackedTensor]) -> None:
@@ -170,8 +169,7 @@ class Guard:
         written = list(owned)
         self.read(written)
         for one in written:
-            if self._open_forward():
-                raise limits.DURING_FORWARD.error(f"{one.label} was written to")
+            self._check_write(f"{one.label} was written to")
         self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))
         self._residency.snapshots.changing(self._memory(one) for one in written)
 
@@ -271,7 +269,6 @@ class Guard:
 
     def end(self) -> None:
         """An iteration has ended: complete what can be read unseen."""
-        self.halfway = False
         self._forget_views()
         for owned in (*self._views, *self._unseen):
             self._residency.bring_home(owned.groups)

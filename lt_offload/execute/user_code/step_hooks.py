@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.torch import after_backward, step_post_hooks_of, step_pre_hooks_of
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.param_grad import ConsumedGradients
 from lt_offload.model.optimizers import of_parameters
 
@@ -159,8 +158,8 @@ class SavedStates:
 
     Args:
         updates: knows the optimizer.
-        guard: tells whether updates are halfway.
-        open_forward: tells whether a forward waits for its backward.
+        check_read: raises if nothing may be read now; is told what was done.
+        check_write: raises if nothing may be written now.
         drain: makes every host copy complete.
         invalidate: forgets every device copy.
     """
@@ -168,12 +167,12 @@ class SavedStates:
     def __init__(
         self,
         updates: Updates,
-        guard: Guard,
-        open_forward: Callable[[], bool],
+        check_read: Callable[[str], object],
+        check_write: Callable[[str], object],
         drain: Callable[[], None],
         invalidate: Callable[[], None],
     ) -> None:
-        self._updates, self._guard, self._open_forward = updates, guard, open_forward
+        self._updates, self._check_read, self._check_write = updates, check_read, check_write
         self._drain, self._invalidate = drain, invalidate
         optimizer = updates.optimizer
         self._handles = [
@@ -188,13 +187,11 @@ class SavedStates:
             handle.remove()
 
     def _show(self) -> None:
-        if self._guard.halfway:
-            raise limits.HALFWAY.error("optimizer.state_dict() was called")
+        self._check_read("optimizer.state_dict() was called")
         self._drain()
 
     def _replace(self) -> None:
-        if self._guard.halfway or self._open_forward():
-            raise limits.DURING_FORWARD.error("optimizer.load_state_dict() was called")
+        self._check_write("optimizer.load_state_dict() was called")
         self._drain()
         self._invalidate()
         self._updates.generation += 1
@@ -207,6 +204,7 @@ class ManualLoop:
         gradients: what parameters hold after a backward.
         optimizer: whose step ends an iteration.
         end_backward: is called at the end of each backward.
+        ran_backward: tells whether updates have run during the backward of this iteration.
         begin_step: is called when a step begins; returns whether there is something to update with.
         finish: ends an iteration.
     """
@@ -216,12 +214,13 @@ class ManualLoop:
         gradients: ConsumedGradients,
         optimizer: Optimizer,
         end_backward: Callable[[], None],
+        ran_backward: Callable[[], bool],
         begin_step: Callable[[], bool],
         finish: Callable[[], None],
     ) -> None:
         self._gradients = gradients
         self._end, self._begin_step, self._finish = end_backward, begin_step, finish
-        self._ran_backward = False
+        self._ran_backward = ran_backward
         self._used = False
         """The step uses gradients up."""
         self._optimizer = optimizer
@@ -238,7 +237,6 @@ class ManualLoop:
         after_backward(self._end_backward)
         if not updating:
             return
-        self._ran_backward = True
         self._options = _options(self._optimizer)
         # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
         self._hooks.enclose()
@@ -262,12 +260,12 @@ class ManualLoop:
     def _begin(self) -> None:
         """Gradients are complete, and the optimizer, which has none to use, comes next."""
         self._used = self._begin_step()
-        self._gradients.check(present=self._ran_backward)
+        self._gradients.check(present=self._ran_backward())
         self._gradients.drop()
         self._check_options()
 
     def _check_options(self) -> None:
-        if not self._ran_backward:
+        if not self._ran_backward():
             return
         for index, (used, now) in enumerate(zip(self._options, _options(self._optimizer), strict=True)):
             for name, value in now.items():
@@ -276,7 +274,7 @@ class ManualLoop:
                     raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {index} was changed {change}")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        used, self._used, self._ran_backward = self._used, False, False
+        used, self._used = self._used, False
         self._finish()
         if used:
             self._gradients.put()

@@ -1,0 +1,159 @@
+"""Where an iteration is: things in any order train as plain PyTorch does, or are refused as the table says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch import Tensor
+
+import lt_offload
+from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.execute.iteration import TABLE, State, Transition
+from tests.support.engines import installed
+from tests.support.user_nets import Net, adamw, measured, rows, seed
+
+
+def test_every_transition_has_an_outcome_in_every_state() -> None:
+    assert list(TABLE) == list(Transition)
+    assert all(list(outcomes) == list(State) for outcomes in TABLE.values())
+    for outcomes in TABLE.values():
+        for cell in outcomes.values():
+            assert cell.then is not None or all(refused.when is None for refused in cell.refusals)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A loop of one's own that does things in any order, and its twin in plain PyTorch."""
+
+    KINDS: tuple[dict[str, Any], ...] = ({}, {"accumulate": 2}, {"delayed": True})
+
+    @initialize(kind=st.sampled_from(KINDS))
+    def begin(self, kind: dict[str, Any]) -> None:
+        self.kind, self.around = kind, ExitStack()
+        self.model = Net()
+        self.twin = copy.deepcopy(self.model)
+        self.optimizer, self.other = adamw(self.model), adamw(self.twin)
+        plan = lt_offload.solve(measured(Net), memory="1GB", **kind)
+        self.engine = self.around.enter_context(installed(self.model, self.optimizer, plan))
+        self.engine.accumulate = kind.get("accumulate", 1)
+        self.iteration = self.engine._iteration
+        self.losses: tuple[Tensor, Tensor] | None = None
+        self.batches = rows(8)
+        self.count = 0
+
+    def do(self, *transitions: Transition, act: Callable[[], Any], twin: Callable[[], Any]) -> tuple[Any, Any] | None:
+        """Act on both, if the table allows it; otherwise see that it is refused."""
+        if not all(map(self.iteration.allows, transitions)):
+            with pytest.raises((UnsupportedError, ConfigError)):
+                act()
+            return None
+        return act(), twin()
+
+    def loss_of(self, model: torch.nn.Module) -> Tensor:
+        loss: Tensor = model(**self.batches[self.count % len(self.batches)])["loss"]
+        return loss
+
+    @rule()
+    def forward(self) -> None:
+        self.count += 1
+        found = self.do(Transition.FORWARD, act=lambda: self.loss_of(self.model), twin=lambda: self.loss_of(self.twin))
+        if found is not None:
+            self.losses = found
+            assert torch.equal(*found)
+
+    @precondition(lambda self: self.losses is not None)
+    @rule()
+    def backward(self) -> None:
+        assert self.losses is not None
+        one, other = self.losses
+        self.losses = None
+        self.do(Transition.BACKWARD, act=one.backward, twin=other.backward)
+
+    @rule()
+    def drop(self) -> None:
+        self.losses = None
+
+    @rule()
+    def step(self) -> None:
+        if self.do(Transition.STEP, act=self.optimizer.step, twin=self.other.step) is not None:
+            self.losses = None
+            self.optimizer.zero_grad()
+            self.other.zero_grad()
+            assert self.iteration.state is State.IDLE
+
+    @rule()
+    def validate(self) -> None:
+        with torch.no_grad():
+            found = self.do(
+                Transition.VALIDATION, act=lambda: self.loss_of(self.model), twin=lambda: self.loss_of(self.twin)
+            )
+        if found is not None and self.iteration.state is not State.BACKWARD:
+            assert torch.equal(*found)
+
+    @rule()
+    def read(self) -> None:
+        found = self.do(
+            Transition.READ,
+            act=lambda: [param.clone() for param in self.model.parameters()],
+            twin=lambda: list(self.twin.parameters()),
+        )
+        if found is not None:
+            assert all(map(torch.equal, *found))
+
+    @rule()
+    def write(self) -> None:
+        with torch.no_grad():
+            self.do(
+                Transition.READ,
+                Transition.WRITE,
+                act=lambda: self.model.layers[1].linear.weight.mul_(0.5),
+                twin=lambda: self.twin.layers[1].linear.weight.mul_(0.5),
+            )
+
+    @precondition(lambda self: "accumulate" in self.kind)
+    @rule(count=st.integers(0, 3))
+    def resize(self, count: int) -> None:
+        if count:
+            self.do(Transition.RESIZE, act=lambda: setattr(self.engine, "accumulate", count), twin=lambda: None)
+
+    @precondition(lambda self: "delayed" in self.kind)
+    @rule()
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+        self.other.zero_grad()
+
+    @rule()
+    def break_off(self) -> None:
+        halfway = self.iteration.halfway or self.engine.added > 0
+        self.engine.abort()
+        self.losses = None
+        assert self.iteration.state is (State.FAILED if halfway or self.engine.unfinished() else State.IDLE)
+        assert (self.engine.unfinished() is not None) == (self.iteration.state is State.FAILED)
+        self.other.zero_grad()
+        self.model.load_state_dict(self.twin.state_dict())
+        self.optimizer.load_state_dict(self.other.state_dict())
+
+    def teardown(self) -> None:
+        if hasattr(self, "around"):
+            self.losses = None
+            self.around.close()
+
+
+def test_anything_in_any_order() -> None:
+    seed()
+    once = settings(
+        max_examples=6,
+        stateful_step_count=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(AnyOrder, settings=once)
