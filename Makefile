@@ -1,7 +1,7 @@
 # make quickstart   fine-tune a real model in a fifth of the memory that it takes
-# make test         run the tests, those that need a GPU on a fake one (with every row of most: TEST_OPTIONS=--every-row)
+# make test         run a sample of the tests, those that need a GPU on a fake one (with almost every row: TEST_OPTIONS=--every-row)
 # make fake         only those, all of them, with ORDER=lazy, random:SEED or eager: when the fake GPU does what it is given
-# make full         run the tests with every row of the grids of which make test takes a sample (half an hour)
+# make full         run all tests with every row of every grid (half an hour)
 # make recompute    the tests of exactness with plans that recompute every block, of which make test takes a sample
 # make newest       a few of the tests with the newest version of every dependency that pyproject.toml allows, in .venv/newest
 # make lint         check style and types
@@ -43,7 +43,7 @@ quickstart: .venv/quickstart.done
 # Each process takes a stretch of the tests, so that what they share (profiles, plans, plain runs) is made once.
 test: .venv/dev.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALL_CORES) $(TEST_OPTIONS)
-	$(MAKE) fake FAKE_OPTIONS='--cov --half'
+	$(MAKE) fake FAKE_OPTIONS=--few
 
 full: .venv/dev.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALL_CORES) --full

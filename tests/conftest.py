@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
     group.addoption("--full", action="store_true", help="all rows of the grids of which a run takes a sample otherwise")
     group.addoption("--every-row", action="store_true", help="all rows of all tests but those grids")
-    group.addoption("--half", action="store_true", help="of the loops and users in tests/gpu: half of the tests")
+    group.addoption("--few", action="store_true", help="of tests/gpu on the fake GPU: a quarter of the loops and users")
     group.addoption("--recompute", action="store_true", help="of tests/parity: every plan recomputes all that it can")
     group.addoption("--rows", type=int, metavar="N", default=0, help="no more tests than a sample of so many")
     group.addoption("--sample-seed", type=int, metavar="N", default=sampling.SEED, help="draws the samples")
@@ -74,7 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave tests that take long some of their rows, without --full."""
-    kept = items if config.getoption("every_row") else sampling.of_tests(items, sampling.SHARES)
+    kept = items
+    if not config.getoption("every_row"):
+        kept = sampling.without_slow(sampling.of_tests(items, sampling.SHARES))
     if count := config.getoption("rows"):
         kept = sampling.some(kept, count)
     left_out = set(items).difference(kept)

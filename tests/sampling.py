@@ -1,6 +1,7 @@
 """The rows of grids that one run of the tests takes: a sample drawn by a seed, or all with ``--full``.
 
-Large grids draw their rows themselves; of all other tests in the folders of ``SHARES`` a part of the rows is run.
+Large grids draw their rows themselves. Of all other tests a run takes a few rows where they differ in a ``seed`` only,
+a part of the rows in the folders of ``SHARES``, and few of the tests that are marked ``slow``.
 """
 
 from __future__ import annotations
@@ -22,16 +23,23 @@ FULL = False
 """Both are set by the options ``--sample-seed`` and ``--full`` before any test is collected."""
 
 SHARES = {
-    "parity": 3,
-    "unit/plan": 2,
-    "unit/planners": 2,
-    "unit/profiling": 2,
-    "unit/strategy": 2,
-    "test_recipes.py": 3,
+    "parity": 8,
+    "unit/plan": 3,
+    "unit/planners": 3,
+    "unit/profiling": 3,
+    "unit/strategy": 3,
+    "docs/test_snippets.py": 5,
+    "test_recipes.py": 8,
 }
 """One row in so many of each test there is run, and at least one; what trains or plans in every row."""
 ON_THE_FAKE_GPU = {"gpu": 5, "gpu/engine": 1, "gpu/loops": 10, "gpu/measuring": 1, "gpu/races": 1, "gpu/users": 10}
 """The same there; rows of users and loops are whole runs."""
+FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu/engine": 2, "gpu/measuring": 2}
+"""The same with ``--few``."""
+SEEDS = 5
+"""So many rows are run of those that differ in a parameter ``seed`` only, fewer where there are several kinds."""
+SLOW = 4
+"""Of the tests of a folder that are marked ``slow`` one in so many is run, and at least one."""
 
 
 def some(rows: Sequence[T], count: int, name: str = "") -> list[T]:
@@ -69,16 +77,40 @@ def of_tests(items: list[pytest.Item], shares: Mapping[str, int]) -> list[pytest
     for (path, name), mine in rows.items():
         holding = [place for place in shares if path.is_relative_to(HERE / place)]
         share = shares[max(holding, key=len)] if holding else 1
-        chosen.update(some(mine, max(1, len(mine) // share), name))
+        few = of_seeds(mine, name)
+        chosen.update(some(few, max(1, len(few) // share), name))
     return [item for item in items if item in chosen]
 
 
-def half(items: list[pytest.Item], places: Sequence[str]) -> list[pytest.Item]:
-    """Return ``items`` with every other test, on average, of those in the folders ``places``."""
+def of_seeds(rows: list[pytest.Item], name: str) -> list[pytest.Item]:
+    """Return ``rows`` of the test ``name`` with few of those that differ in their ``seed`` only."""
+    kinds = defaultdict[object, list[pytest.Item]](list)
+    for row in rows:
+        places: dict[str, int] = dict(getattr(getattr(row, "callspec", None), "indices", {}))
+        if places.pop("seed", None) is None:
+            return rows
+        kinds[tuple(sorted(places.items()))].append(row)
+    chosen = {row for kind in kinds.values() for row in some(kind, max(1, SEEDS // len(kinds)), name)}
+    return [row for row in rows if row in chosen]
+
+
+def without_slow(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return ``items`` with one in ``SLOW`` of each folder's tests that are marked so."""
+    tests = defaultdict[Path, dict[str, None]](dict)
+    slow = {item for item in items if item.get_closest_marker("slow") is not None}
+    for item in items:
+        if item in slow:
+            tests[item.path.parent][item.nodeid.partition("[")[0]] = None
+    kept = {name for folder, mine in tests.items() for name in some(list(mine), max(1, len(mine) // SLOW), folder.name)}
+    return [item for item in items if item not in slow or item.nodeid.partition("[")[0] in kept]
+
+
+def a_quarter(items: list[pytest.Item], places: Sequence[str]) -> list[pytest.Item]:
+    """Return ``items`` with one in four of the tests in the folders ``places``."""
     names = {
         item.nodeid.partition("[")[0]
         for item in items
         if any(item.path.is_relative_to(HERE / place) for place in places)
     }
-    left_out = names.difference(some(sorted(names), len(names) // 2, "half"))
+    left_out = names.difference(some(sorted(names), len(names) // 4, "quarter"))
     return [item for item in items if item.nodeid.partition("[")[0] not in left_out]

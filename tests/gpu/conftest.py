@@ -62,9 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     kept = [item for item in items if wanted(item)]
     if device == "fake":
-        kept = sampling.of_tests(kept, sampling.ON_THE_FAKE_GPU)
-        if config.getoption("half"):
-            kept = sampling.half(kept, ("gpu/loops", "gpu/users"))
+        few = config.getoption("few")
+        kept = sampling.of_tests(kept, sampling.FEW_ON_THE_FAKE_GPU if few else sampling.ON_THE_FAKE_GPU)
+        if few:
+            kept = sampling.a_quarter(kept, ("gpu/loops", "gpu/users"))
     left_out = set(items).difference(kept)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,17 @@ from tests import sampling
 class Row:
     path: Path
     nodeid: str
+    slow: bool = False
+
+    def get_closest_marker(self, name: str) -> object:
+        return self if self.slow and name == "slow" else None
+
+
+class Seeded(Row):
+    @property
+    def callspec(self) -> Any:
+        kind, seed = self.nodeid.partition("[")[2].rstrip("]").split("-")
+        return SimpleNamespace(indices={"kind": int(kind), "seed": int(seed)})
 
 
 def rows(place: str, name: str, count: int) -> list[Any]:
@@ -38,17 +50,50 @@ def test_a_share_of_the_rows_of_every_test(monkeypatch: pytest.MonkeyPatch) -> N
     assert found() == [12, 12, 12, 1, 2]
 
 
+@pytest.mark.parametrize(("kinds", "share", "found"), [(1, 1, 5), (2, 1, 4), (9, 1, 9), (2, 2, 2)])
+def test_few_of_the_rows_that_differ_in_their_seed_only(
+    kinds: int, share: int, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "FULL", False)
+    place = sampling.HERE / "a/test_x.py"
+    items: list[Any] = [Seeded(place, f"a::one[{kind}-{seed}]") for seed in range(20) for kind in range(kinds)]
+    chosen = sampling.of_tests(items, {"a": share})
+    assert len(chosen) == found
+    if share == 1:
+        assert {item.callspec.indices["kind"] for item in chosen} == set(range(kinds))
+    monkeypatch.setattr(sampling, "FULL", True)
+    assert sampling.of_tests(items, {"a": share}) == items
+
+
+def test_few_of_the_slow_tests_of_a_folder_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "FULL", False)
+    slow: list[Any] = [
+        Row(sampling.HERE / f"{place}/test_{file}.py", f"{place}::{file}[{row}]", slow=True)
+        for place, files in (("a", 8), ("b", 2))
+        for file in range(files)
+        for row in range(3)
+    ]
+    others = rows("a/test_x.py", "other", 5)
+    chosen = sampling.without_slow([*slow, *others])
+    assert chosen[-5:] == others
+    tests = {item.nodeid.partition("[")[0] for item in chosen[:-5]}
+    assert sorted(name.partition("::")[0] for name in tests) == ["a", "a", "b"]
+    assert len(chosen) == 3 * len(tests) + 5
+    monkeypatch.setattr(sampling, "FULL", True)
+    assert sampling.without_slow([*slow, *others]) == [*slow, *others]
+
+
 def test_one_row_is_run_where_it_is_asked_for() -> None:
     asked = rows("a/test_x.py", "one", 12)[5:6]
     assert sampling.of_tests(asked, {"a": 3}) == asked
 
 
-def test_half_of_the_tests_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quarter_of_the_tests_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "FULL", False)
     items = [item for number in range(8) for item in rows("a/test_x.py", f"test{number}", 1 + number % 3)]
     others = rows("c/test_x.py", "other", 5)
-    chosen = sampling.half([*items, *others], ["a"])
+    chosen = sampling.a_quarter([*items, *others], ["a"])
     assert [item for item in chosen if item in others] == others
     kept = {item.nodeid.partition("[")[0] for item in chosen if item not in others}
-    assert len(kept) == 4
+    assert len(kept) == 2
     assert [item for item in items if item in chosen] == [i for i in items if i.nodeid.partition("[")[0] in kept]

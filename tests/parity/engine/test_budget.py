@@ -263,6 +263,7 @@ def test_the_smallest_budget_is_enough_where_the_head_gets_a_copy() -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_process_takes_what_the_plan_says() -> None:
     """The emulated device is RAM, too, so that the process grows by both accounts.

@@ -18,6 +18,8 @@ from lt_offload.strategy.offmate import OffmateStrategy
 from tests.support import tiny
 from tests.support.commands import fails
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """\
 base: configs/base.yaml
 trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}}}

@@ -16,6 +16,8 @@ from tests.parity.models import quantized
 from tests.support import tiny
 from tests.support.commands import fails
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """\
 base: configs/base.yaml
 trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 600MB}}}}}}

@@ -52,6 +52,7 @@ def test_ls_shows_every_recipe_with_its_first_line(
     assert found["phi2-8gb"] == {"gpu_gb": 8, "ram_gb": 58, "about": recipes.describe(path), "file": str(path)}
 
 
+@pytest.mark.slow
 def test_nothing_slow_is_imported_for_answers_that_need_nothing_slow(tmp_path: Path) -> None:
     """All in one process, as each of them would show what another has imported."""
     lines = [
@@ -150,6 +151,7 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
+@pytest.mark.slow
 def test_something_is_visible_before_anything_slow_begins() -> None:
     command = [PROGRAM[0], "-X", "importtime", *PROGRAM[1:], "check", "quickstart"]
     imported: list[str] = []
@@ -165,6 +167,7 @@ def test_something_is_visible_before_anything_slow_begins() -> None:
     assert [name for name in imported if name.split(".")[0] in slow] == []
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads(tmp_path: Path) -> None:
     done = subprocess.run(
         f"{' '.join(PROGRAM)} ls | true", shell=True, capture_output=True, text=True,

@@ -21,6 +21,8 @@ from tests.support.commands import fails
 from tests.support.samples import make_plan, make_profile
 from tests.unit.finetune.test_load import write_gguf
 
+pytestmark = pytest.mark.slow
+
 CARD = ("--hardware", "rtx-3060")
 PLAN = make_plan(make_profile(layers=4, tensors_per_layer=2))
 LLAMA = {

@@ -21,6 +21,8 @@ from lt_offload.schema.plan import Plan
 from tests.docs import pages
 from tests.support.commands import fails
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """\
 # A tiny model on a little text
 base: configs/base.yaml

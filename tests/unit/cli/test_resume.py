@@ -20,6 +20,8 @@ from lt_offload.report.runs import read_run
 from tests.support.commands import fails
 from tests.support.reports.pages import plain
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """\
 # A tiny model on a little text
 base: configs/base.yaml

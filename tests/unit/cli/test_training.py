@@ -23,6 +23,8 @@ from lt_offload.schema.trace import Trace
 from tests.support import tiny
 from tests.support.reports.pages import plain
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """\
 base: configs/base.yaml
 trainer:

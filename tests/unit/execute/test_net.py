@@ -57,6 +57,7 @@ def test_two_runs_trace_the_same_calls(name: str) -> None:
     assert traces.text(traces.CASES[name]) == traces.text(traces.CASES[name])
 
 
+@pytest.mark.slow
 def test_the_cases_have_every_kind_of_pass_lane_option_and_place() -> None:
     found: Counter[str] = Counter()
     for plan in map(plan_of, traces.CASES):
@@ -65,6 +66,7 @@ def test_the_cases_have_every_kind_of_pass_lane_option_and_place() -> None:
     assert found.keys() >= {"keep", "recompute", "offload", "reload"}
 
 
+@pytest.mark.slow
 def test_two_folders_of_the_same_version_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seed, planner = plans.GOLDEN[0]
     for folder in ("before", "after"):

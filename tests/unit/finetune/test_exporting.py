@@ -120,6 +120,7 @@ def test_a_checkpoint_is_exported_as_it_was_trained(recipe: str, capsys: pytest.
     )
 
 
+@pytest.mark.slow
 def test_adapters_go_from_run_to_run(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -78,6 +78,7 @@ def trained(module: FineTune) -> set[str]:
     return {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "settings"), [("auto", DORA), ("offmate", DORA), ("later", SAVED)])
 def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_stopped(
     folder: Path, tmp_path: Path, strategy: str, settings: dict[str, Any]
@@ -102,6 +103,7 @@ def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_stopped(
     assert state_differences(whole, old) == []
 
 
+@pytest.mark.slow
 def test_another_model_under_the_adapters_is_refused(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

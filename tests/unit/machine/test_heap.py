@@ -70,10 +70,12 @@ def run(code: str, **environment: str) -> None:
     subprocess.run([sys.executable, "-c", MEASURE + code], env=env | environment, check=True)
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_while_somebody_asks_for_it_as_an_emulated_device_does() -> None:
     run(KEPT + DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")],

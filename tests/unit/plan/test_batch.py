@@ -192,6 +192,7 @@ def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
     assert "6 does not fit" in decision.why
 
 
+@pytest.mark.slow
 def test_a_size_that_was_measured_in_a_busy_moment_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
     at, settings = affine(), Settings(memory=6000)
     monkeypatch.setattr(choose._BatchSearch, "_late", lambda _, plans=1: plans > 0)  # time is up after one plan

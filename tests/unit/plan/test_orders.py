@@ -44,6 +44,7 @@ def least(profile: Profile, **settings: Any) -> int:
     return error.value.needed_bytes
 
 
+@pytest.mark.slow
 def test_a_profile_says_what_is_there_for_all_parts_and_what_for_one() -> None:
     whole, parted = estimated(8), estimated(8, 4)
     assert (whole.parts, parted.parts) == (1, 4)
@@ -119,6 +120,7 @@ def test_an_order_that_does_not_fit_is_said() -> None:
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_number_of_parts_that_fits_is_chosen_and_measured() -> None:
     asked: list[int] = []
 

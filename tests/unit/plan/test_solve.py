@@ -55,6 +55,7 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(memory: str) -
     assert all(other.reason for other in plan.alternatives)
 
 
+@pytest.mark.slow
 def test_less_memory_never_makes_it_faster() -> None:
     times = [solve(LLAMA, memory=f"{size}GB").predicted.iteration_s for size in (40, 10, 6, 4.5)]
     # Rounding may lose what the program gains: within a few percent.
@@ -257,6 +258,7 @@ def test_the_program_alone_may_fail_where_auto_does_not() -> None:
     assert solve(LLAMA, memory="8GB", planner="offmate").planner == "offmate"
 
 
+@pytest.mark.slow
 def test_everything_is_streamed_where_that_is_asked_for() -> None:
     """Also in a budget in which nothing has to travel; the smallest budget that is named for it works."""
     for memory in ("8GB", "24GB"):

@@ -23,6 +23,7 @@ def solver(profile: Profile, memory: int, host_memory: int) -> Plan:
     return plans(profile, Settings(memory=memory, host_memory=host_memory, time_limit=5))
 
 
+@pytest.mark.slow
 def test_what_is_short_is_what_pays() -> None:
     slow = replace(PROFILE.hardware, h2d_bytes_per_s=0.4e9, d2h_bytes_per_s=0.4e9)
     profile = replace(PROFILE, hardware=slow)

@@ -85,6 +85,7 @@ def test_bytes_without_weights_equal_those_with_weights(family: str) -> None:
     assert all(block.launch_s > 0 for block in found.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_bytes_of_packed_batches_equal_those_with_weights(attention: str) -> None:
     """A mask of all pairs of tokens for every sequence, and positions of its own for each."""
@@ -177,6 +178,7 @@ def test_lora_without_peft_is_what_peft_makes(
     assert replace(found, model="") == replace(expected, model="")
 
 
+@pytest.mark.slow
 def test_a_large_model_needs_little_memory() -> None:
     program = (
         "from lt_offload.profiling.from_config import profile_config\n"

@@ -92,6 +92,7 @@ def test_estimates_from_a_configuration():
     assert product.forward_s > matrix.bytes / found.hardware.h2d_bytes_per_s
 
 
+@pytest.mark.slow
 def test_a_tied_table_has_figures_per_use():
     options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
     table = lt_offload.profile_config("smollm2-135m", **options).tensors[0]

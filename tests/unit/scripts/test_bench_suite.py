@@ -31,6 +31,7 @@ def run(code: str, tmp_path: Path, limits: Limits = PLENTY, meter: Callable[[], 
 # -- processes and what became of them ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_that_raises_is_a_row_with_the_last_line_it_wrote(tmp_path: Path) -> None:
     outcome = run("import sys; print('noise', file=sys.stderr); raise RuntimeError('no such kernel')", tmp_path)
     row = rows.make(ASKED, None, outcome, {"phases": [["starting", 1.0], ["step 1", 3.5]]})
@@ -41,12 +42,14 @@ def test_a_process_that_raises_is_a_row_with_the_last_line_it_wrote(tmp_path: Pa
     assert row["budget_bytes"] == 1000
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     outcome = run("import time; time.sleep(60)", tmp_path, Limits(seconds=0.3, host_bytes=1 << 40))
     row = rows.make(ASKED, None, outcome, {"phases": [["planning", 1.0]]})
     assert (row["status"], row["message"]) == ("time limit", "ended in phase 'planning'")
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_much_memory_is_ended_with_its_children(tmp_path: Path) -> None:
     greedy = "b = bytearray(b'x') * (400 << 20); import time; time.sleep(60)"
     start = f"child = subprocess.Popen([sys.executable, '-c', {greedy!r}])"
@@ -64,6 +67,7 @@ def test_a_process_that_takes_too_much_memory_is_ended_with_its_children(tmp_pat
         pytest.fail("its child still runs")
 
 
+@pytest.mark.slow
 def test_the_system_keeps_a_reserve(tmp_path: Path) -> None:
     outcome = run(
         "import time; time.sleep(60)", tmp_path, Limits(seconds=60, host_bytes=1 << 40, reserve_bytes=1 << 50)
@@ -71,6 +75,7 @@ def test_the_system_keeps_a_reserve(tmp_path: Path) -> None:
     assert outcome.ended == "out of host memory"
 
 
+@pytest.mark.slow
 def test_the_driver_s_figure_counts_what_is_above_the_start_and_without_ballast(tmp_path: Path) -> None:
     readings = iter([500, 700, 1900])
     outcome = run("import time; time.sleep(0.4)", tmp_path, meter=lambda: next(readings, 600))
@@ -291,6 +296,7 @@ def test_a_model_is_the_same_in_every_process_and_ties_are_kept(config: str, tmp
 # -- the whole of it ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bench_runs_on_the_emulated_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.suite", *options(tmp_path, "--steps", "1")]
     command += ["--contender", "no-offload", "auto"]

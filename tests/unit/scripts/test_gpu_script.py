@@ -46,6 +46,7 @@ LIMIT = 100.0
 """Seconds that a part may take: more than the grace period of one that is ended."""
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_all_it_started(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_outcomes_of_tests_are_kept(gpu: ModuleType, tmp_path: Path, capsys: pyt
     assert gpu.run(part(gpu, "pass", tmp_path / "none"), 60.0, tmp_path / "log")["passed"] == 0
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_the_file_says_how_it_ended(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

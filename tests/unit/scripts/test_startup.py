@@ -12,6 +12,7 @@ from scripts import tables
 from scripts.startup import load
 
 
+@pytest.mark.slow
 def test_loading_is_measured_beside_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["load", "--tiny", "--rounds", "1", "--folder", str(tmp_path), "--results", str(tmp_path / "results")]
     monkeypatch.setattr(sys, "argv", options)

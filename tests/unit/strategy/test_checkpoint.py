@@ -262,6 +262,7 @@ for epoch in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_kill_during_a_write_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     partial = tmp_path / f".last.ckpt{checkpoint._SUFFIX}"
@@ -304,6 +305,7 @@ print(saved, rss() - before, int(total))
 """
 
 
+@pytest.mark.slow
 def test_saving_and_loading_make_no_second_copy(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     out = subprocess.run(

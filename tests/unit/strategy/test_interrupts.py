@@ -45,6 +45,7 @@ def test_a_second_ctrl_c_stops_at_once(interrupts: Interrupts) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_the_process() -> None:
     code = (
         "import os, signal\nfrom lt_offload.strategy.checkpoint.interrupts import Interrupts\nInterrupts().install()\n"

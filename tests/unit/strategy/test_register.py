@@ -15,6 +15,8 @@ import pytest
 import lt_offload
 from lt_offload.strategy import register as _register
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 NAMESPACES = {
     "lightning.pytorch": "import lightning.pytorch as L",

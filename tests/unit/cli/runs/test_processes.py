@@ -40,6 +40,7 @@ def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "tiny.yaml"
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_in_two_processes(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = ["--trainer.strategy", "auto", "--trainer.accumulate_grad_batches", "2"]
     alone += ["--trainer.val_check_interval", "8"]
@@ -92,6 +93,7 @@ def test_others_leave_it_to_the_first_process_to_speak(
     assert len(waited) == 1
 
 
+@pytest.mark.slow
 def test_the_first_process_ends_the_others() -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = [other]

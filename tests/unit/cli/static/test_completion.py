@@ -68,6 +68,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f'export PATH={folder}:$PATH PYTHONPATH={ROOT}; eval "$(lt-finetune completion bash)"'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes(script: str, tmp_path: Path) -> None:
     """The function that is registered, called as bash does: words split at = as well."""
@@ -92,6 +93,7 @@ def test_bash_completes(script: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["complete -F _lt_finetune lt-finetune", *(expected for _, expected in cases)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_scripts_are_what_their_shell_can_read(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
