@@ -91,6 +91,7 @@ def add_lora(model: nn.Module, args: LoraArgs, *, planned: bool = False) -> nn.M
         ConfigError: if peft is not installed, no layer has one of the names, or no bias is there to be trained.
     """
     what = f"model.lora.target_modules={args.target_modules!r}"
+    # A plan is made where peft may not be installed: then layers of the same shapes take the place of its own.
     peft = None if planned else _peft("model.lora")
     _check_names(model, args)
     if peft is None:
@@ -117,6 +118,7 @@ def add_saved(model: nn.Module, folder: str) -> nn.Module:
     path = check_saved(folder)
     what = f"model.adapter={folder!r}"
     config = saved_config(folder)
+    # Saved adapters are meant for inference: with what their file says, peft would freeze them.
     config.inference_mode = False
     adapted = _adapted(model, config, what)
     if any(parameter.is_meta for parameter in adapted.parameters()):
@@ -165,6 +167,7 @@ def saved_among(folder: str, modules: Sequence[str]) -> list[str]:
     """Return those of ``modules``, by their last names, whose own weights are saved with the adapters in ``folder``."""
     path = check_saved(folder)
     try:
+        # Names only, without the numbers: the model is not built yet, and may never be.
         if (path / _WEIGHTS[0]).is_file():
             with safe_open(path / _WEIGHTS[0], "pt") as file:
                 names = list(file.keys())
@@ -199,6 +202,7 @@ def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
 
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        # peft trains a copy of each module to save: a copy of one of two tied embeddings alone would part them.
         config.ensure_weight_tying = bool(config.modules_to_save)
     try:
         with _quietly():

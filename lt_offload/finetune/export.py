@@ -87,6 +87,7 @@ def export(
     if format == "gguf":
         check_writable(base_of(whole).config, tokenizer)
     with _plain(whole), _stopping_at(ends, whole):
+        # Before adapters are merged: a merge into four bits would round away most of what was learned.
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
         if adapted:
@@ -130,6 +131,7 @@ def check_target(folder: str | Path, format: Format = "hf") -> Path:
             raise ConfigError(f"{str(folder)!r} exists; choose another name with --output")
     elif target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{str(folder)!r} exists and is not an empty folder; choose another one with --output")
+    # The folder itself may have to be made; what counts is the first one above it that is there.
     above = next(path for path in target.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         why = "is read-only for you" if above.is_dir() else "is no folder"

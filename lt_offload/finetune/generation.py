@@ -37,6 +37,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
         self._steps: list[Any] = []
         if self._draws:
+            # The library's own steps, so that the same seed draws what its generate() draws.
             from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
             self._steps = [TemperatureLogitsWarper(float(temperature))]
@@ -90,6 +91,8 @@ class Remembered:
         same = next((n for n, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
         same = min(same, len(ids) - 1, len(self.ids))
         surplus = len(self.ids) - same
+        # Our own cut where layers only append: after an error some of
+        # them are longer than others, which crop() knows not.
         if self.cache is not None and _grows_only(self.cache):
             _cut(self.cache, same)
         elif self.cache is not None and surplus:

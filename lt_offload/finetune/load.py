@@ -88,6 +88,7 @@ def load_model(
         _check_same_architecture(name, config, load_config(name, architecture))
     if dropout is not None:
         set_dropout(config, dropout)
+    # Training keeps no keys and values. Who generates says so with each call, and an export puts this back.
     config.use_cache = False
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     if as_stored and init == "pretrained":
@@ -110,10 +111,13 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
 
     auto: Any = AutoModelForCausalLM
     where = locate(name)
+    # Whatever does not fit is reported, and refused in our words by _check_complete.
     options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     files = [] if as_stored else safetensors_of(where)
     with without_advice():
         if files:
+            # Without a name, transformers looks for no files: it takes
+            # what it is given, as lazily as it reads its own.
             made = class_of_model(auto, config)
             model, found = made.from_pretrained(None, config=config, state_dict=lazy_tensors(files), **options)
         else:

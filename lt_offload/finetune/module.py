@@ -434,8 +434,8 @@ class FineTune(LightningModule):
     def check_continues(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` if the optimizer whose states are in ``checkpoint`` was set in another way.
 
-        Of an optimizer that a subclass configures, nothing is known here; of one in a checkpoint that does not say it,
-        what its schedule began with.
+        The optimizer of a subclass that configures its own is not compared. A checkpoint without such settings still
+        has the learning rate with which its schedule began.
         """
         if type(self).configure_optimizers is not FineTune.configure_optimizers:
             return

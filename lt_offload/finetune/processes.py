@@ -22,7 +22,7 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of several processes takes of what comes one after the other: every ``of``-th, from ``first`` on."""
+    """The share of one of several processes in what comes one by one: every ``of``-th, from ``first`` on."""
 
     of: int = 1
     first: int = 0
@@ -50,6 +50,7 @@ def total(trainer: Any, counts: Tensor) -> Tensor:
     """Return ``counts`` of this process's batches, plus those of all others; all processes call this."""
     if not several(trainer):
         return counts
+    # Processes that hold parts of one model have the same batches, which would count once for each of them.
     found = _reduced(trainer, counts, "sum")
     of = share_of(trainer).of
     return found if of == trainer.world_size else found * of / trainer.world_size
@@ -71,6 +72,7 @@ def _reduced(trainer: Any, value: Tensor, by: str) -> Tensor:
 
 def rank() -> int:
     """Return the number of this process; that of its environment while Lightning is not imported."""
+    # Looked up and not imported: verbs that need no Lightning must not wait for it.
     lightning = sys.modules.get("lightning_utilities.core.rank_zero")
     known: int | None = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
     return int(next((os.environ[name] for name in _RANKS if name in os.environ), 0)) if known is None else known

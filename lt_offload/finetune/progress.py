@@ -213,6 +213,7 @@ class ProgressLine(ProgressBar):
             return
         now = self.clock()
         if self._live is None:
+            # What is printed goes above the line only where it goes to the terminal: into a file it goes as it is.
             self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
             self._live.start()
         elif now - self._drawn < _LEAST_SECONDS and not done:
@@ -243,6 +244,7 @@ class ProgressLine(ProgressBar):
         live, self._live = self._live, None
         if live is not None:
             live.transient = not keep
+            # The line of the last step, as a note about something else may stand in its place now.
             live.update(Text(self._line, no_wrap=True, overflow="crop"))
             live.stop()
 

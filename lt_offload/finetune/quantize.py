@@ -1,8 +1,8 @@
 """A frozen base of four bits under adapters: QLoRA (Dettmers et al., 2023), with the layers of bitsandbytes.
 
 Every ``nn.Linear`` but the output projection becomes a ``bitsandbytes.nn.Linear4bit``: NF4 in blocks of 64 numbers, the
-scales quantized, too (4.127 bits a number in all). What it computes is that of weights which are unpacked to the dtype
-of the model. Embeddings, norms and the output projection stay in that dtype.
+scales quantized, too (4.127 bits a number in all). It computes with weights that are unpacked to the dtype of the
+model. Embeddings, norms and the output projection stay in that dtype.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         new = empty_layer(layer, dtype)
         weight = layer.weight.detach().to(dtype).to(worker)
         new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", blocksize=BLOCK, module=new)
+        # bitsandbytes quantizes when a parameter moves to a device, be it the one where it is.
         new.weight = new.weight.to(worker).to("cpu")
         new.quant_state = new.weight.quant_state
         forget(layer.weight.detach())
@@ -117,7 +118,8 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def dequantized(model: nn.Module) -> nn.Module:
     """Let ``model`` have ordinary layers again, with what its layers of four bits stand for; return it.
 
-    That is the base as it was trained with, not the one that was loaded: what rounding to four bits took is gone.
+    The result is the base that training has computed with, not the one that was loaded: the digits that rounding to
+    four bits took are gone.
     Adapters stay, and can be merged as those of any model. In the end the weights take four times the room.
     """
     bnb = bitsandbytes()
@@ -142,6 +144,8 @@ def dequantized(model: nn.Module) -> nn.Module:
 def _as_plain_lora(module: nn.Module) -> None:
     from peft.tuners.lora import layer
 
+    # peft has a class of adapters for each kind of layer. The layer inside is an ordinary one by now; so the
+    # class becomes that of ordinary layers, with two attributes that its constructor would have set.
     vars(module).update(fan_in_fan_out=False, is_target_conv_1d_layer=False)
     module.__class__ = layer.Linear
 
@@ -178,6 +182,8 @@ def _load_scales(
     theirs = type(mine).from_dict(found, device=torch.device("cpu"))
     same = (mine.shape, mine.blocksize, mine.nested, mine.quant_type)
     if same != (theirs.shape, theirs.blocksize, theirs.nested, theirs.quant_type):
+        # torch hands over lists of missing and of unexpected keys and,
+        # as the last one, of errors that it raises together.
         lists[-1].append(f"{prefix}weight is quantized in another way")
         return
     with torch.no_grad():

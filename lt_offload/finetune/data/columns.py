@@ -102,6 +102,7 @@ def find_columns(
         _refuse_preferences(where, names, first)
     found = {role: column for role in ROLES if (column := _column(role, given, names)) is not None}
     formats: list[Format] = list(_NEEDED) if choice == "auto" else [choice]
+    # Columns that the user has named have to be of use in the format that is taken, which so decides between two.
     wanted = set(given) | ({"messages"} if keys else set())
     for format in formats:
         roles = (*_NEEDED[format], *_OPTIONAL[format])
@@ -136,6 +137,7 @@ def _column(role: str, given: Mapping[str, str], names: Sequence[str]) -> str | 
 
 def _refuse_preferences(where: str, names: Sequence[str], first: Row) -> None:
     pairs = "chosen" in names and "rejected" in names
+    # KTO's rows look like completions but for a label, which says that some of them are not to be imitated.
     if pairs or ("completion" in names and isinstance(first.get("label"), bool)):
         what = "chosen and rejected" if pairs else "label"
         hint = (

@@ -81,7 +81,7 @@ class Examples(Sequence[Example]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What came from one source.
+    """Where the examples of one source are from.
 
     Args:
         places: names of its rows.
@@ -160,6 +160,7 @@ class Preparation:
             good = np.array([number for number, fault in enumerate(whole) if fault is None])
             bad = [(number, fault) for number, fault in enumerate(whole) if fault is not None]
         places = source.places
+        # From the cache no file was read, which would have counted its rows; faults are named by file and row.
         places.counts[:] = made.counts
         self.say(self.described(places, made.layout, len(good)))
         if bad:
@@ -201,6 +202,8 @@ class Preparation:
 
     def _cached(self, source: Source) -> Made:
         root = user_path(self.cache_dir) if self.cache_dir is not None else user_cache("data")
+        # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
+        # are told by size and time, and are not read at all if they are in the cache.
         table = source.table() if source.is_table and not source.places.files else None
         folder = root / self._fingerprint(source, table)
         if (made := Made.load(folder)) is not None:
@@ -212,6 +215,8 @@ class Preparation:
             with replacing(folder) as new:
                 new.mkdir()
                 self._make(table, layout, source, new)
+                # A folder that is there and cannot be used (cut short, half
+                # removed) would not be replaced: only an empty one is.
                 if Made.load(folder) is None:
                     shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
@@ -228,6 +233,8 @@ class Preparation:
         tokens = List(Value("int32"))
         features = Features({"ids": tokens, "labels": tokens, "fault": Value("string"), "notes": List(Value("string"))})
         processes = None if self.num_proc in (None, 1) else min(self.num_proc, len(table))
+        # The fingerprint is ours: to find one of its own, datasets would pickle the encoder with its tokenizer. Rows
+        # that cannot be used keep their place, with a fault, so that numbers of rows stay those of the files.
         encoded = table.with_format("arrow").map(
             _Encoding(self.encoder, layout, source.is_table),
             batched=True,
@@ -300,6 +307,8 @@ class Stream:
                 if isinstance(each, RowFault):
                     self.bad += 1
                     if not preparation.skip_bad_rows:
+                        # Only where the first row of all fails are its keys looked at:
+                        # later, others have been read by the same keys.
                         hint = preparation.hint(rows[number - count], layout, source) if number == 0 else None
                         report_bad([(number, str(each))], None, source.places, skip=False, hint=hint)
                     if len(bad) <= MOST_NAMED:
@@ -391,7 +400,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """What ``Dataset.map`` calls, possibly in another process."""
+    """The function that ``Dataset.map`` calls, possibly in another process."""
 
     encoder: Encoder
     layout: Columns
@@ -425,6 +434,7 @@ def code_fingerprint() -> str:
 
     found = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
     here = Path(__file__).parent
+    # Not batches/: what makes rows of tokens does not change the tokens.
     for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")]):
         found.update(file.read_bytes())
     return found.hexdigest()

@@ -19,7 +19,7 @@ KINDS = {
 TABLES = ("parquet", "arrow")
 _ENDINGS = f"{', '.join(KINDS)}, or .gz after one of text"
 SAVED = ("state.json", "dataset_dict.json")
-"""What a folder holds that ``datasets`` has saved: rows, or splits."""
+"""Files by which a folder is known that ``datasets`` has saved: one with rows, one with splits."""
 
 _SPLITS = {
     "train": "train", "training": "train",
@@ -117,6 +117,7 @@ def _of_folder(path: str, folder: Path, split: str, setting: str) -> DataFiles:
     for file in files:
         name = _split_in(file.parent.name) if below else None
         splits.setdefault(name or _split_in(file.name), []).append(file)
+    # Texts have titles for names, in which such a word means a split only if every file has one.
     of_split = None not in splits if all(kind_of_file(file) == "text" for file in files) else splits.keys() != {None}
     said = []
     if of_split:
@@ -138,6 +139,7 @@ def _inside(folder: Path, where: str) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
     for file in found:
+        # Folders of the hub's cache are such links: a file of the data would be missing without a word.
         if file.is_symlink() and not file.exists() and kind_of_file(file) is not None:
             raise ConfigError(f"{where}: the link {file.name!r} in it leads nowhere; mend or remove it")
     return found

@@ -142,6 +142,8 @@ class Encoder:
         """Tokens that end what the model says: that which ends a text, and that which ends a turn."""
         found = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
         if self.locator is not None and (closing := self.locator.closing.strip()):
+            # Only a token that was added to the vocabulary ends a turn: where a template writes
+            # plain characters instead, their first token may begin many other words.
             first = self.tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
             if first and self.tokenizer.convert_ids_to_tokens(first[0]) in self.tokenizer.added_tokens_encoder:
                 found += [token for token in first if token not in found]
@@ -163,6 +165,7 @@ class Encoder:
                 made.append(self.write(row, layout, from_table=from_table))
             except RowFault as fault:
                 made.append(fault)
+        # In two calls, as a tokenizer adds its own tokens to every text of a call or to none.
         for plain in (True, False):
             numbers = [i for i, each in enumerate(made) if isinstance(each, Written) and each.plain is plain]
             for number, example in zip(numbers, self._tokenize([made[i] for i in numbers], plain), strict=True):
@@ -250,6 +253,7 @@ class Encoder:
     def text_prompt(self, text: str) -> list[int]:
         """Return the tokens of a text to be continued."""
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        # Without the token that ends the text, behind which there is nothing to continue.
         return ids[:-1] if self.closes_itself and ids else ids
 
     def alpaca_prompt(self, instruction: str) -> list[int]:
@@ -269,6 +273,8 @@ class Encoder:
     def _alpaca(self, conversation: Conversation, row: Row, layout: Columns) -> Written:
         """Return an instruction in Stanford Alpaca's words."""
         columns = layout.columns
+        # Three messages can be system, question and answer. More of them, or three without a
+        # system message, have a history, for which Stanford's words have no place.
         if len(conversation.messages) > 3 or (
             len(conversation.messages) == 3 and not row.get(columns.get("system", ""))
         ):
@@ -282,6 +288,7 @@ class Encoder:
         """Return a text of which the end is learned, as are the token that ends it and, without a prompt, all of it."""
         text = prompt + answer
         end = self.tokenizer.eos_token
+        # Written into the text, which a tokenizer makes its special token of. Some data end with it already.
         if end is not None and not self.closes_itself and not text.endswith(str(end)):
             text += str(end)
         begin = 0 if not prompt or self.train_on == "all" else len(prompt)
@@ -296,6 +303,8 @@ class Encoder:
         for number, (ids, each) in enumerate(zip(batch["input_ids"], written, strict=True)):
             labels = [IGNORED] * len(ids)
             for begin, end in each.learned:
+                # Tokens that the tokenizer adds stand for no characters. The
+                # one that ends a text has to be learned, too.
                 if begin == 0 and end == len(each.text):
                     labels = list(ids)
                     continue
@@ -318,6 +327,7 @@ def _tokens_of(batch: Any, number: int, begin: int, end: int, length: int, count
     stop = _token_at(batch, number, end, length)
     if stop is None:
         return first, count
+    # This one begins within the answer and goes on behind it: any character of the answer is enough.
     while batch.token_to_chars(number, stop).start < end:
         stop += 1
     return first, stop

@@ -439,7 +439,7 @@ class FineTuneData(LightningDataModule):
             begin=self._begin,
             buffer=self.stream_buffer,
             batch_size=self.batch_size,
-            sequences=self._of_window,
+            sequences=self._of_stretch,
             collate=self._collate,
             seed=self.seed,
             name=f"data.path={self.path}",
@@ -503,6 +503,8 @@ class FineTuneData(LightningDataModule):
 
     @property
     def _collate(self) -> Pad | Fill:
+        # Any token will do: it stands behind all others of its row, is
+        # masked or a document of its own, and has no loss.
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         if self.pack:
@@ -549,7 +551,7 @@ class FineTuneData(LightningDataModule):
             )
         return rows
 
-    def _of_window(self, documents: Documents) -> Sequences:
+    def _of_stretch(self, documents: Documents) -> Sequences:
         """Return what training streams next as sequences; say what is lost, the first time something is."""
         rows, losses = self._made(documents, np.arange(len(documents)))
         if not self._said:
@@ -580,6 +582,7 @@ class FineTuneData(LightningDataModule):
             self._validation = self._sequences(kept_back, "data.validation_path", None)
             return
         rows = self.validation_rows or 0
+        # One row more than is held out, which shows whether anything is left to train on.
         read = list(islice(self._streamed.read(), rows + 1))
         if len(read) < rows or (len(read) == rows and trains):
             left = "is more than" if len(read) < rows else "leaves nothing to train on of"

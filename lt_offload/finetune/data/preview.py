@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 STREAMED = 1000
 """Rows that are looked at where the data are streamed."""
 _CHARACTERS = 1600
-"""What is shown of a sample."""
+"""Characters that are shown of a sample."""
 _BARS = 8
 LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPreview:
-    """What was found out about training data.
+    """Findings about training data.
 
     Args:
         said: what each source was taken for.
@@ -68,6 +68,7 @@ def look_at(data: FineTuneData) -> DataPreview:
     for stream in data.streams()[0]:
         source = stream.source
         said.append(data.preparation.described(source.places, data.preparation.layout(source), None))
+        # Numbers of streams are of the rows that are read by then, so the row itself is one before.
         for number, example in islice(stream.read(), STREAMED - len(examples)):
             examples.append(example)
             names.append(source.places.name(number - 1))

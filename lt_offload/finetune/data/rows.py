@@ -162,6 +162,8 @@ def _bad_byte(file: Path) -> str:
     offset, row = 0, 1
     with _open_bytes(file) as stream:
         while chunk := stream.read(_CHUNK):
+            # Bytes of a character that began in the chunk before are still
+            # in the decoder: errors are counted from there.
             pending = len(decoder.getstate()[0])
             try:
                 decoder.decode(chunk)
@@ -186,6 +188,7 @@ def _not_utf8(byte: int, offset: int, place: str) -> str:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python's reader takes the last one of two equal keys without a word; which one was meant nobody knows.
     made = dict(pairs)
     if len(made) != len(pairs):
         seen: set[str] = set()
@@ -205,6 +208,9 @@ def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
         first, second = itertools.islice(itertools.chain((x for x in stream if x.strip(_BLANK)), (b"", b"")), 2)
     first = first.lstrip(_BLANK)
     by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl")
+    # Endings say little: lists are called .jsonl, and lines .json. So the first two lines decide: rows are
+    # in lines if the first object ends where its line does and another one follows. A file that is called
+    # .jsonl has lines all the same, with faults in them, unless it is one object as a whole.
     of_lines = not first.startswith(b"[") and (by_line or first.startswith(b"{"))
     several = by_line or second  # a single line may be an object of columns, or of one list
     if of_lines and ((_ends(first) and several) or (by_line and not (whole and _is_one_object(file)))):
@@ -235,6 +241,7 @@ def _ends(line: bytes) -> bool:
     except RecursionError:
         return True
     except json.JSONDecodeError as error:
+        # In the middle of the line: that row is broken. At its end: the object goes on in the next line.
         return error.pos < len(text)
     return True
 
@@ -251,6 +258,7 @@ def _lines(file: Path) -> Iterator[str | RowFault]:
     offset = 0
     with _open_bytes(file) as stream:
         for line in stream:
+            # Line by line from bytes: one that is not UTF-8 is a row that cannot be used, and all others are read.
             content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
             try:
                 text = content.decode()
@@ -278,6 +286,8 @@ def _items(text: str, where: str) -> Iterator[str | RowFault]:
     while True:
         number += 1
         try:
+            # One item after the other, and not the list at once: an error then has the
+            # number of its row, and a row is handed on as it was written.
             end = _PLAIN.raw_decode(text, position)[1]
         except json.JSONDecodeError as error:
             raise ValueError(f"row {number}: {error}") from None
@@ -296,10 +306,13 @@ def _items(text: str, where: str) -> Iterator[str | RowFault]:
 def _columns(whole: dict[str, Any], text: str, where: str) -> Iterator[str]:
     """Yield rows of an object of columns, or of one that is nothing but a list of rows by a name; another is a row."""
     try:
+        # The first reading has dropped one of two equal keys, which rows
+        # that are made of columns would not show any more.
         _STRICT.decode(text)
     except _RepeatedKey as error:
         raise ConfigError(f"{where} has the key or column {error} twice; rename or remove one of them") from None
     lists = bool(whole) and all(isinstance(column, list) for column in whole.values())
+    # One conversation in a file looks like a column of messages, but its items are turns and not lists of them.
     turns = [name for name in ("messages", "conversations") if isinstance(whole.get(name), list)]
     if not lists or any(isinstance(turn, dict) for name in turns for turn in whole[name]):
         yield text
@@ -328,6 +341,7 @@ def _space(text: str, position: int) -> int:
 
 @contextlib.contextmanager
 def _long_fields() -> Iterator[None]:
+    # 131,072 characters unless it is told otherwise: a column with documents has more.
     before = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -340,6 +354,7 @@ def _delimiter(file: Path) -> str:
 
     Programs in languages with a comma in their numbers write semicolons.
     """
+    # A first line that is quoted and has a comma inside is one column: so the reader of CSV counts, not str.split.
     with _open_text(file) as stream, _long_fields():
         first = stream.readline()
         for delimiter in (",", ";", "\t"):
@@ -359,6 +374,8 @@ def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[str | RowFau
             if doubled:
                 raise ConfigError(f"{where} has the column {doubled[0]!r} twice in its first line; rename one of them")
             while True:
+                # The limit is the whole process's. It is lifted for one row
+                # at a time, as others may read between two rows.
                 with _long_fields():
                     values = next(reader, None)
                 if values is None:

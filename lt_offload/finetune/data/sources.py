@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
 PYDOC_HELD_OUT = 8
-"""Every so many topics, in alphabetical order, one is held out for validation."""
+"""One topic in this many, in alphabetical order, is held out for validation."""
 
 _LOOKED_AT = 1000
 """Rows whose keys are the columns of JSON data."""
@@ -66,6 +66,7 @@ class Source:
             ConfigError: if a file cannot be read, or only as a whole.
         """
         if self.open is not None:
+            # Rows of a stream are read here and not where it was opened, so that errors come here, too.
             yield from _failing_well(self.open(True), self.places)
             return
         counts = self.places.counts = []
@@ -79,6 +80,7 @@ class Source:
         import pyarrow as pa
         from datasets import Dataset
 
+        # Large strings: the offsets of others have 32 bits, which end at 2 GB of text.
         schema = pa.schema({"row": pa.large_string(), "fault": pa.large_string()})
         batches = []
         self.places.counts.clear()
@@ -120,6 +122,7 @@ def first_row(rows: Iterable[Row | RowFault], places: Places) -> tuple[list[str]
     Raises:
         ConfigError: if none of them is a row.
     """
+    # A row of JSON may lack a key that others have, so the first one does not tell all columns.
     looked_at = list(itertools.islice(rows, _LOOKED_AT))
     found = [row for row in looked_at if isinstance(row, Mapping)]
     if not found:
@@ -214,6 +217,7 @@ def _open_tables(places: Places, kind: str, streaming: bool) -> Any:
         if streaming:
             files = list(map(str, places.files))
             return load_dataset(kind, data_files=files, split="train", streaming=True)
+        # File by file, as rows are named by file and number, for which each file's rows have to be counted.
         tables = [load_dataset(kind, data_files=[str(file)], split="train") for file in places.files]
         places.counts[:] = [len(table) for table in tables]
         return concatenate_datasets(tables)
@@ -227,11 +231,13 @@ def _check_columns(file: Path, kind: str, setting: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet
 
+    # Arrow lets two columns have one name; a row, which is a mapping, would keep one of the two.
     if kind == "parquet":
         names = pyarrow.parquet.read_schema(file).names
     else:
         with pa.memory_map(str(file)) as mapped:
             try:
+                # datasets writes streams; other programs write the form with a table of contents at the end.
                 names = pa.ipc.open_stream(mapped).schema.names
             except pa.ArrowInvalid:
                 mapped.seek(0)
@@ -309,6 +315,7 @@ def pydoc_topics() -> tuple[list[Row], list[Row]]:
     names = sorted(topics)
     held_out = names[PYDOC_HELD_OUT - 1 :: PYDOC_HELD_OUT]
     seen: set[str] = set()
+    # Those that are held out come first and keep what several topics say: training does without it.
     validation = [_unseen(topics[name], seen) for name in held_out]
     training = [_unseen(topics[name], seen) for name in names if name not in set(held_out)]
     return [{"text": text} for text in training if text], [{"text": text} for text in validation if text]

@@ -53,5 +53,6 @@ class RunClock:
 
     def medians(self) -> dict[str, float]:
         """Return the median of a step, of its iteration and of what is between two steps, in seconds."""
+        # Before the first step there is no other that it would be between.
         found = {"step_s": self.steps, "between_s": self.between[1:], "iteration_s": self.iterations}
         return {name: median(values) for name, values in found.items() if len(values)}

@@ -37,7 +37,7 @@ class RunMetrics(Metrics, Callback):
         self.peaks: dict[str, int] = {}
         """``device_peak_bytes`` and ``host_peak_bytes`` over the run, where they are measured."""
         self.tokens = self.trained = self.samples = 0
-        """Of all records so far."""
+        """Totals of all records so far."""
         self.flops_per_token: float | None = None
         self.peak: Peak | None = None
         self._counts: Tensor | None = None
@@ -61,6 +61,7 @@ class RunMetrics(Metrics, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count what follows as what it was before."""
+        # The checkpoint that came before the validation is written: what follows is no part of it.
         self.clock.enter("between" if self._before == "checkpoints" else self._before)
 
     def on_planning_start(self) -> None:
@@ -89,6 +90,7 @@ class RunMetrics(Metrics, Callback):
         engine: Any = getattr(trainer.strategy, "engine", None)
         self.clock.enter("between")
         self._note_loss(trainer, outputs)
+        # Two ways to say that no update has come of this batch: Lightning's accumulation, and the engine's.
         if adds_up(trainer) or (engine is not None and engine.added):
             return
         self.clock.end_step()

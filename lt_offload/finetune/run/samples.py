@@ -18,7 +18,7 @@ from lt_offload.finetune.run.clock import RunClock
 from lt_offload.report.runs import SAMPLES, RunSample, without_later
 
 TOKENS = 24
-"""Of a sample during training; each takes one pass of the model, in which streamed weights travel once."""
+"""Tokens of a sample during training; each takes one pass of the model, in which streamed weights travel once."""
 TOKENS_AT_END = 64
 
 
@@ -74,6 +74,7 @@ class Samples(Callback):
         bar = trainer.progress_bar_callback
         if not (isinstance(bar, ProgressLine) and bar.note(what)):
             rank_zero_info(f"{what} ...")
+        # One by one: train() on the whole would wake up dropout in what a user keeps in evaluation mode.
         modes = [(module, module.training) for module in pl_module.modules()]
         pl_module.eval()
         try:

@@ -165,7 +165,7 @@ class RunSummary(Callback):
 
     @property
     def broken(self) -> str | None:
-        """What is not finite at the end of the training, None if the losses are."""
+        """Tells what is not finite at the end of the training; None if all losses are finite."""
         if not self.metrics.loss.is_finite:
             return f"not finite since step {self.metrics.loss.first}"
         return None if not self.losses or math.isfinite(self.losses[-1][1]) else "not finite on held-out data"
@@ -195,6 +195,7 @@ def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
     A few plans are made for that, in a small part of the time that training took.
     """
     strategy: Any = trainer.strategy
+    # Four changes are planned (what_if.gains), each in a fourth of the time.
     patience = min(_MOST_PATIENCE, _PATIENCE * sum(summary.clock.steps)) / 4
     if getattr(strategy, "plan", None) is None or strategy.profile is None or patience < _LEAST_PATIENCE:
         return ()

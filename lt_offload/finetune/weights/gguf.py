@@ -50,6 +50,7 @@ def converted(source: Path) -> Path:
             raise ConfigError(
                 f"model {str(source)!r} is no GGUF file, whatever its name says; copy or download it again"
             )
+    # Path, size and time tell whether it is the same file: a digest would have to read gigabytes at every start.
     there = source.resolve()
     seen = there.stat()
     key = hashlib.sha256(f"{there}|{seen.st_size}|{seen.st_mtime_ns}".encode()).hexdigest()[:12]

@@ -1,7 +1,7 @@
 """Checkpoints of adapters without the frozen model under them, which the recipe loads anyway.
 
-What is left out is written down: names, dtypes, shapes and a digest of a few numbers of each tensor. Who reads the
-checkpoint takes these tensors from the model that is loaded, which must be the same one.
+A checkpoint says what it leaves out: names, dtypes, shapes and a digest of a few numbers of each tensor. Whatever reads
+it takes these tensors from the model that is loaded, which must be the same one.
 """
 
 from __future__ import annotations
@@ -77,12 +77,14 @@ def leave_out(
         optimizers: what they train, or have trained, stays in the checkpoint.
     """
     state = checkpoint["state_dict"]
+    # By what optimizers hold, too: a callback may have trained a tensor and frozen it again before this save.
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     frozen = {
         _PREFIX + name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad and id(parameter) not in trained
     }
+    # And by what a digest of some numbers shows: a tensor that something else has written to stays in.
     out = {key: mine for key, mine in base.items() if key in frozen and key in state and describe(state[key]) == mine}
     if not out:
         return

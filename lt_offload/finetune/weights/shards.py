@@ -26,7 +26,7 @@ _OWN_BYTES = 1 << 20
 """Tensors of at least this size have pages of their own. Not huge ones: where memory is in pieces, or a virtual
 machine's, finding and clearing them took three times as long as all the rest."""
 _PIECE_BYTES = 16 << 20
-"""What one call reads."""
+"""Bytes that one call reads."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -49,6 +49,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY)
+        # Lazy tensors share the file: it is closed with the last of them, whenever transformers lets go of it.
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, start: int, memory: memoryview) -> None:
@@ -107,6 +108,8 @@ def _contents(path: Path) -> dict[str, LazyTensor]:
         with safe_open(path, framework="pt", backend="pread") as checked:
             names = checked.offset_keys()
         file = _File(path)
+        # The format: eight bytes with the length of the table, the
+        # table, then all tensors; positions are from there on.
         length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
         table = json.loads(os.pread(file.descriptor, length, 8))
     except (SafetensorError, OSError, ValueError) as error:

@@ -64,6 +64,7 @@ def resize(model: Any, tokens: int) -> bool:
     embeddings: nn.Module = model.get_input_embeddings()
     on_meta = any(parameter.is_meta for parameter in embeddings.parameters())
     with without_advice():
+        # On meta there are no numbers of which a mean could be taken.
         model.resize_token_embeddings(tokens, mean_resizing=not on_meta)
     model._lt_offload_grown = True
     return True

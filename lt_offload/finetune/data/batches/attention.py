@@ -22,7 +22,7 @@ PACKABLE = frozenset(
 )  # fmt: skip
 """Model types of which a document's logits were found not to change by a bit with the tokens of another.
 
-Of a mixture of experts they change by the rounding of experts' batches, as they do with any other row of a batch.
+In a mixture of experts logits change by the rounding of the experts' batches, as with any other row of a batch.
 """
 
 _VARYING_ROPE = ("dynamic", "longrope")

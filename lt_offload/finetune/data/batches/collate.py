@@ -23,8 +23,7 @@ def padded_width(longest: int, most: int) -> int:
 class Fill:
     """Collate packed rows: as wide as a row can be, the rest without loss.
 
-    Nothing is masked, so that models find the documents by their positions. What is left of a row is a document of its
-    own.
+    Nothing is masked, so that models find the documents by their positions. The rest of a row is a document of its own.
 
     Args:
         pad_id: token in what is left of a row.

@@ -53,6 +53,7 @@ class Documents:
     @classmethod
     def from_dataset(cls, dataset: Dataset, ids: str = "ids", labels: str = "labels") -> Documents:
         """Return the documents in two columns of a data set: lists of integers, read where they lie."""
+        # A data set of which rows were taken still has the whole table, and beside it the numbers of its rows.
         chosen = row_indices(dataset)
         order = None if chosen is None else chosen.column(0).to_numpy()
         chunks = []
@@ -60,6 +61,8 @@ class Documents:
             columns = [batch.column(0), batch.column(1)]
             for column in columns:
                 assert column.null_count == 0, "an example has ids and labels"
+            # A batch may be a slice of a longer one: its offsets begin where
+            # it does, and need not be those of its other column.
             offsets, others = (column.offsets.to_numpy().astype(np.int64) for column in columns)
             assert np.array_equal(np.diff(offsets), np.diff(others)), "ids and labels are of one length"
             begin, end = int(offsets[0]), int(offsets[-1])
@@ -91,6 +94,8 @@ class Documents:
         """
         whole, cut = [], []
         for chunk in self._chunks:
+            # With sums up to every token, how many of any stretch are
+            # learned is one difference, for all documents at once.
             sums = np.zeros(len(chunk.labels) + 1, np.int64)
             np.cumsum(chunk.labels != IGNORED, out=sums[1:])
             begin, end = chunk.offsets[:-1], chunk.offsets[1:]

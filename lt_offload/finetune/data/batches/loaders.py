@@ -23,8 +23,8 @@ Collate = Callable[[Sequence[Row]], Batch]
 class ResumableLoader:
     """A loader whose position in the epoch Lightning saves and restores with its checkpoints.
 
-    What counts are the batches that training was given: workers may be ahead of it, and so are the other batches of an
-    update of which the tokens are counted. It is no DataLoader, into which Lightning would put an order of its own
+    The position counts the batches that training was given: workers may be ahead of it, and so are the other batches of
+    an update of which the tokens are counted. It is no DataLoader, into which Lightning would put an order of its own
     where there are several processes.
     """
 
@@ -83,6 +83,7 @@ class EvenBatches(Dataset[Batch]):
         return round_up(self._count, self._processes)
 
     def __getitem__(self, number: int) -> Batch:
+        # A batch behind the last one is that one again, which has a shape that comes anyway; its labels go below.
         begin = min(number, self._count - 1) * self._batch_size
         batch = self._collate([self._rows[row] for row in range(begin, min(begin + self._batch_size, len(self._rows)))])
         if number >= self._count:
@@ -100,6 +101,7 @@ def held_out_loader(
             rows, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers, generator=generator
         )
     batches = EvenBatches(rows, batch_size, collate_fn, share.of)
+    # Whole batches are dealt out, not rows: dealt row by row, other rows would share a batch than in one process.
     return DataLoader(
         batches,
         batch_size=None,

@@ -16,7 +16,7 @@ from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import Share
 
 _BATCHES_TO_SORT = 50
-"""So many batches' rows are sorted by length together: like finds like, and chance still says who meets whom."""
+"""Batches whose rows are sorted by length together: rows of like lengths meet, and chance still says which of them."""
 
 
 class ResumableBatches(Sampler[list[int]]):
@@ -24,8 +24,8 @@ class ResumableBatches(Sampler[list[int]]):
 
     Lightning calls ``set_epoch`` before each epoch. Where a run goes on, epochs are counted from its own: Lightning
     takes that for over if the run ended there by ``max_steps``. The last batch has the rows that are left; which ones
-    is up to chance, in each epoch anew. Of several processes each takes every so-many-th batch of the same order, and
-    all of them as many, so that at the end some may be without one: see ``silent``.
+    is up to chance, in each epoch anew. All processes have the same order, and each takes its share of the batches,
+    every one as many as the others, so that at the end some may be without one: see ``silent``.
 
     Args:
         count: rows.
@@ -84,6 +84,7 @@ class ResumableBatches(Sampler[list[int]]):
 
     def begin(self) -> None:
         """Begin an epoch: at the position that was loaded, if it was and the epoch had not come to its end."""
+        # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
         if not self._resume or self.position >= len(self):
             self.position = 0
             self.epoch += self._counts
@@ -93,12 +94,15 @@ class ResumableBatches(Sampler[list[int]]):
         """Return all batches of the epoch, those of other processes, too."""
         generator = torch.Generator().manual_seed(self.seed + (self.epoch if self.reshuffled else 0))
         order = torch.randperm(self.count, generator=generator)
+        # Only rounds in which every process gets a batch; what is left is divided in its own way.
         full = self.count // (self.batch_size * self.share.of) * self.share.of
         order, left = order[: full * self.batch_size], order[full * self.batch_size :]
         if self._lengths is not None:
             together = self.batch_size * _BATCHES_TO_SORT
             parts = [order[begin : begin + together] for begin in range(0, len(order), together)]
             order = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in parts])
+            # Sorted rows would come from short to long; so their batches
+            # are shuffled, and stay batches of like lengths.
             order = order.view(-1, self.batch_size)[torch.randperm(full, generator=generator)]
         found: list[list[int]] = order.view(-1, self.batch_size).tolist()
         return found + self._last(left)

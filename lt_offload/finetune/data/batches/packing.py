@@ -43,7 +43,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """What does not come into rows because documents are longer than a row, or have nothing to learn."""
+    """Documents and tokens that do not come into rows, as they are longer than a row or have nothing to learn."""
 
     cut: int = 0
     """Documents whose end is missing."""
@@ -84,6 +84,8 @@ def pieces_of(documents: Documents, selected: Integers, length: int) -> tuple[Pi
     cut = (lengths > length) & ~split
     kept = np.where(cut, before_cut, learned) > 0
     counts = np.where(kept, 1, 0)
+    # The last token of a piece is the first one of the next, and not predicted again there: a piece
+    # predicts length - 1 tokens, and all together predict each token but the first one.
     counts[split] = -(-(lengths[split] - 1) // (length - 1))
     owner = np.repeat(np.arange(len(selected)), counts)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -153,6 +155,8 @@ class Sequences(Dataset[Row]):
         for document, start, stop in self.row(index):
             end = begin + stop - start
             ids[begin:end], labels[begin:end] = self._documents.piece(document, start, stop)
+            # Models find where a document begins by its position 0. Its first token follows
+            # another document's last one, from which it must not be predicted.
             first = 0 if self._apart else begin
             positions[begin:end] = np.arange(first, first + end - begin)
             if self._apart:
@@ -204,6 +208,7 @@ def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
     pieces = Pieces(document=selected[owner], start=begins - offset, stop=ends - offset)
     counts = np.unique(begins // length, return_counts=True)[1]
     rows = Sequences(documents, pieces, np.cumsum(counts), apart=False)
+    # Made once to be looked at: a stretch of running text may lie within what is not learned, as in long prompts.
     learned = [number for number in range(len(rows)) if bool((rows[number][1][1:] != IGNORED).any())]
     return rows.take(np.asarray(learned, np.int64))
 

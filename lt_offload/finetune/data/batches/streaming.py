@@ -1,7 +1,7 @@
-"""Batches of data that are read while training: shuffled and packed window by window, and taken up where a run stopped.
+"""Batches of data that are read while training: shuffled and packed in stretches, and taken up where a run stopped.
 
-A window is so many examples one after the other. What batches come of it depends on these, the seed and the number of
-the window only, so that a position is the place where its window begins and how many of its sequences are used.
+A stretch is a number of examples one after the other. Its batches depend on these, the seed and the number of the
+stretch only. So a position is the place where its stretch begins, and how many of the sequences in it are used.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ Place = tuple[int, int]
 Placed = tuple[Place, Example]
 """An example, and the place after it."""
 Position = dict[str, Any]
+_STRETCH = "window"
+"""Key of the number of a stretch; checkpoints have it by this name."""
 Batch = dict[str, Tensor]
 
 
@@ -63,11 +65,11 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
     Args:
         source: of examples.
         begin: where training data begin; what is before is held out.
-        buffer: examples of a window.
+        buffer: examples of a stretch.
         batch_size: sequences of a batch.
-        sequences: puts the documents of a window into sequences.
+        sequences: puts the documents of a stretch into sequences.
         collate: makes a batch of sequences.
-        seed: of the order within windows, which is another one in each pass over the data.
+        seed: of the order within stretches, which is another one in each pass over the data.
         name: of the data, for errors.
         settings: what else decides about what comes, by name.
         share: the batches of this process.
@@ -92,6 +94,7 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         self._collate = collate
         self._name = name
         self._share = share
+        # numpy's generators take no seeds below 0, which torch's do.
         self._buffer, self._batch_size, self._seed = buffer, batch_size, seed % 2**64
         self.depends_on: dict[str, Any] = {
             "seed": seed, "batch_size": batch_size, "stream_buffer": buffer, "begin": list(begin), **settings
@@ -114,6 +117,8 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
             for after, row in self._epoch(position):
                 some = True
                 yield after, row
+            # A whole pass without a sequence, not the rest of one that a
+            # run went on in: the next one would be the same.
             if not some and position == self._whole(position["epoch"]):
                 raise ConfigError(
                     f"{self._name} has no trainable tokens within data.max_length; raise data.max_length, lower "
@@ -123,21 +128,23 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
 
     def _epoch(self, position: Position) -> Iterator[tuple[Position, Row]]:
         """Yield the rest of a pass over the data from ``position`` on."""
-        epoch, window, used = position["epoch"], position["window"], position["used"]
+        epoch, stretch, used = position["epoch"], position[_STRETCH], position["used"]
         place: Place = tuple(position["place"])
         examples = self._source.read(place)
         while some := list(islice(examples, self._buffer)):
             found = self._sequences(Documents.from_examples(example for _, example in some))
             after = some[-1][0]
-            order = np.random.default_rng([self._seed, epoch, window]).permutation(len(found))
+            order = np.random.default_rng([self._seed, epoch, stretch]).permutation(len(found))
             for number in range(used, len(order)):
-                here = {"epoch": epoch, "window": window, "place": list(place), "used": number + 1}
-                done = {"epoch": epoch, "window": window + 1, "place": list(after), "used": 0}
+                here = {"epoch": epoch, _STRETCH: stretch, "place": list(place), "used": number + 1}
+                # After the last of its sequences the position is where the next
+                # stretch begins: to go on, nothing is read twice.
+                done = {"epoch": epoch, _STRETCH: stretch + 1, "place": list(after), "used": 0}
                 yield (done if number + 1 == len(order) else here), found[int(order[number])]
-            place, window, used = after, window + 1, 0
+            place, stretch, used = after, stretch + 1, 0
 
     def _whole(self, epoch: int) -> Position:
-        return {"epoch": epoch, "window": 0, "place": self.depends_on["begin"], "used": 0}
+        return {"epoch": epoch, _STRETCH: 0, "place": self.depends_on["begin"], "used": 0}
 
 
 class StreamLoader:
@@ -225,6 +232,7 @@ def check_end(trainer: Any) -> None:
 
 def batches_of(trainer: Any) -> int:
     """Return how many batches ``trainer`` takes until it has made all of its steps."""
+    # The largest number that a callback will set: too many batches are no matter, as steps end the run, too few are.
     factors = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:
         factors += getattr(callback, "scheduling", {}).values()

@@ -39,6 +39,7 @@ _ROLES = {
 """Roles by the words that data have for them, in lower case."""
 _KNOWN_ROLES = "system, developer, user (human), assistant (gpt, bot), function_call, tool (observation)"
 _PAIR = ("instruction", "output")
+# Besides role and content: what templates of models that think look for, and OpenAI's weight of an answer.
 _KEPT = ("name", "reasoning_content", "thinking", "reasoning", "weight")
 
 
@@ -143,6 +144,7 @@ def from_completion(row: Row, layout: Columns, *, from_table: bool) -> Conversat
         parse_messages(row[layout.columns[role]], layout.columns[role], layout.keys, from_table=from_table)
         for role in ("prompt", "completion")
     )
+    # The answer must be in the completion: those in the prompt are context, and never learned.
     if not any(message["role"] == "assistant" for message in completion):
         raise RowFault(f"{layout.columns['completion']} has no message of the assistant, so there is nothing to learn")
     tools = _tools(row, layout, from_table)
@@ -201,6 +203,7 @@ def other_keys(row: Row, layout: Columns, *, from_table: bool = False) -> dict[s
             texts[key] = texts.get(key, 0) + (sum(map(str.isalpha, text)) if isinstance(text, str) else 0)
     # What is said has more letters than times, names and numbers of messages.
     for content, role in itertools.permutations(sorted(texts, key=lambda key: -texts[key]), 2):
+        # Tried, not guessed: only keys with which the whole row can be used are worth telling.
         keys = {"role": role, "content": content}
         try:
             from_chat(row, replace(layout, keys=keys), from_table=from_table)
@@ -213,6 +216,8 @@ def other_keys(row: Row, layout: Columns, *, from_table: bool = False) -> dict[s
 def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
     if not isinstance(item, Mapping):
         raise RowFault(f"is {kind_of(item)}, not an object with role and content")
+    # OpenAI says role and content, ShareGPT from and value. A row of a table has the keys of
+    # all others, too, with null in them, so that a key that is there proves nothing.
     role_key = keys.get("role") or ("role" if item.get("role") is not None or "from" not in item else "from")
     content_key = keys.get("content") or ("content" if "content" in item and role_key != "from" else "value")
     if "content" not in item and "value" not in item:
@@ -224,6 +229,7 @@ def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
     if role is None:
         raise RowFault(f"unknown role {name!r}; known are {_KNOWN_ROLES}")
     of_role = f"(role {name!r}) {content_key}"
+    # ShareGPT's form of a call: a message of its own, whose text is JSON.
     if role == "function_call":
         calls = _json(check_text(item.get(content_key), of_role), of_role)
         calls = calls if isinstance(calls, list) else [calls]
@@ -289,6 +295,7 @@ def _link(message: Message, calls: list[str]) -> None:
     """
     if message.get("tool_calls"):
         calls.clear()
+        # Nine letters and digits: Mistral's templates refuse an id of any other length.
         for number, call in enumerate(message["tool_calls"]):
             calls.append(call.setdefault("id", f"call{number:05d}"))
     elif message["role"] == "tool" and calls:

@@ -60,6 +60,7 @@ class Locator:
             text, generated = self.template.render_with_spans(messages, conversation.tools)
         except RowFault as fault:
             raise self.template.blame(conversation, fault) from None
+        # Marks do not say that all is there: a template with marks can leave out a message like any other.
         if generated is not None:
             self._check_complete(conversation, text)
             if (spans := _of_turns(generated, messages, turns)) is not None:
@@ -69,12 +70,12 @@ class Locator:
 
     @property
     def closing(self) -> str:
-        """What the template ends a turn of the assistant with; empty where that cannot be told."""
+        """The text with which the template ends a turn of the assistant; empty where that cannot be told."""
         return self.surroundings.closing
 
     @cached_property
     def surroundings(self) -> Surroundings:
-        """What the template writes around a turn, tried out; empty where that cannot be told."""
+        """The text that the template writes around a turn, tried out; empty where that cannot be told."""
         messages: list[Message] = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": "answer"},
@@ -83,6 +84,7 @@ class Locator:
         ]
         try:
             before, text = self.template.render(messages[:1]), self.template.render(messages)
+            # The first answer, which others follow: the last one of a conversation may be written in another way.
             begin, end = self._compared(Conversation(messages=messages), text, 1, Surroundings())
         except RowFault:
             return Surroundings()
@@ -100,6 +102,8 @@ class Locator:
             RowFault: if a message is left out.
         """
         messages = conversation.messages
+        # A message takes two of the 65,536 characters of the private plane that marks
+        # are of. A text that has some of them already cannot be marked.
         if _MARKS.search(text) is not None or len(messages) > 30_000:
             return None
         marked = []
@@ -107,6 +111,7 @@ class Locator:
         for number, message in enumerate(messages):
             content = message["content"]
             core = content.strip()
+            # Around the words alone: templates trim messages, and would keep white space inside of marks.
             if core:
                 begin, end = chr(_FIRST_MARK + 2 * number), chr(_FIRST_MARK + 2 * number + 1)
                 left = len(content) - len(content.lstrip())
@@ -125,12 +130,14 @@ class Locator:
             position += mark.start() - last
             last = mark.end()
             found.setdefault((ord(mark[0]) - _FIRST_MARK) // 2, []).append(position)
+        # The marks have changed what is written (a template may look at how a message begins): they tell nothing.
         if "".join([*plain, written[last:]]) != text:
             self._check_complete(conversation, text)
             return None
         for number in expected:
             if number not in found:
                 raise _left_out(messages, number, self.template)
+        # A message that is written twice, or in part, has no place.
         return {n: (at[0], at[1]) for n, at in found.items() if len(at) == 2 and at[1] - at[0] == expected[n]}
 
     def _span(self, conversation: Conversation, text: str, turn: int, places: dict[int, Span] | None) -> Span:
@@ -141,12 +148,14 @@ class Locator:
             begin, end = places[turn]
             core = message["content"].strip()
             left, right = message["content"].split(core, 1) if core else ("", "")
+            # White space around the words is learned where the template has kept it, between what it writes itself.
             if left and text[:begin].endswith(around.header + around.opening + left):
                 begin -= len(left)
             if text.startswith(right + around.closing, end):
                 end += len(right)
             if text[:begin].endswith(around.header + around.opening) and around.header:
                 begin -= len(around.opening)
+                # Behind the last answer there is only what ends it, whatever the template writes there.
                 if last:
                     return begin, len(text)
                 if around.closing and text.startswith(around.closing, end):
@@ -160,6 +169,9 @@ class Locator:
         end = len(text) if turn == len(messages) - 1 else None
         until = None
         if end is None:
+            # If the text begins with that of the conversation up to this turn, the turn
+            # ends with it. Where nothing but the beginning of the next turn ends one, its
+            # token belongs to this one: the model has to learn to stop.
             until = self._rendered(messages[: turn + 1], tools)
             if until is not None and text.startswith(until) and len(until) > (begin or 0):
                 end = len(until) + (self._token_at(text, len(until)) if around.next_ends else 0)
@@ -177,6 +189,7 @@ class Locator:
         if end is None:
             if until is None:
                 raise self._unclear(messages, turn)
+            # What follows the words if nothing follows the turn, as far as it is written here as well.
             closing = until[self._changed(messages[: turn + 1], tools, turn, until)[1] :]
             common = commonprefix([closing, text[words[1] :]])
             if len(common) < len(closing):  # what ends the conversation is not what ends a turn in the middle
@@ -184,8 +197,10 @@ class Locator:
             end = words[1] + len(common)
             if not common:
                 end += self._token_at(text, end)
+            # The next message would be learned: better no span than a wrong one.
             if self._changed(messages, tools, turn + 1, text)[0] < end:
                 raise self._unclear(messages, turn)
+        # A span that does not hold the words themselves was found at the wrong place.
         if not begin <= words[0] <= words[1] <= end:
             raise self._unclear(messages, turn)
         return begin, end
@@ -234,6 +249,7 @@ class Locator:
             if written is not None and _OTHER in written:
                 same = len(commonprefix([text, written]))
                 first = min(first, same)
+                # Only behind the first difference: the two ends could overlap in a text that repeats itself.
                 last = len(text) - len(commonprefix([text[same:][::-1], written[same:][::-1]]))
         if last is None:
             raise self._unclear(messages, turn)
@@ -285,6 +301,8 @@ def _of_turns(generated: Sequence[Span], messages: Sequence[Message], turns: Seq
     assistant = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     joined: list[Span] = []
     for begin, end in generated:
+        # A template may mark a turn in pieces (thoughts, then the answer). Pieces that touch are one
+        # turn, unless there are as many marks as turns already: two answers may touch, too.
         if joined and joined[-1][1] == begin and len(generated) != len(assistant):
             joined[-1] = (joined[-1][0], end)
         else:

@@ -36,7 +36,7 @@ _TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What of functions a template writes.
+    """How much about functions a template can write.
 
     Args:
         tools: descriptions of functions.
@@ -92,6 +92,7 @@ class ChatTemplate:
         special: dict[str, Any] = self.special
         marked = _MARKERS.search(text) is not None
         try:
+            # transformers' own renderer, with its filters and functions, as templates are written for it.
             rendered: Any = render_jinja_template(
                 [list(messages)],
                 list(tools) if tools else None,
@@ -100,6 +101,8 @@ class ChatTemplate:
                 add_generation_prompt=ask,
                 **special,
             )
+        # Templates call methods of what they are given, so a message of a
+        # kind that they do not expect is any of these.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RowFault(f"the chat template ({self.name}) refuses it: {first_line(error)}") from error
         return rendered[0][0], rendered[1][0] if marked else None
@@ -107,6 +110,8 @@ class ChatTemplate:
     def blame(self, conversation: Conversation, fault: RowFault) -> RowFault:
         """Return ``fault`` with the first message that the template refuses."""
         messages, tools = conversation.messages, conversation.tools
+        # A template stops without saying where: the shortest beginning of the
+        # conversation that it refuses ends with the message to blame.
         for number in range(1, len(messages) + 1):
             try:
                 self.render(messages[:number], tools)
@@ -121,6 +126,7 @@ class ChatTemplate:
     def fit(self, conversation: Conversation) -> tuple[Conversation, str | None]:
         """Return ``conversation`` as this template can write it, and what was changed, if anything."""
         messages = conversation.messages
+        # A template that does not name this role refuses it or leaves it out.
         if "developer" not in self.text and any(message["role"] == "developer" for message in messages):
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             conversation = replace(conversation, messages=messages)
@@ -136,7 +142,8 @@ class ChatTemplate:
 
     @cached_property
     def abilities(self) -> Abilities:
-        """What of functions it writes, tried out."""
+        """How much about functions it can write, tried out."""
+        # With sevens: words that no template writes of itself, so that what is found was handed through.
         parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
         function = {"name": "name7", "description": "some function", "parameters": parameters}
         tools = [{"type": "function", "function": function}]
@@ -149,6 +156,7 @@ class ChatTemplate:
         of_object = self._try([user, asked, result, answer], tools)
         of_text = self._try([user, _with_text_arguments(asked), result, answer], tools)
         calls: Literal["object", "text"] | None = None
+        # A template that wants text prints an object in Python's way, which no model has been trained on.
         if "value7" in of_object and "{'key7'" not in of_object:
             calls = "object"
         elif '{"key7": "value7"}' in of_text:
@@ -165,6 +173,7 @@ class ChatTemplate:
     def as_text(self, conversation: Conversation) -> Conversation:
         """Return ``conversation`` with functions, calls and results as text in its messages."""
         messages = [dict(message) for message in conversation.messages]
+        # Tried with an answer in front instead of a call, as calls are text in what will be written.
         as_user = "result7" not in self._try(
             [
                 {"role": "user", "content": "question"},
@@ -263,6 +272,8 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
             f"data.template={name}: this tokenizer has no token for {', '.join(tokens)}; they are split like other text"
         )
     begin = tokenizer.bos_token_id
+    # Texts get this token from the tokenizer, conversations from the template alone: without it
+    # here, training would begin with another token than the model has ever begun with.
     if begin is not None and "bos_token" not in text and tokenizer("a")["input_ids"][:1] == [begin]:
         text = "{{- bos_token }}" + text
     return text, notes

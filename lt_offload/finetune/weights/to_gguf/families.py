@@ -1,6 +1,6 @@
 """What GGUF files say about the families of models that the recipes name, and how their tensors differ from ours.
 
-The package ``gguf`` knows the format and the names of tensors. What is here is what llama.cpp computes for each
+The package ``gguf`` knows the format and the names of tensors. This file has what llama.cpp computes for each
 architecture without being told: whatever a configuration says otherwise is refused.
 """
 
@@ -19,7 +19,7 @@ CONVERTER = (
     "export a folder (--format hf) and convert it with llama.cpp's convert_hf_to_gguf.py, which knows more of them"
 )
 _GEMMA3_PATTERN = 6
-"""Of as many layers the last one attends to everything."""
+"""Every layer of this number attends to everything, and those in between to a sliding part."""
 _GEMMA3_LOCAL_BASE = 10000.0
 
 
@@ -32,7 +32,7 @@ class Family:
     activation: str
     """What llama.cpp computes between the matrices of an MLP."""
     odd: Callable[[Any], Iterator[str]] = lambda config: iter(())
-    """What a configuration says that llama.cpp does not compute, each in a few words."""
+    """Yields what a configuration asks for and llama.cpp does not compute, each in a few words."""
     describe: Callable[[Any, Any], None] = lambda writer, config: None
     """Tells a writer what only this family has."""
     stored: Callable[[str, Tensor, Any], Tensor] = lambda name, tensor, config: tensor
@@ -66,6 +66,7 @@ def family_of(config: Any) -> Family:
 
 def activation_of(config: Any) -> str:
     """Return what is computed between the matrices of an MLP."""
+    # The first Gemma says hidden_act, as most do; Gemma 2 and 3 say hidden_activation.
     for key in ("hidden_activation", "hidden_act"):
         if getattr(config, key, None) is not None:
             return str(getattr(config, key))
@@ -92,6 +93,7 @@ def describe(writer: Any, config: Any, family: Family) -> None:
     if window is not None and family.windows:
         writer.add_sliding_window(window)
     elif window is not None:
+        # Up to the length of its window a model attends to everything anyway: that far llama.cpp computes the same.
         context = min(context, window)
     writer.add_context_length(context)
     writer.add_embedding_length(config.hidden_size)
@@ -190,6 +192,7 @@ def _odd_gemma(config: Any) -> Iterator[str]:
     if config.query_pre_attn_scalar != head_size(config):
         yield f"query_pre_attn_scalar={config.query_pre_attn_scalar}, which is not head_dim={head_size(config)}"
     every = 2 if config.model_type == "gemma2" else _GEMMA3_PATTERN
+    # llama.cpp is not told which layers attend to everything: it takes the pattern of the published sizes.
     usual = [
         "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(len(config.layer_types))
     ]

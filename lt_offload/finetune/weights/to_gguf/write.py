@@ -63,6 +63,8 @@ def write_gguf(model: Any, tokenizer: PreTrainedTokenizerBase, path: Path, *, qu
     _say_type(writer, model.dtype, quantize)
     stops = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     write_tokenizer(writer, tokenizer, rows=config.vocab_size, stops=tuple(stops) if isinstance(stops, list) else ())
+    # The names, shapes and kinds of all tensors come first in a file. So they are told before any
+    # is converted, and each is converted when it is its turn: one in memory at a time.
     for target, (_, tensor) in planned.items():
         kind = _kind(tensor, quantize)
         block, size = gguf.GGML_QUANT_SIZES[kind]
