@@ -117,6 +117,12 @@ GRADIENTS = while_running(
     "finds the last ones in training_step, too); clip with engine.clip_value or "
     "engine.clip_grad_norm_(...)",
 )
+SET_GRADIENT = while_running(
+    "gradients of blocks' weights that are there before the backward (p.grad = noise in on_before_backward)",
+    why="those of the backward are added to them, which takes memory of the device that no plan has",
+    instead="add to p.grad after the backward: in on_before_optimizer_step, or in a loop of one's own with "
+    "delayed=True before optimizer.step()",
+)
 KEPT_GRADIENT = while_running(
     "gradients that are kept (self.before = p.grad) while they are still to change, views of them",
     why="they stand where sums of gradients are, and the next ones will",

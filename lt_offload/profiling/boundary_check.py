@@ -321,6 +321,16 @@ class BoundaryCheck:
                 name = "an operation" if index is None else f"block {self._blocks[index].name}"
                 raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")
 
+    def check_unset(self) -> None:
+        """Refuse gradients of weights that are there before the loss's backward.
+
+        Raises:
+            UnsupportedError: naming the weight.
+        """
+        for name, parameter in self._parameters():
+            if parameter.grad is not None:
+                raise limits.SET_GRADIENT.error(f"weight {name} has a gradient before the backward")
+
     def check_gradients(self) -> None:
         """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
 

@@ -202,6 +202,7 @@ class _CallRecorder:
         if loss is not None and loss.requires_grad:
             self.account.reset_peak()
             self.boundary.check_consumers(loss)
+            self.boundary.check_unset()
             self.meter.lap()
             torch.autograd.backward(loss)
             tail.backward = self.meter.lap()

@@ -133,7 +133,14 @@ class Gradients:
         return torch.stack(sums).sum().sqrt() if sums else None
 
     def begin_block(self, weights: Sequence[Weight]) -> None:
-        """A block's backward begins, which gives ``weights`` gradients, each once."""
+        """A block's backward begins, which gives ``weights`` gradients, each once.
+
+        Raises:
+            UnsupportedError: if one of them has a gradient already, which somebody has set.
+        """
+        for weight in weights:
+            if weight.param.grad is not None:
+                raise limits.SET_GRADIENT.error(f"{weight.label} has a gradient before the backward")
         self._expected = {weight.index for weight in weights}
 
     def _collect_index(self, index: int) -> None:

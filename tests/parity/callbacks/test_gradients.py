@@ -311,3 +311,25 @@ def test_an_error_in_a_hook_is_the_one_that_is_raised() -> None:
             looked_at(OffmateStrategy(memory="200MB"), hook, failing, module)
         assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
         assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("place", ["training_step", "on_before_backward"])
+def test_gradients_that_are_set_before_the_backward_are_refused(place: str) -> None:
+    def set_all(module: LightningModule, seen: list[Any]) -> None:
+        for p in module.parameters():
+            p.grad = torch.full_like(p, 0.01)
+
+    module, callbacks = seeded_module(layers=2), []
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss = step(batch, batch_idx)
+        set_all(module, [])
+        return loss
+
+    if place == "training_step":
+        module.training_step = training_step
+    else:
+        callbacks.append(Looking(place, set_all))
+    with pytest.raises(UnsupportedError, match=r"weight .* has a gradient before the backward: "):
+        fit(OffmateStrategy(memory="200MB"), module, max_epochs=1, callbacks=callbacks)
