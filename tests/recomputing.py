@@ -77,22 +77,22 @@ class Recomputing:
                 terminalreporter.line(f"repeated none: {name}")
 
     def _count(self, patch: pytest.MonkeyPatch) -> None:
-        from lt_offload.execute.blocks.run import Frame
+        from lt_offload.execute.blocks.part_run import PartRun
 
-        first, second = Frame._call, Frame._as_first
+        first, second = PartRun._call, PartRun.as_first
 
-        def call(frame: Frame, *args: Any) -> Any:
+        def call(part: PartRun, *args: Any) -> Any:
             self.runs += 1
-            return first(frame, *args)
+            return first(part, *args)
 
         @contextmanager
-        def as_first(frame: Frame, **kwargs: Any) -> Iterator[None]:
+        def as_first(part: PartRun, **kwargs: Any) -> Iterator[None]:
             self.again += 1
-            with second(frame, **kwargs):
+            with second(part, **kwargs):
                 yield
 
-        patch.setattr(Frame, "_call", call)
-        patch.setattr(Frame, "_as_first", as_first)
+        patch.setattr(PartRun, "_call", call)
+        patch.setattr(PartRun, "as_first", as_first)
 
 
 def _force(patch: pytest.MonkeyPatch) -> None:

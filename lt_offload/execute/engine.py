@@ -21,8 +21,8 @@ from lt_offload import limits
 from lt_offload.compat.torch import functorch_level
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
-from lt_offload.execute.blocks.run import BlockFunction
-from lt_offload.execute.blocks.runs import AnyFrame, Frames
+from lt_offload.execute.blocks.run import BlockFunction, BlockRun
+from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.controls import Controls
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
@@ -99,7 +99,7 @@ class Engine(Controls):
         self._elsewhere = ExitStack()
         """While the model runs on another device than its parameters are on."""
         self._anchor = torch.zeros((), requires_grad=True)
-        self._frames = Frames(device, self.pool, self.structure, plan)
+        self._frames = BlockRuns(device, self.pool, self.structure, plan)
         checks.check_hooks(self.structure, self._frames.repeated, parted=self._frames.parted)
         self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
         self._walk: Walk
@@ -442,14 +442,14 @@ class Engine(Controls):
             yield
         self._walk.end()
 
-    def _make_frame(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> AnyFrame:
+    def _make_frame(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
         frame = self._frames.make(index, forward, self._blocks[index], args, kwargs)
         if frame.needs_backward:
             for weight in self._blocks[index]:
-                weight.uses += frame.runs * weight.param.requires_grad
+                weight.uses += len(frame.parts) * weight.param.requires_grad
         return frame
 
-    def _run_backward(self, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _run_backward(self, frame: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with self._guard.suspended:
             self._backward.check(frame)
             if not self._iteration.ran_backward:
@@ -457,7 +457,7 @@ class Engine(Controls):
             return self._backward_of(frame, anchor, grads)
 
     def _run_deferred(
-        self, forward: DeferredForward, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]
+        self, forward: DeferredForward, frame: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Run the backward of a block whose forward had to wait, and that forward again if this is the first."""
         with self._guard.suspended:
@@ -469,7 +469,7 @@ class Engine(Controls):
             passed = forward.passed[frame.index]
             passed.totals = frame.totals
             found = self._backward_of(passed, anchor, grads)
-            forward.frames[frame.index].end()
+            forward.runs[frame.index].end()
             return found
 
     def _run_forward_again(self, forward: DeferredForward) -> None:
@@ -480,7 +480,7 @@ class Engine(Controls):
         self._begin_gradients()
         self._begin_pass(self._deferred.waiting - 1)
 
-        def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[AnyFrame, list[Tensor]]:
+        def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
             with self._computed(index):
                 frame = self._make_frame(index, original, args, kwargs)
                 if frame.needs_backward:
@@ -501,7 +501,7 @@ class Engine(Controls):
             self.own_loop.begin_backward(updating=self._window.which == "updating")
         self._step.enclose()
 
-    def _backward_of(self, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _backward_of(self, frame: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
         index = frame.index
         step = self._walk.timeline.backward(index)

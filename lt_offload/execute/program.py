@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from lt_offload.errors import PlanError, UnsupportedError
-from lt_offload.execute.blocks.runs import Frames
+from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Weight
@@ -29,7 +29,7 @@ class Walk:
         *,
         residency: Residency,
         gradients: Gradients,
-        frames: Frames,
+        frames: BlockRuns,
         recorder: Recorder,
     ) -> None:
         self._programs: dict[Pass, list[StepOps]] = {which: program(plan, which) for which in plan.passes}

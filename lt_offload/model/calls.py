@@ -112,11 +112,11 @@ class Call:
 
     def cut(self) -> Cut | None:
         """Return how the batch is cut; None if it is not."""
-        return None if self.cutter is None else self.cutter.cut(*tree_unflatten(self.leaves, self.spec))
+        return None if self.cutter is None else self.cutter.cut(self.leaves, self.spec)
 
     def parts(self, cut: Cut) -> list[Call]:
         """Return the calls of the parts."""
-        return [replace(self, leaves=tree_leaves(arguments), cutter=None) for arguments in cut.calls()]
+        return [replace(self, leaves=leaves, cutter=None) for leaves in cut.parts(self.leaves)]
 
     def as_called(self) -> AbstractContextManager[None]:
         """Enclose runs that see the block's modules as they were at the call."""

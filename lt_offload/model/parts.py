@@ -52,12 +52,10 @@ def sizes_of(samples: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """The arguments of one call of a block, and which of them have a row per sample."""
+    """How one call of a block is cut."""
 
-    leaves: list[Any]
-    spec: TreeSpec
     rows: frozenset[int]
-    """Positions among ``leaves``."""
+    """Positions, among the leaves of the arguments, of what has a row per sample."""
     sizes: list[int]
     """Samples of each part."""
 
@@ -65,16 +63,13 @@ class Cut:
         """Return the rows of one part."""
         return whole.narrow(0, sum(self.sizes[:part]), self.sizes[part])
 
-    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of each part: views, which one node of autograd makes of each tensor."""
+    def parts(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Return the leaves of each part's arguments: views, which one node of autograd makes of each tensor."""
         # One split, not a ``narrow`` per part: the backward of each of those makes a gradient of the whole batch,
         # mostly zeros, and autograd would add them up.
-        pieces = {at: self.leaves[at].split(self.sizes) for at in self.rows}
-        found = []
-        for part in range(len(self.sizes)):
-            leaves = [pieces[at][part] if at in pieces else leaf for at, leaf in enumerate(self.leaves)]
-            found.append(tree_unflatten(leaves, self.spec))
-        return found
+        pieces = {at: leaves[at].split(self.sizes) for at in self.rows if leaves[at] is not None}
+        parts = range(len(self.sizes))
+        return [[pieces[at][part] if at in pieces else leaf for at, leaf in enumerate(leaves)] for part in parts]
 
 
 class Cutter:
@@ -94,13 +89,16 @@ class Cutter:
         self._known: dict[tuple[str, int], bool] = {}
         """By form of the arguments and position: whether it has a row per sample."""
 
-    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut | None:
+    def cut(self, leaves: Sequence[Any], spec: TreeSpec) -> Cut | None:
         """Return how a call is cut; None if it is not: it has one sample, or no tensor.
+
+        Args:
+            leaves: of its ``(args, kwargs)``.
+            spec: of these.
 
         Raises:
             UnsupportedError: if rows of samples cannot be told from rows of tokens.
         """
-        leaves, spec = tree_flatten((args, kwargs))
         positional = spec.child(0).num_leaves
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         activations = [at for at, leaf in tensors if is_activation(leaf, positional=at < positional)]
@@ -129,7 +127,7 @@ class Cutter:
                 self._known[form, at] = found
             if found:
                 rows.add(at)
-        return Cut(leaves=leaves, spec=spec, rows=frozenset(rows), sizes=sizes)
+        return Cut(rows=frozenset(rows), sizes=sizes)
 
     def refusal(self, part: Sequence[int], size: int) -> UnsupportedError:
         """Return the error about an output of shape ``part`` where ``size`` samples went in."""
@@ -316,11 +314,13 @@ def in_parts(forward: Forward, cutter: Cutter) -> Forward:
     """Return ``forward`` of a block, run on parts of its batch: the definition of the numbers."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        cut = cutter.cut(args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        cut = cutter.cut(leaves, spec)
         if cut is None:
             return forward(*args, **kwargs)
         del args, kwargs
-        return joined(cutter, cut.sizes, [forward(*a, **k) for a, k in cut.calls()])
+        calls = [tree_unflatten(part, spec) for part in cut.parts(leaves)]
+        return joined(cutter, cut.sizes, [forward(*a, **k) for a, k in calls])
 
     return run
 

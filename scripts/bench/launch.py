@@ -114,7 +114,7 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
     import torch
 
     from lt_offload.execute import engine
-    from lt_offload.execute.blocks import run as units
+    from lt_offload.execute.blocks import part_run as units
     from lt_offload.execute.device import cuda, emulated
     from lt_offload.execute.updates import gradients
 
@@ -144,7 +144,7 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
         within(engine.Engine, "around the backward", "_run_backward")
         within(engine.Engine, "end of the iteration", "finish")
         within(engine.Walk, "walk", "begin", "end")
-        within(units.Frame, "model", "_call")
+        within(units.PartRun, "model", "_call")
         within(torch.autograd, "model", "backward")
         within(gradients.Gradients, "gradient hooks", "_collect")
         within(gradients.Gradients, "update", "use_on_device")

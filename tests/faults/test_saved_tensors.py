@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lt_offload.errors import UnsupportedError
+from lt_offload.execute.blocks.part_run import PartRun
 from lt_offload.execute.blocks.repeats import Repeats
-from lt_offload.execute.blocks.run import Frame
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory import activations
@@ -206,7 +206,7 @@ def test_results_may_be_written_to_where_they_are_made_again(option: str) -> Non
 
 
 CHECKS = {
-    "recompute": (Frame, "_check_untouched"),
+    "recompute": (PartRun, "_check_untouched"),
     "reload": (MovedStorage, "check_untouched"),
     "mixed": (MovedStorage, "check_untouched"),
 }

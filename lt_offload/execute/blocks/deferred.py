@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lt_offload.execute.blocks.run import BlockFunction, Frame
-from lt_offload.execute.blocks.runs import AnyFrame, Frames
+from lt_offload.execute.blocks.run import BlockFunction, BlockRun
+from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
@@ -25,37 +25,39 @@ from lt_offload.model.calls import BlockOutput
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import RECORDED
 
-Again = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[AnyFrame, list[Tensor]]]
-"""Runs a block, given its forward and arguments, as a part of the present pass; returns its frame and its outputs."""
+Again = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[BlockRun, list[Tensor]]]
+"""Runs a block, given its forward and arguments, as a part of the present pass; returns its run and its outputs."""
 
 
 class DeferredForward:
     """One such forward. It lives as long as the outer graph: one whose loss is dropped leaves nothing behind."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        """Of its first run, by block."""
+        self.runs: list[BlockRun] = []
+        """Of the blocks, when they ran first."""
         self.originals: list[Callable[..., Any]] = []
         """What runs the blocks."""
-        self.passed: list[AnyFrame] = []
-        """Of its second run, by block, once its backward has begun."""
+        self.passed: list[BlockRun] = []
+        """Their second runs, once the backward has begun."""
         self.last_output: BlockOutput | None = None
         self.shared = SharedInputs()
 
     def run_again(self, run: Again, options: Sequence[str]) -> None:
         """Run all blocks once more by ``run``, under ``options``."""
         outputs: list[Tensor] = []
-        for frame, original, option in zip(self.frames, self.originals, options, strict=True):
-            with frame.repeated(outputs, graph=option in RECORDED) as (args, kwargs):
+        for waiting, original, option in zip(self.runs, self.originals, options, strict=True):
+            (whole,), (inputs,) = waiting.parts, waiting.take_again(outputs)
+            with whole.repeated(inputs, graph=option in RECORDED) as (args, kwargs):
+                del inputs
                 outputs.clear()  # nobody holds what the block does not need
-                passed, outputs = run(frame.index, original, args, kwargs)
-                frame.check_outputs(outputs)
+                passed, outputs = run(waiting.index, original, args, kwargs)
+                whole.check_outputs(outputs)
             self.passed.append(passed)
 
     def close(self) -> None:
         """Drop what it has saved."""
-        for frame in (*self.frames, *self.passed):
-            frame.close()
+        for run in (*self.runs, *self.passed):
+            run.close()
 
 
 class DeferredForwards:
@@ -63,7 +65,7 @@ class DeferredForwards:
 
     Args:
         plan: says how many there may be at a time.
-        frames: of the engine.
+        runs: of the engine.
         streaming: runs forwards without a plan.
         blocks: the weights of each block.
         watch: is told what each block is called with.
@@ -72,13 +74,13 @@ class DeferredForwards:
     def __init__(
         self,
         plan: Plan,
-        frames: Frames,
+        runs: BlockRuns,
         streaming: Streaming,
         blocks: Sequence[Sequence[Weight]],
         watch: Callable[[int, Sequence[Tensor]], None],
     ) -> None:
         self._count, self._options = plan.deferred_forwards, plan.options
-        self._frames, self._streaming, self._blocks = frames, streaming, blocks
+        self._runs, self._streaming, self._blocks = runs, streaming, blocks
         self._watch = watch
         self._known: list[weakref.ref[DeferredForward]] = []
         self._present: DeferredForward | None = None
@@ -105,7 +107,7 @@ class DeferredForwards:
 
     def awaits(self, index: int) -> bool:
         """Return whether this block is the next one."""
-        return self._present is not None and len(self._present.frames) == index
+        return self._present is not None and len(self._present.runs) == index
 
     def forward(
         self,
@@ -114,7 +116,7 @@ class DeferredForwards:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         anchor: Tensor,
-        backward: Callable[[DeferredForward, AnyFrame, Tensor, Any], list[Tensor | None]],
+        backward: Callable[[DeferredForward, BlockRun, Tensor, Any], list[Tensor | None]],
     ) -> Any:
         """Run one block for the first time.
 
@@ -132,18 +134,18 @@ class DeferredForwards:
         def stream(*args: Any, **kwargs: Any) -> Any:
             return self._streaming.forward(index, forward, args, kwargs)
 
-        frame = self._frames.make_waiting(index, stream, self._blocks[index], args, kwargs, present.last_output)
+        waiting = self._runs.make_waiting(index, stream, self._blocks[index], args, kwargs, present.last_output)
         del args, kwargs
-        present.frames.append(frame)
+        present.runs.append(waiting)
         present.originals.append(forward)
-        if frame.needs_backward:
-            inputs = frame.take_inputs()
+        if waiting.needs_backward:
+            inputs = waiting.take_inputs()
             self._watch(index, inputs)
-            frame.totals = present.shared.note(index, inputs)
+            waiting.totals = present.shared.note(index, inputs)
             run = partial(backward, present)
-            out = frame.unflatten(BlockFunction.apply(frame, anchor, run, *inputs))  # type: ignore[no-untyped-call]
+            out = waiting.unflatten(BlockFunction.apply(waiting, anchor, run, *inputs))  # type: ignore[no-untyped-call]
         else:
-            out = frame.run_frozen(save=frame.sources is None)
+            out = waiting.run_frozen(save=waiting.sources is None)
         present.last_output = BlockOutput(out)
         if index == len(self._blocks) - 1:
             self._present = None  # the graph holds it from here on

@@ -1,19 +1,20 @@
-"""The frames of the running iteration, by block: made in the forward, found again in the backward and to recompute."""
+"""The runs of blocks in the present iteration: made in the forward, found again in the backward and to recompute."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from lt_offload.compat.torch import buffers_of
 from lt_offload.errors import PlanError
-from lt_offload.execute.blocks.parts import Parts, between
+from lt_offload.execute.blocks.part_run import PlannedBlock
 from lt_offload.execute.blocks.repeats import Repeats
-from lt_offload.execute.blocks.run import Frame
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import HostPool
@@ -25,9 +26,7 @@ from lt_offload.model.compiled import is_compiled
 from lt_offload.model.parts import cutters
 from lt_offload.model.state.effects import Effects
 from lt_offload.schema.plan import Op, Plan
-from lt_offload.schema.profile import RECORDED, OptionName
-
-AnyFrame = Frame | Parts
+from lt_offload.schema.profile import RECORDED
 
 
 def repeated(plan: Plan) -> set[int]:
@@ -39,46 +38,44 @@ def _recomputed(plan: Plan) -> set[int]:
     return {op.block for op in plan.ops if op.save is not None}
 
 
-class Frames:
-    """Makes and finds frames, and sees which blocks are called with what the previous block returned.
+class BlockRuns:
+    """Makes and finds the runs of blocks, and sees which are called with what the previous block returned.
 
-    A frame lives as long as the outer graph, so that a forward whose loss is dropped leaves nothing behind. Frozen
-    blocks are not in that graph: the frames of those that are recomputed are held here.
+    Args:
+        device: where blocks run.
+        pool: host memory of activations.
+        structure: the model's blocks.
+        plan: None for an engine that streams forwards only, whose blocks leave nothing behind.
     """
 
     def __init__(self, device: Device, pool: HostPool, structure: Structure, plan: Plan | None) -> None:
-        self._device, self._pool, self._structure = device, pool, structure
-        self._options = plan.options if plan is not None else ()
-        self._recomputed = _recomputed(plan) if plan is not None else set()
+        self._pool, self._structure = pool, structure
+        self._repeats = Repeats(device)
         self.repeated = repeated(plan) if plan is not None else set()
         """Blocks that run a second time for their backward."""
         self.uses: dict[int, Counter[int]] = {}
         """By block, how often it uses each of its inputs; counted in its first backward."""
-        self._steady = _steady(structure, plan) if plan is not None else set()
-        compiled = {index for index, block in enumerate(structure.blocks) if is_compiled(block.module)}
-        self._graphed = compiled.union(plan.graphed if plan is not None else ())
-        self._effects = [Effects(block.module) for block in structure.blocks]
-        self._buffers = [[module._buffers for module in block.module.modules()] for block in structure.blocks]
-        self._frames: dict[int, weakref.ref[AnyFrame]] = {}
-        self._frozen: dict[int, AnyFrame] = {}
-        count = plan.parts if plan is not None else 1
-        self.parted = count > 1
+        self.parted = plan is not None and plan.parts > 1
         """Blocks take a batch in parts."""
-        self._cutters = cutters(structure, count)
-        self.gradients: Gradients
-        """Collects those of the parts."""
+        self.gradients: Gradients | None = None
+        """Told of between the backwards of two parts."""
+        self._blocks = planned_blocks(structure, plan, device, self._repeats) if plan is not None else []
+        self._recomputes = any(block.recomputed for block in self._blocks)
+        self._runs: dict[int, weakref.ref[BlockRun]] = {}
+        """They live as long as the outer graph: a forward whose loss is dropped leaves nothing behind."""
+        self._frozen: dict[int, BlockRun] = {}
+        """Of frozen blocks, which are not in that graph, those that are recomputed."""
         self._last_output: BlockOutput | None = None
         self._shared = SharedInputs()
-        self._repeats = Repeats(device)
 
     def __len__(self) -> int:
-        return len(self._frames) + len(self._frozen)
+        return len(self._runs) + len(self._frozen)
 
     @property
     def open(self) -> bool:
         """Whether a backward is still to come."""
-        frames = [ref() for ref in self._frames.values()]
-        return any(frame is not None and not frame.done for frame in frames)
+        runs = [ref() for ref in self._runs.values()]
+        return any(run is not None and not run.done for run in runs)
 
     def make(
         self,
@@ -87,33 +84,30 @@ class Frames:
         weights: Sequence[Weight],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> AnyFrame:
-        """Return the frame of a block that is about to run for the first time.
+    ) -> BlockRun:
+        """Return the run of a block that is about to run for the first time.
 
         Raises:
             PlanError: if the plan saves nothing of it, and recomputing the previous block would not give its input.
         """
-        if index == 0:
-            self._repeats.begin()
-        make = self._maker(index, forward, weights, self._options[index], recomputed=index in self._recomputed)
-        frame = self._in_parts(index, make, args, kwargs) or make(args=args, kwargs=kwargs, uses=self.uses)
+        run = self._make(self._blocks[index], forward, weights, args, kwargs)
         if self._last_output is not None:
-            frame.sources = self._last_output.sources(frame.inputs)
+            run.sources = self._last_output.sources(run.inputs)
         if index == 0:
             self._shared.begin()
-        if frame.needs_backward:
-            frame.totals = self._shared.note(index, frame.inputs)
+        if run.needs_backward:
+            run.totals = self._shared.note(index, run.inputs)
         else:
-            if frame.recomputed:
-                self._frozen[index] = frame
-            return frame
-        self._frames[index] = weakref.ref(frame)
-        if frame.option == "discard" and frame.sources is None:
+            if run.block.recomputed:
+                self._frozen[index] = run
+            return run
+        self._runs[index] = weakref.ref(run)
+        if run.option == "discard" and run.sources is None:
             raise PlanError(
-                f"the plan discards the input of block {self._name(index)} (option 'discard'), but the block is not "
-                f"called with what block {self._name(index - 1)} returned; plan it as 'recompute' or 'reload'"
+                f"the plan discards the input of block {run.name} (option 'discard'), but the block is not called with "
+                f"what block {self._name(index - 1)} returned; plan it as 'recompute' or 'reload'"
             )
-        return frame
+        return run
 
     def make_waiting(
         self,
@@ -123,8 +117,8 @@ class Frames:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         previous: BlockOutput | None,
-    ) -> Frame:
-        """Return the frame of a block of a forward that will run again as a whole: see ``deferred.py``.
+    ) -> BlockRun:
+        """Return the run of a block of a forward that will run again as a whole: see ``deferred.py``.
 
         Args:
             index: of the block.
@@ -134,73 +128,38 @@ class Frames:
             kwargs: of the call.
             previous: what the block before has returned in that forward.
         """
-        if index == 0:
-            self._repeats.begin()
-        make = self._maker(index, forward, weights, "recompute", recomputed=True)
-        frame = make(args=args, kwargs=kwargs, uses=self.uses)
+        block = replace(self._blocks[index], option="recompute", recomputed=True, cutter=None)
+        run = self._make(block, forward, weights, args, kwargs)
         if previous is not None:
-            frame.sources = previous.sources(frame.inputs)
-        if frame.sources is not None:
-            frame.option = "discard"
-        return frame
+            run.sources = previous.sources(run.inputs)
+        if run.sources is not None:
+            run.option = "discard"
+        return run
 
-    def _maker(
+    def _make(
         self,
-        index: int,
+        block: PlannedBlock,
         forward: Callable[..., Any],
         weights: Sequence[Weight],
-        option: OptionName,
-        *,
-        recomputed: bool,
-    ) -> Callable[..., Frame]:
-        """Return what makes frames of a block from ``args`` and ``kwargs``."""
-        return partial(
-            Frame,
-            device=self._device,
-            pool=self._pool,
-            index=index,
-            label=str(index),
-            name=self._name(index),
-            option=option,
-            forward=forward,
-            weights=weights,
-            recomputed=recomputed,
-            steady=index in self._steady,
-            graphed=index in self._graphed,
-            effects=self._effects[index],
-            buffers=[x for held in self._buffers[index] for x in held.values() if x is not None],
-            repeats=self._repeats,
-        )
-
-    def _in_parts(
-        self, index: int, make: Callable[..., Frame], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Parts | None:
-        cutter = self._cutters[index]
-        cut = None if cutter is None else cutter.cut(args, kwargs)
-        if cutter is None or cut is None:
-            return None
-        return Parts(
-            cutter,
-            cut,
-            make,
-            device=self._device,
-            pool=self._pool,
-            index=index,
-            option=self._options[index],
-            uses=self.uses,
-            between=between(self.gradients),
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> BlockRun:
+        if block.index == 0:
+            self._repeats.begin()
+        return BlockRun(
+            block, forward, weights, args, kwargs, pool=self._pool, uses=self.uses, gradients=self.gradients
         )
 
     def returned(self, out: Any) -> None:
         """Note what the block that ran last has returned."""
-        if self._recomputed:
+        if self._recomputes:
             self._last_output = BlockOutput(out)
 
-    def find(self, index: int) -> AnyFrame | None:
-        """Return the frame of a block that has run."""
+    def find(self, index: int) -> BlockRun | None:
+        """Return the run of a block that has run."""
         if index in self._frozen:
             return self._frozen[index]
-        ref = self._frames.get(index)
+        ref = self._runs.get(index)
         return None if ref is None else ref()
 
     def recompute(self, op: Op, anchor: Tensor, outputs: list[Tensor] | None) -> list[Tensor]:
@@ -210,15 +169,15 @@ class Frames:
             PlanError: if its input is gone.
         """
         assert op.save is not None
-        frame = self.find(op.block)
-        if frame is None or not frame.can_recompute(outputs):
+        run = self.find(op.block)
+        if run is None or not run.can_recompute(outputs):
             raise PlanError(
                 f"op {op.id} runs block {self._name(op.block)} again, whose input is neither saved nor the output of "
                 "the op before; the plan has to save it (option 'recompute' or 'reload') or run the block before again"
             )
-        if frame.offloader is not None:
-            frame.offloader.fetch(op.id)
-        return frame.recompute(anchor, outputs, op.save)
+        if run.offloader is not None:
+            run.offloader.fetch(op.id)
+        return run.recompute(anchor, outputs, op.save)
 
     def check(self) -> None:
         """Raise ``UnsupportedError`` if a gradient of a block's input has gone nowhere, or a second run differed."""
@@ -226,21 +185,44 @@ class Frames:
         self._repeats.check()
 
     def close(self) -> None:
-        """Drop every frame and what it has saved."""
-        for frame in (*self._frozen.values(), *(ref() for ref in self._frames.values())):
-            if frame is not None:
-                frame.forgotten = not frame.done
-                frame.close()
+        """Drop every run and what it has saved."""
+        for run in (*self._frozen.values(), *(ref() for ref in self._runs.values())):
+            if run is not None:
+                run.forgotten = not run.done
+                run.close()
         self.clear()
 
     def clear(self) -> None:
-        """Forget the frames."""
-        self._frames.clear()
+        """Forget the runs."""
+        self._runs.clear()
         self._frozen.clear()
         self._last_output = None
 
     def _name(self, index: int) -> str:
         return self._structure.blocks[index].name
+
+
+def planned_blocks(structure: Structure, plan: Plan, device: Device, repeats: Repeats) -> list[PlannedBlock]:
+    """Return how each block runs by ``plan``."""
+    recomputed, steady = _recomputed(plan), _steady(structure, plan)
+    return [
+        PlannedBlock(
+            index=index,
+            name=block.name,
+            device=device,
+            option=option,
+            recomputed=index in recomputed,
+            steady=index in steady,
+            graphed=index in plan.graphed or is_compiled(block.module),
+            effects=Effects(block.module),
+            repeats=repeats,
+            held=[buffers_of(module) for module in block.module.modules()],
+            cutter=cutter,
+        )
+        for index, (block, option, cutter) in enumerate(
+            zip(structure.blocks, plan.options, cutters(structure, plan.parts), strict=True)
+        )
+    ]
 
 
 def _steady(structure: Structure, plan: Plan) -> set[int]:

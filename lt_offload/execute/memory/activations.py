@@ -348,14 +348,20 @@ def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks for a block's private graph: weights become aliases, other tensors stay or travel."""
+    """Hooks for a block's private graph: weights become aliases, other tensors stay or travel.
+
+    Args:
+        weights: of the block.
+        offloader: moves what travels; None: all stays.
+        staying: tensors that stay on the device in any case.
+    """
 
     def __init__(
-        self, weights: Sequence[Weight], offloader: ActivationOffloader | None, shared: Sequence[Tensor]
+        self, weights: Sequence[Weight], offloader: ActivationOffloader | None, staying: Sequence[Tensor]
     ) -> None:
         ranges = _Ranges(weights)
         starts, ends = ranges.starts, ranges.ends
-        stay = {address_of(t.untyped_storage()) for t in shared} if offloader is not None else ()
+        stay = {address_of(t.untyped_storage()) for t in staying} if offloader is not None else ()
 
         def pack(tensor: Tensor) -> Packed:
             if tensor.layout is not torch.strided:

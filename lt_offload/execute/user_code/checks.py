@@ -25,7 +25,8 @@ from lt_offload.compat.torch import (
     version_of,
     will_run,
 )
-from lt_offload.execute.blocks.runs import AnyFrame, Frames
+from lt_offload.execute.blocks.run import BlockRun
+from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
@@ -62,7 +63,7 @@ def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
     return all(inner.find() is None for inner in _inner_hooks(structure, blocks))
 
 
-def check_reached(weights: Iterable[Weight], frames: Frames) -> None:
+def check_reached(weights: Iterable[Weight], frames: BlockRuns) -> None:
     """Raise ``RuntimeError`` if a backward has ended that did not reach every block."""
     unfinished = [weight.label for weight in weights if weight.seen]
     if unfinished or frames.open:
@@ -218,7 +219,7 @@ class Backward:
     def __init__(self, anchor: Tensor) -> None:
         self._end = get_gradient_edge(anchor).node
 
-    def check(self, frame: AnyFrame) -> None:
+    def check(self, frame: BlockRun) -> None:
         """Refuse what a block's backward cannot do, from within it.
 
         Raises:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.execute.blocks.part_run import PartRun
 from lt_offload.execute.blocks.repeats import Repeats
-from lt_offload.execute.blocks.run import Frame
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
@@ -365,7 +366,7 @@ def test_random_schedules_have_everything() -> None:
 
 def test_without_the_as_first_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = profiled("llama")
-    monkeypatch.setattr(Frame, "_as_first", lambda self, graph: nullcontext())
+    monkeypatch.setattr(PartRun, "as_first", lambda self, graph: nullcontext())
     plan = planned(found, *nested(found))
     with pytest.raises(UnsupportedError, match="gave other numbers when it ran again"):
         by_plan(plan, "llama")
@@ -394,16 +395,16 @@ def test_a_validation_and_a_forward_without_backward_in_between() -> None:
 def test_an_error_while_running_again_leaves_a_usable_engine(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = profiled("llama")
     plan = planned(found, *nested(found), place="host", streamed=True)
-    recompute, calls = Frame.recompute, iter(range(at + 1))
+    recompute, calls = BlockRun.recompute, iter(range(at + 1))
 
-    def failing(self: Frame, *args: Any) -> Any:
+    def failing(self: BlockRun, *args: Any) -> Any:
         if next(calls, None) == at:
             raise ValueError("injected")
         return recompute(self, *args)
 
     with session(plan, "llama") as (engine, model, optimizer):
         installed = engine.device.memory()
-        monkeypatch.setattr(Frame, "recompute", failing)
+        monkeypatch.setattr(BlockRun, "recompute", failing)
         with pytest.raises(ValueError, match="injected"):
             iterate(engine, model, optimizer, 0)
         assert all(p.grad is None for p in model.parameters())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lt_offload.execute.blocks.runs import Frames
+from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.memory import activations
 from lt_offload.model.blocks import find_blocks
@@ -24,17 +24,17 @@ def resident(case: Case, **changes: Any) -> Any:
 def trained(case: Case, plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[set[int]], list[Any]]:
     """Return the result, which blocks were steady, and the weights that were saved as aliases."""
     steady, aliases = [], []
-    make, alias = Frames.make, activations._alias
+    make, alias = BlockRuns.make, activations._alias
 
-    def noted(self: Frames, index: int, *args: Any) -> Any:
-        steady.append(self._steady)
+    def noted(self: BlockRuns, index: int, *args: Any) -> Any:
+        steady.append({block.index for block in self._blocks if block.steady})
         return make(self, index, *args)
 
     def counted(tensor: Any, ranges: Any) -> Any:
         aliases.append(tensor)
         return alias(tensor, ranges)
 
-    monkeypatch.setattr(Frames, "make", noted)
+    monkeypatch.setattr(BlockRuns, "make", noted)
     monkeypatch.setattr(activations, "_alias", counted)
     device = EmulatedDevice(BUDGET, "lazy", check=True, poison=True)
     return trained_on(device, case, plan)[0], steady, aliases

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.model.parts import Cutter, Outputs, Rows, in_parts, sizes_of
@@ -20,8 +21,13 @@ def test_parts_are_those_of_tensor_split(samples: int, count: int) -> None:
 
 
 def cut(args: tuple[Any, ...], count: int = 2, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    found = Cutter("layer", count).cut(args, kwargs)
-    return None if found is None else found.calls()
+    return calls_of(Cutter("layer", count), args, kwargs)
+
+
+def calls_of(cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    leaves, spec = tree_flatten((args, kwargs))
+    found = cutter.cut(leaves, spec)
+    return None if found is None else [tree_unflatten(part, spec) for part in found.parts(leaves)]
 
 
 def test_every_tensor_with_a_row_per_sample_is_cut() -> None:
@@ -48,12 +54,12 @@ def test_what_has_one_sample_or_none_is_not_cut(args: tuple[Any, ...]) -> None:
 def test_as_many_tokens_as_samples_are_told_apart_once_other_numbers_were_seen() -> None:
     cutter, positions = Cutter("layer", 2), torch.arange(4)
     with pytest.raises(UnsupportedError, match="4 samples of 4 tokens"):
-        cutter.cut((torch.randn(4, 4, 2),), {"positions": positions})
-    cutter.cut((torch.randn(3, 4, 2),), {"positions": positions})
-    found = cutter.cut((torch.randn(4, 4, 2),), {"positions": positions})
+        calls_of(cutter, (torch.randn(4, 4, 2),), {"positions": positions})
+    calls_of(cutter, (torch.randn(3, 4, 2),), {"positions": positions})
+    found = calls_of(cutter, (torch.randn(4, 4, 2),), {"positions": positions})
     assert found is not None
-    assert [call["positions"].shape for _, call in found.calls()] == [(4,), (4,)]
-    assert cutter.cut((torch.randn(4, 4, 2),), {}) is not None
+    assert [call["positions"].shape for _, call in found] == [(4,), (4,)]
+    assert calls_of(cutter, (torch.randn(4, 4, 2),), {}) is not None
 
 
 def channels_last(*shape: int) -> Tensor:
