@@ -88,7 +88,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class BatchSplit:
     """How the sequences of an update go through the model."""
 
     parts: int = 1
@@ -97,7 +97,7 @@ class Divided:
     """Batches, one after the other: for models that do not take them in parts, or have large logits."""
 
 
-_DIVIDED = (Divided(parts=4), Divided(parts=16), Divided(), Divided(accumulate=4), Divided(accumulate=16))
+_SPLITS = (BatchSplit(parts=4), BatchSplit(parts=16), BatchSplit(), BatchSplit(accumulate=4), BatchSplit(accumulate=16))
 """The most likely first; batches one after the other only if nothing else fits."""
 
 
@@ -107,7 +107,7 @@ class WayToTrain:
 
     method: Method
     length: int
-    divided: Divided = Divided()
+    split: BatchSplit = BatchSplit()
     plan: Plan | None = None
     why: str = ""
     needed_bytes: int | None = None
@@ -174,12 +174,12 @@ class Drafts:
             whole = self._profile(way)
         except Exception as error:  # whatever it is, the other methods may do
             return _without_plan(way, error)
-        for divided in _DIVIDED:
-            if way.plan is not None and (way.good or divided.accumulate > 1):
+        for split in _SPLITS:
+            if way.plan is not None and (way.good or split.accumulate > 1):
                 break
             try:
-                part = in_parts(scaled(whole, BATCH // divided.accumulate), divided.parts)
-                found = self._plan(part, _PRICE_SECONDS, divided.accumulate)
+                part = in_parts(scaled(whole, BATCH // split.accumulate), split.parts)
+                found = self._plan(part, _PRICE_SECONDS, split.accumulate)
             except InfeasibleError as error:
                 short = error if short is None else min(short, error, key=_needs)
                 continue
@@ -187,7 +187,7 @@ class Drafts:
                 failed = failed or error
                 continue
             if way.plan is None or found.predicted.iteration_s < way.plan.predicted.iteration_s:
-                way = replace(way, plan=found, divided=divided)
+                way = replace(way, plan=found, split=split)
         missing = short or failed
         return _without_plan(way, missing) if way.plan is None and missing is not None else way
 
@@ -215,10 +215,10 @@ class Drafts:
         """
         status(f"planning {way.method.title} at length")
         seconds = Settings().time_limit
-        tried = [way, *(replace(way, divided=divided) for divided in _DIVIDED if divided.accumulate > 1)]
+        tried = [way, *(replace(way, split=split) for split in _SPLITS if split.accumulate > 1)]
         for other in tried:
             try:
-                return replace(other, plan=self._plan(self._profile(other), seconds, other.divided.accumulate))
+                return replace(other, plan=self._plan(self._profile(other), seconds, other.split.accumulate))
             except (UnsupportedError, InfeasibleError):
                 if other is tried[-1]:
                     raise
@@ -229,7 +229,7 @@ class Drafts:
         source = self.source
         name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
         pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
-        machine, accumulate = self.machine, way.divided.accumulate
+        machine, accumulate = self.machine, way.split.accumulate
         lines = [
             f"base: [{', '.join(pieces)}]",
             "trainer:",
@@ -240,9 +240,9 @@ class Drafts:
         ]
         if machine.host_memory is not None:
             lines.append(f"      host_memory: {machine.host_memory}  # RAM; null: what is free")
-        if way.divided.parts > 1:
+        if way.split.parts > 1:
             lines.append(
-                f"      micro_batches: {way.divided.parts}  # parts of a batch that go through each layer in turn"
+                f"      micro_batches: {way.split.parts}  # parts of a batch that go through each layer in turn"
             )
         lines += [
             "model:",
@@ -271,7 +271,7 @@ class Drafts:
         file.write_text(self.text(way), encoding="utf-8")
         with keeping_quiet(True):
             app = App(plan, file, recipes.chain(file), [])
-            return estimate(app, self.machine.profile, micro_batches=way.divided.parts)
+            return estimate(app, self.machine.profile, micro_batches=way.split.parts)
 
     def _plan(self, profile: Profile, seconds: float, accumulate: int = 1) -> Plan:
         machine = self.machine

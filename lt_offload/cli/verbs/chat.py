@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lt_offload.cli.app import App
-from lt_offload.cli.early import check_early
+from lt_offload.cli.preflight import check_early
 from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer
@@ -62,8 +62,8 @@ def chat(
         top_p = 1.0  # nobody has asked for it
     sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     check_early(app, ckpt_path, reads_data=False)
-    talk = Talk(app, sampler, system=system, max_new_tokens=max_new_tokens)
-    loader: Any = talk
+    session = ChatSession(app, sampler, system=system, max_new_tokens=max_new_tokens)
+    loader: Any = session
     status("loading the model")
     try:
         app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True, return_predictions=False)
@@ -71,10 +71,10 @@ def chat(
         raise ConfigError(
             f"the model cannot be run in the device memory ({error}); --trainer.strategy.memory gives it more"
         ) from None
-    return 2 if talk.unanswered and not talk.terminal else 0
+    return 2 if session.unanswered and not session.terminal else 0
 
 
-class Talk:
+class ChatSession:
     """Reads messages and is, as a loader of batches, what a single prediction runs on from the first turn to the last.
 
     So the engine, its plan and the weights that it has brought stay where they are between turns, and so do the keys

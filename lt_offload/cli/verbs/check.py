@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lt_offload.cli.app import App
-from lt_offload.cli.early import check_early
+from lt_offload.cli.preflight import check_early
 from lt_offload.finetune import load
 from lt_offload.finetune.data.batches.streaming import check_end
 from lt_offload.finetune.module import check_data

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from lt_offload.cli.app import App
-from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import make_folder
+from lt_offload.cli.preflight import check_early
 from lt_offload.cli.progress import clear, status, wrapped
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lt_offload.cli.app import App
-from lt_offload.cli.early import check_early
+from lt_offload.cli.preflight import check_early
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune import load

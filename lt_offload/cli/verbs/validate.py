@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lt_offload.cli.app import App
-from lt_offload.cli.early import check_early
+from lt_offload.cli.preflight import check_early
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.processes import is_first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.planners.request import Proposal, Request, hopeless
+from lt_offload.plan.planners.request import Proposal, Request, cannot_win
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.planners.timed_plan import PlanScheduler
 from lt_offload.plan.verify.check import check
@@ -77,7 +77,7 @@ class Candidates:
     def finish(self) -> None:
         """Look for better schedules of those that were not added with care, as far as they may win."""
         for seconds, proposal, search in sorted(self._unfinished, key=lambda item: item[0]):
-            if not hopeless(seconds, self.fastest_s) and not self.request.late:
+            if not cannot_win(seconds, self.fastest_s) and not self.request.late:
                 found = search.finish(self.fastest_s)
                 self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace))
         self._unfinished.clear()

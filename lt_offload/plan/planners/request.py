@@ -129,7 +129,7 @@ _TOO_LONG = 1.05
 """Estimates are that much too long at most."""
 
 
-def hopeless(seconds: float, beat_s: float) -> bool:
+def cannot_win(seconds: float, beat_s: float) -> bool:
     """Return whether a plan that is estimated to take ``seconds`` will not beat ``beat_s`` with any amount of care."""
     return seconds > _TOO_LONG * beat_s
 

@@ -16,7 +16,7 @@ from lt_offload.schema.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slower:
+class LaneSlowdown:
     """How many times longer than alone the work of each lane takes."""
 
     compute: float = 1.0
@@ -24,7 +24,7 @@ class Slower:
     d2h: float = 1.0
     host: float = 1.0
 
-    def is_near(self, other: Slower, part: float) -> bool:
+    def is_near(self, other: LaneSlowdown, part: float) -> bool:
         """Return whether no lane differs by more than ``part``."""
         pairs = (
             (self.compute, other.compute),
@@ -36,7 +36,7 @@ class Slower:
 
     def applied_to(self, profile: Profile) -> Profile:
         """Return ``profile`` with these lanes slower."""
-        if self == Slower():
+        if self == LaneSlowdown():
             return profile
         blocks = tuple(
             replace(
@@ -61,13 +61,13 @@ class Slower:
         return replace(profile, blocks=blocks, hardware=hardware, optimizer=optimizer)
 
 
-def at_worst(profile: Profile) -> Slower:
+def at_worst(profile: Profile) -> LaneSlowdown:
     """Return how slow each lane is while all are busy."""
     rate = rates(profile.contention, 0b1111)
-    return Slower(compute=1 / rate[COMPUTE], h2d=1 / rate[H2D], d2h=1 / rate[D2H], host=1 / rate[HOST])
+    return LaneSlowdown(compute=1 / rate[COMPUTE], h2d=1 / rate[H2D], d2h=1 / rate[D2H], host=1 / rate[HOST])
 
 
-def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> Slower:
+def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> LaneSlowdown:
     """Return how slow lanes with so much work are on average if they are busy at independent times.
 
     Args:
@@ -86,10 +86,10 @@ def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> Slo
                     others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(_LANES)) if o != lane)
                     mean += rate[lane] * math.prod(others)
             slow[lane] = 1 / mean if alone else 1.0
-    return Slower(**dict(zip(_LANES, slow, strict=True)))
+    return LaneSlowdown(**dict(zip(_LANES, slow, strict=True)))
 
 
-def slower(plan: Plan, trace: Trace) -> Slower:
+def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
     """Return how much longer the work of each lane took in ``trace``, a simulation of ``plan``."""
     alone, taken = dict.fromkeys(_LANES, 0.0), dict.fromkeys(_LANES, 0.0)
     for op in plan.ops:
@@ -97,7 +97,7 @@ def slower(plan: Plan, trace: Trace) -> Slower:
             alone[op.lane] += op.seconds
     for span in trace.spans:
         taken[span.lane] += span.end - span.start
-    return Slower(**{lane: max(1.0, taken[lane] / alone[lane]) if alone[lane] else 1.0 for lane in _LANES})
+    return LaneSlowdown(**{lane: max(1.0, taken[lane] / alone[lane]) if alone[lane] else 1.0 for lane in _LANES})
 
 
 _LANES = ("compute", "h2d", "d2h", "host")

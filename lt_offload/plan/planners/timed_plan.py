@@ -16,8 +16,8 @@ from lt_offload.plan.assembly.schedule import Timetable
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.planners.request import Request, hopeless
-from lt_offload.plan.planners.slowdown import Slower, at_worst, expected, slower
+from lt_offload.plan.planners.request import Request, cannot_win
+from lt_offload.plan.planners.slowdown import LaneSlowdown, at_worst, expected, slower
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -76,7 +76,7 @@ class PlanScheduler:
             self.best = self._build(self._search.best, self._profile)
             if self._shares:
                 self._correct()
-        if hopeless(self.best.seconds, beat_s):
+        if cannot_win(self.best.seconds, beat_s):
             return self.best
         self._build(self._search.finish(), self._profile)
         if self._shares:
@@ -86,7 +86,7 @@ class PlanScheduler:
     @property
     def _shares(self) -> bool:
         """Whether lanes can slow each other down."""
-        return at_worst(self._profile) != Slower()
+        return at_worst(self._profile) != LaneSlowdown()
 
     def _build(self, timetable: Timetable, profile: Profile) -> TimedPlan:
         plan = build(

@@ -30,7 +30,7 @@ from lt_offload.plan.planners.memferry.model import (
     uniform,
 )
 from lt_offload.plan.planners.memferry.savings import Given, savings, with_savings
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, hopeless, self_contained
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cannot_win, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
@@ -78,7 +78,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
         given = planner.given(variant)
         if given in seen:
             continue
-        if proposals and (request.late or planner.hopeless):
+        if proposals and (request.late or planner.cannot_win):
             break
         seen.append(given)
         found = planner.fastest(given)
@@ -140,7 +140,7 @@ class _Planner:
         self.least = sys.maxsize
         """Bytes that the smallest plan needs, as far as is known."""
         self._manner: _Manner | None = None
-        self.hopeless = False
+        self.cannot_win = False
         """Whether another planner's plan is out of reach for the first variant, and so for all."""
 
     def fastest(self, given: Given) -> Sets | None:
@@ -153,10 +153,10 @@ class _Planner:
         else:
             manners = [_Manner(share=share, link_price=price, written=self.written[0]) for share, price in _MANNERS]
             found = [self._attempt(given, manners[0])]
-            self.hopeless = found[0].least_bytes <= self.request.capacity_bytes and hopeless(
+            self.cannot_win = found[0].least_bytes <= self.request.capacity_bytes and cannot_win(
                 found[0].seconds, self.request.beat_s
             )
-            if found[0].given_up and not self.hopeless:
+            if found[0].given_up and not self.cannot_win:
                 found += [self._attempt(given, manner) for manner in manners[1:]]
                 best = min(found, key=_rank)
                 found += [self._attempt(given, replace(best.manner, written=other)) for other in self.written[1:]]

@@ -26,7 +26,7 @@ from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.ladder import ladder
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, held_bytes, hopeless, self_contained
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cannot_win, held_bytes, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.plan.planners.weights.decisions import Setting
 from lt_offload.plan.planners.weights.model import select_gaps
@@ -91,7 +91,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
     for selection in sorted(fitting, key=lambda selection: selection.least_s):
         if found and (selection.least_s >= min(least, request.beat_s) or request.late):
             break
-        if failed[selection.place] >= (_HASTE if hopeless(least, request.beat_s) else _PATIENCE):
+        if failed[selection.place] >= (_HASTE if cannot_win(least, request.beat_s) else _PATIENCE):
             continue
         seconds = estimated_s(selection.proposal.sets, request)
         found.append((seconds, selection.proposal))
@@ -99,7 +99,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
         least = min(least, seconds)
     best: dict[str, Proposal] = {}
     for seconds, proposal in sorted(found, key=lambda item: item[0]):
-        if not best or not hopeless(seconds, request.beat_s):
+        if not best or not cannot_win(seconds, request.beat_s):
             best.setdefault(proposal.name, proposal)
     return list(best.values())[:_BEST]
 
