@@ -94,7 +94,7 @@ class Engine(Controls):
         self.installed = False
         self._undo: list[Callable[[], None]] = []
         ops = plan.ops if plan is not None else ()
-        self._computing = {op.step: op.id for op in ops if op.kind in ("forward", "backward") and op.save is None}
+        self._computing = {op.step: op.id for op in ops if op.computes and op.save is None}
         """By step: its forward or backward."""
         self._elsewhere = ExitStack()
         """While the model runs on another device than its parameters are on."""
@@ -154,9 +154,7 @@ class Engine(Controls):
             expose(self.weights, plan, device)
             self.gradients = Gradients(device, self.updates, self.weights, plan)
             self._presence = {
-                op.id: BoundWeights(device, self._blocks[op.block], op, plan)
-                for op in plan.ops
-                if op.kind in ("forward", "backward")
+                op.id: BoundWeights(device, self._blocks[op.block], op, plan) for op in plan.ops if op.computes
             }
             self._deferred = DeferredForwards(plan, self._frames, self.streaming, self._blocks, self._consumers.watch)
             self._walk = Walk(

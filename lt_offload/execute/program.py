@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import is_compiled
+from lt_offload.schema.accesses import writes
 from lt_offload.schema.plan import Op, Pass, Plan, Timeline, deadlines
 from lt_offload.schema.profile import fingerprint
 
@@ -165,7 +167,7 @@ def program(plan: Plan, which: Pass) -> list[StepOps]:
         if op.save is not None:
             _check_again(op, plan, step)
             step.again.append(op)
-        elif op.kind in ("forward", "backward"):
+        elif op.computes:
             step.compute = op
         elif op.kind == "prefetch":
             (step.before if step.compute is None else step.after).append(op)
@@ -195,13 +197,8 @@ def first_changes(plan: Plan) -> dict[tuple[int, bool], int]:
     """Return, by tensor and whether it is its states, the first op from which on its host copy is another one."""
     found: dict[tuple[int, bool], int] = {}
     for op in plan.program(plan.passes[-1]):
-        if op.updates_on_host:
-            changed = [(tensor, states) for tensor in plan.tensors(op) for states in (False, True)]
-        elif op.kind == "offload" and op.payload in ("weight", "state"):
-            changed = [(tensor, op.payload == "state") for tensor in plan.tensors(op)]
-        else:
-            continue
-        for key in changed:
+        states = [payload == "state" for payload in writes(op, "host") if payload in ("weight", "state")]
+        for key in itertools.product(plan.tensors(op), states):
             found.setdefault(key, op.id)
     return found
 

@@ -163,7 +163,7 @@ def _items(plan: Plan, planned: Trace, measured: Sequence[Trace]) -> Iterator[_M
     within: defaultdict[int, list[Op]] = defaultdict(list)
     """By step: ops of the compute lane without spans of their own."""
     for op in plan.ops:
-        if op.lane == "compute" and op.kind not in ("forward", "backward") and op.id not in found:
+        if op.lane == "compute" and not op.computes and op.id not in found:
             within[op.step].append(op)
     for op in plan.ops:
         if op.id not in found:
@@ -231,7 +231,7 @@ class _Scales:
 
     def __init__(self, plan: Plan, profile: Profile, items: Iterator[_MeasuredOp]) -> None:
         self._ratios: defaultdict[Hashable, _Ratio] = defaultdict(_Ratio)
-        computing = [op for op in plan.ops if op.kind in ("forward", "backward")]
+        computing = [op for op in plan.ops if op.computes]
         computed = computations(plan.options, recomputations(plan), profile)
         run = {op.id: what for op, what in zip(computing, computed, strict=True)}
         for item in items:
@@ -310,7 +310,7 @@ def _keys(item: _MeasuredOp, plan: Plan, profile: Profile, run: Mapping[int, Com
         yield op.kind, kind, option.name, seconds
         yield op.kind, kind
         yield from ((f"read {op.kind}", tensor, op.block) for tensor in plan.zero_copy(op))
-    elif op.lane in ("h2d", "d2h", "host"):
+    elif op.lane not in ("compute", "none"):
         yield op.lane
     for other in (op, *item.within):
         if other.lane == "compute" and other.kind == "update":

@@ -1,15 +1,19 @@
 """Lanes: what the ops of a plan occupy, one table for planning, execution and reports.
 
-A new tier of memory, or a network, is one row here and one lane of the device (``execute/device``).
+A new tier of memory is a name here, a network or a drive a lane per direction, and a lane of the device
+(``execute/device``). What ops do with memory follows from their lane: see ``accesses.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update", "accumulate"]
 LaneName = Literal["compute", "h2d", "d2h", "host", "none"]
+TierName = Literal["device", "host"]
+"""The memories, the fastest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +25,27 @@ class Lane:
     """What people call it."""
     kinds: tuple[OpKind, ...]
     """Ops that may run on it."""
+    source: TierName
+    """The memory that it works in, or copies from."""
+    target: TierName | None = None
+    """The memory that its copies go to."""
+    in_order: bool = True
+    """Whether it works through its ops in the order of issue; else the most urgent that can begin comes first."""
 
 
 LANES: tuple[Lane, ...] = (
-    Lane(name="compute", title="compute", kinds=("forward", "backward", "update", "accumulate", "offload")),
-    Lane(name="h2d", title="copies to device", kinds=("prefetch",)),
-    Lane(name="d2h", title="copies to host", kinds=("offload",)),
-    Lane(name="host", title="updates on host", kinds=("update", "accumulate")),
+    Lane(
+        name="compute",
+        title="compute",
+        kinds=("forward", "backward", "update", "accumulate", "offload"),
+        source="device",
+        target="host",
+    ),
+    Lane(name="h2d", title="copies to device", kinds=("prefetch",), source="host", target="device"),
+    Lane(name="d2h", title="copies to host", kinds=("offload",), source="device", target="host"),
+    Lane(name="host", title="updates on host", kinds=("update", "accumulate"), source="host", in_order=False),
 )
 """All lanes, in the order in which they are drawn. A ``drop`` occupies none."""
+
+LANE: Mapping[LaneName, Lane] = {lane.name: lane for lane in LANES}
+"""The same by name."""

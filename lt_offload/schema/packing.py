@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lt_offload.schema.accesses import IN_ARENA, takes_room
+
 if TYPE_CHECKING:
     from lt_offload.schema.plan import Op, Pass, Plan
 
@@ -60,7 +62,7 @@ class _ArenaWalk:
             if op.step != step:
                 self._end(step)
                 step = op.step
-            if op.payload in ("weight", "state", "sum"):
+            if op.payload in IN_ARENA:
                 self._issue(op)
         self._end(step)
         return self.tensors, self.transfers
@@ -69,7 +71,7 @@ class _ArenaWalk:
         if op.kind == "drop":
             self._forget(op.groups)
             return
-        if op.kind == "prefetch":
+        if takes_room(op):
             self.offsets.update(zip(op.groups, op.offsets, strict=True))
             self.live += sum(self.plan.groups[group].bytes for group in op.groups)
             self.peak = max(self.peak, self.live)

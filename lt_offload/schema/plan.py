@@ -198,9 +198,19 @@ class Op:
         return f"{words}, direct" if self.zero_copy or self.writes_gradients else words
 
     @property
+    def computes(self) -> bool:
+        """Whether this is a forward, also one that runs again, or a backward."""
+        return self.kind in ("forward", "backward")
+
+    @property
     def writes_gradients(self) -> bool:
         """Whether this is gradients that the backward itself writes to host memory."""
         return self.payload == "grad" and self.lane == "compute"
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether this is a copy of gradients to the host."""
+        return self.payload == "grad" and self.lane != "compute"
 
     @property
     def updates_on_host(self) -> bool:

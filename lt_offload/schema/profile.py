@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from lt_offload.schema.files import MOST_NUMBER, load_json, save_json
-from lt_offload.schema.lanes import LaneName
+from lt_offload.schema.lanes import LANES, LaneName
 from lt_offload.units import format_bytes
 
 PROFILE_SCHEMA = 2
@@ -371,10 +371,10 @@ def problems(profile: Profile) -> Iterator[str]:
     if not 0 <= profile.deferred_forwards <= profile.forwards or profile.forwards < 1:
         yield f"deferred_forwards is {profile.deferred_forwards} of {profile.forwards} forwards"
     yield from (f"hardware.{problem}" for problem in problems_of_machine(profile.hardware))
-    for name in ("compute", "h2d", "d2h", "host"):
-        share = getattr(profile.contention, name)
+    for lane in LANES:
+        share = profile.contention.of(lane.name)
         if not 0 <= share <= 1:
-            yield f"contention.{name} is {share}, it is a part: between 0 and 1"
+            yield f"contention.{lane.name} is {share}, it is a part: between 0 and 1"
     if len(profile.blocks) < 2:
         yield f"it has {len(profile.blocks)} blocks, a model has two or more"
     backward = [block.has_backward for block in profile.blocks]

@@ -17,9 +17,9 @@ from lt_offload.execute.memory.activations import ActivationOffloader
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.snapshots import Snapshots
+from lt_offload.schema.accesses import IN_ARENA
 from lt_offload.schema.plan import Op, Plan
 
-_MOVED = ("weight", "state", "sum")
 Pair = tuple[Tensor, Tensor]
 """A range of host memory and one of the arena, of as many bytes."""
 
@@ -196,7 +196,7 @@ class Residency:
         self._moves: dict[int, _Move] = {}
         if plan is not None:
             self._initial = _placed([(copy.group, copy.offset) for copy in plan.initial], layout)
-            self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in _MOVED}
+            self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in IN_ARENA}
 
     def issue(self, op: Op) -> None:
         """Carry out a prefetch, offload or drop of weights, states or sums of gradients."""

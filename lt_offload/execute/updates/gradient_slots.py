@@ -39,7 +39,7 @@ class Slots:
     """
 
     def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight]) -> None:
-        copies = [op for op in plan.ops if op.payload == "grad" and not op.writes_gradients]
+        copies = [op for op in plan.ops if op.sends_gradients]
         self._updates = {op.id for op in plan.ops if op.lane == "host"}
         self._events: dict[int, list[Event]] = {}
         """By op of the host: what has to be over before memory that it reads is overwritten."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from lt_offload.plan.iteration.durations import added, durations
 from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
+from lt_offload.schema.accesses import IN_ARENA, takes_room
 from lt_offload.schema.plan import InitialCopy, Op, Pass, Payload, Plan, TensorGroup
 from lt_offload.schema.profile import Profile, TensorProfile
 
@@ -95,7 +96,7 @@ def _after_former_occupants(plan: Plan) -> Iterator[Op]:
     for op in plan.ops:
         for g, offset in zip(op.groups, op.offsets, strict=False):
             ranges[g].add((offset, offset + plan.groups[g].bytes))
-        for g in op.groups if op.kind in ("offload", "drop") else ():
+        for g in op.groups if op.payload in IN_ARENA and not takes_room(op) else ():
             leaves[g].append(op.id)
     occupants = [(low, high, leaves[g]) for g, found in ranges.items() for low, high in found]
     for op in plan.ops:
@@ -108,7 +109,7 @@ def _after_former_occupants(plan: Plan) -> Iterator[Op]:
 
 def _settles(op: Op, moving: set[int]) -> bool:
     """Return whether a settling pass carries out ``op``; ``moving``: the groups that it moves."""
-    if op.payload in ("weight", "state", "sum"):
+    if op.payload in IN_ARENA:
         return not moving.isdisjoint(op.groups)
     return op.kind == "update"
 

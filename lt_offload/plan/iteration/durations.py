@@ -17,7 +17,7 @@ def durations(plan: Plan, profile: Profile) -> list[float]:
     computed = iter(computations(plan.options, recomputations(plan), profile))
     found: list[float] = []
     for op in plan.ops:
-        if op.kind in ("forward", "backward"):
+        if op.computes:
             what = next(computed)
             found.append(what.seconds + what.zero_copy(() if what.idle else plan.zero_copy(op), profile)[1])
         else:

@@ -60,7 +60,7 @@ def usage(plan: Plan) -> Usage:
     for op in plan.ops:
         if op.writes_gradients:
             found.grad_zero_copy.update(plan.tensors(op))
-        elif op.payload == "grad" and op.release_after is not None:
+        elif op.sends_gradients and op.release_after is not None:
             found.grad_release_after.update(dict.fromkeys(plan.tensors(op), op.release_after))
         elif op.payload == "activation":
             if op.kind == "prefetch":

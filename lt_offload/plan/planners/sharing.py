@@ -12,12 +12,13 @@ from itertools import combinations
 import numpy as np
 
 from lt_offload.plan.verify.lanes import D2H, H2D, READ, WRITE, rates
+from lt_offload.schema.lanes import LANES
 from lt_offload.schema.profile import Contention
 
 Row = tuple[float, float, float, float]
 """Factors of the seconds of work, alone, of computations, copies to the device, to the host, and updates there."""
 
-_LANES = 4
+_LANES = len(LANES)
 _TOLERANCE = 1e-9
 
 
@@ -49,7 +50,7 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
 def _points(contention: Contention, *, direct: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Return the different vectors of rates."""
     found = set()
-    for busy in range(1, 1 << (6 if direct else _LANES)):
+    for busy in range(1, 1 << (_LANES + 2 if direct else _LANES)):
         rate = rates(contention, busy)
         vector = list(rate[:_LANES])
         vector[H2D] += rate[READ]

@@ -92,7 +92,7 @@ def _arrivals(plan: Plan) -> list[_Arrival]:
     return [
         _Arrival(op, tuple(sorted({updates[t] for t in plan.tensors(op)})), plan.groups[op.groups[0]].bytes)
         for op in plan.ops
-        if op.payload == "grad" and op.lane == "d2h"
+        if op.sends_gradients
     ]
 
 

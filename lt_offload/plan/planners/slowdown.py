@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
+from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -100,6 +101,6 @@ def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
     return LaneSlowdown(**{lane: max(1.0, taken[lane] / alone[lane]) if alone[lane] else 1.0 for lane in _LANES})
 
 
-_LANES = ("compute", "h2d", "d2h", "host")
+_LANES = tuple(lane.name for lane in LANES)
 _ROUNDS = 6
 """Of a fixed point: how busy lanes are depends on how slow they are."""

@@ -21,7 +21,7 @@ from lt_offload.plan.iteration.memory import (
     state_room,
 )
 from lt_offload.plan.verify.ordering import describe, misordered
-from lt_offload.schema.lanes import LANES
+from lt_offload.schema.accesses import PAYLOADS, lanes_of
 from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan, Save, TensorGroup, Timeline, one_batch, program_problems
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes, format_seconds
@@ -123,7 +123,7 @@ def _programs(plan: Plan) -> Iterator[str]:
         found = carried[op.id]
         if not found:
             yield f"{describe(op)}: programs: no pass carries it out"
-        elif op.kind in ("forward", "backward") or op.payload in ("activation", "grad"):
+        elif op.computes or op.payload in ("activation", "grad"):
             if found != computing:
                 yield f"{describe(op)}: programs: every pass that computes carries it out, and no other"
         elif op.uses_gradients:
@@ -156,8 +156,8 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
         if any(plan.groups[group].payload != "weight" for group in op.zero_copy):
             yield f"{name}: zero_copy: only weights are read in host memory"
             continue
-        lanes = [lane.name for lane in LANES if op.kind in lane.kinds] or ["none"]
-        if op.lane not in lanes or (op.kind == "offload" and op.lane == "compute" and op.payload != "grad"):
+        lanes = lanes_of(op.kind, op.payload)
+        if op.lane not in lanes:
             yield f"{name}: lane: it occupies {op.lane}, it should be {' or '.join(lanes)}"
         if op.release_after is not None and not op.step <= op.release_after < len(plan.timeline):
             yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
@@ -177,7 +177,7 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
     elif op.save is None and op.kind in ("forward", "backward", "update", "accumulate") and op.block != block:
         yield f"{name}: block: the step is one of block {block}"
-    if op.zero_copy and (op.kind not in ("forward", "backward") or len(set(op.zero_copy)) < len(op.zero_copy)):
+    if op.zero_copy and (not op.computes or len(set(op.zero_copy)) < len(op.zero_copy)):
         yield f"{name}: zero_copy: only computations read weights in host memory, each once"
         return
     for t in plan.tensors(op) if op.writes_gradients else plan.zero_copy(op):
@@ -194,17 +194,17 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
 
 def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
     name = describe(op)
-    moves = op.kind in ("prefetch", "offload", "drop")
+    moves = op.kind in PAYLOADS
     if moves != (op.payload is not None):
         yield f"{name}: payload: {'missing' if moves else 'only copies and drops have one'}"
-    if op.payload == "grad" and op.kind != "offload":
-        yield f"{name}: payload: gradients are offloaded only"
+    elif op.payload is not None and op.payload not in PAYLOADS[op.kind]:
+        yield f"{name}: payload: there is no {op.kind} of it{', gradients are offloaded only' * (op.payload == 'grad')}"
     for group in op.groups if op.payload == "grad" else ():
         if (plan.groups[group].host_offset is None) != op.writes_gradients:
             yield f"{name}: host_offset: gradients that are copied to the host have one, others have none"
     if op.payload in ("grad", "activation") and op.kind == "offload" and op.release_after is None:
         yield f"{name}: release_after: it has to say when the device memory is given back"
-    if (op.payload == "activation" or op.kind in ("forward", "backward")) == bool(op.groups):
+    if (op.payload == "activation" or op.computes) == bool(op.groups):
         yield f"{name}: groups: {'none belong to it' if op.groups else 'missing'}"
     if len(op.offsets) != (len(op.groups) if op.kind == "prefetch" else 0):
         yield f"{name}: offsets: {len(op.offsets)} for {len(op.groups)} groups"
@@ -233,7 +233,7 @@ def _direct_bytes(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def _computations(plan: Plan) -> list[Op]:
-    return [op for op in plan.ops if op.kind in ("forward", "backward")]
+    return [op for op in plan.ops if op.computes]
 
 
 def _order_of_issue(plan: Plan) -> Iterator[str]:
@@ -245,7 +245,7 @@ def _order_of_issue(plan: Plan) -> Iterator[str]:
         if place < last:
             yield f"{describe(op)}: order: it is issued after ops of a later step or phase"
         last = max(last, place)
-        if op.kind in ("forward", "backward") and op.save is None:
+        if op.computes and op.save is None:
             count[op.step] += 1
             if op.kind != plan.timeline[op.step].kind:
                 yield f"{describe(op)}: order: the step is a {plan.timeline[op.step].kind}"
@@ -259,7 +259,7 @@ def _order_of_issue(plan: Plan) -> Iterator[str]:
 def _phase(op: Op) -> int:
     if op.kind == "prefetch":
         return 1
-    if op.kind in ("forward", "backward"):
+    if op.computes:
         return 3 if op.save is None else 2
     if op.uses_gradients or op.payload == "grad":
         return 4

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 
+from lt_offload.schema.lanes import LANES
 from lt_offload.schema.profile import Contention
 
-COMPUTE, H2D, D2H, HOST, READ, WRITE = range(6)
-"""Four lanes, and what computations read and write in host memory while they run."""
-NUMBER = {"compute": COMPUTE, "h2d": H2D, "d2h": D2H, "host": HOST}
+NUMBER = {lane.name: number for number, lane in enumerate(LANES)}
+COMPUTE, H2D, D2H, HOST = NUMBER["compute"], NUMBER["h2d"], NUMBER["d2h"], NUMBER["host"]
+READ, WRITE = len(LANES), len(LANES) + 1
+"""What computations read and write in host memory while they run, beside their lane."""
+_WORKING = len(LANES) + 2
 _LINKS = ((H2D, READ), (D2H, WRITE))
 _TOLERANCE = 1e-12
 """Relative to the clock: ends that are nearer to each other than this are one moment."""
@@ -24,13 +27,13 @@ def rates(contention: Contention, busy: int) -> tuple[float, ...]:
 
     Those of idle lanes are 0.
     """
-    found = [1.0 if busy >> lane & 1 else 0.0 for lane in range(6)]
+    found = [1.0 if busy >> lane & 1 else 0.0 for lane in range(_WORKING)]
     for pair in _LINKS:
         if all(found[lane] for lane in pair):
             for lane in pair:
                 found[lane] = 0.5
-    shares = (contention.compute, contention.h2d, contention.d2h, contention.host, contention.h2d, contention.d2h)
-    asked = {lane: found[lane] * shares[lane] for lane in range(6) if found[lane] * shares[lane]}
+    shares = (*(contention.of(lane.name) for lane in LANES), contention.h2d, contention.d2h)
+    asked = {lane: found[lane] * shares[lane] for lane in range(_WORKING) if found[lane] * shares[lane]}
     left, waiting = 1.0, len(asked)
     for lane in sorted(asked, key=asked.__getitem__):
         given = min(asked[lane], left / waiting)
@@ -46,12 +49,12 @@ class SimulatedLanes:
         self.now = 0.0
         self.busy = 0
         """Bit mask of the lanes that have work."""
-        self.ends = [math.inf] * 6
+        self.ends = [math.inf] * _WORKING
         """When the work of each lane is done if nothing else begins or ends before; true after :meth:`settle`."""
         self._contention = contention
         self._rates: dict[int, tuple[float, ...]] = {}
         """By the set of busy lanes."""
-        self._rate: tuple[float, ...] = (0.0,) * 6
+        self._rate: tuple[float, ...] = (0.0,) * _WORKING
         self._settled = 0
         """The lanes whose end is that with ``_rate``; that of others is their end alone."""
 
@@ -74,7 +77,7 @@ class SimulatedLanes:
         if busy not in self._rates:
             self._rates[busy] = rates(self._contention, busy)
         before, now = self._rate, self._rates[busy]
-        for lane in range(6):
+        for lane in range(_WORKING):
             if busy >> lane & 1:
                 rate = before[lane] if self._settled >> lane & 1 else 1.0
                 if rate != now[lane]:
@@ -84,4 +87,4 @@ class SimulatedLanes:
     def done(self) -> list[int]:
         """Return the lanes whose work ends now."""
         limit = self.now * (1 + _TOLERANCE)
-        return [lane for lane in range(6) if self.ends[lane] <= limit]
+        return [lane for lane in range(_WORKING) if self.ends[lane] <= limit]

@@ -12,15 +12,16 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from lt_offload.plan.iteration.memory import aligned, state_room
-from lt_offload.schema.lanes import LANES
+from lt_offload.schema.accesses import IN_ARENA, accesses, takes_room
+from lt_offload.schema.lanes import LANES, TierName
 from lt_offload.schema.plan import Op, Pass, Plan
 from lt_offload.schema.profile import Profile
 
 _LANES = {lane.name: index for index, lane in enumerate(LANES)}
-_HOST = 3
-_Clock = tuple[int, int, int, int]
-"""How many ops of each copy or compute lane have ended, and the host updates that have, as a set of bits."""
-_START: _Clock = (0, 0, 0, 0)
+_Clock = tuple[int, ...]
+"""By lane: how many of its ops have ended; of a lane without order, which ones, as a set of bits."""
+_IN_ORDER = tuple(lane.in_order for lane in LANES)
+_START: _Clock = (0,) * len(LANES)
 _Key = tuple[str, int]
 _ORDER = (1, 0, 0, 1, 0, 1, 1, 0)
 """Of two kinds of passes, every one after every other."""
@@ -46,7 +47,7 @@ class _OpAccess:
     op: Op
     lane: int
     count: int
-    """Its position on its lane; of host updates, the order of issue."""
+    """Its position on its lane, in the order of issue."""
 
 
 @dataclass(slots=True)
@@ -102,9 +103,10 @@ class _Ordering:
                 self.of_block[block].append(index)
         self.ended: list[_Clock] = [_START] * len(plan.ops)
         """By op: when its latest issue ends."""
-        self.lanes: list[_Clock] = [_START] * 4
-        self.updates = 0
-        """Host updates issued so far."""
+        self.lanes: list[_Clock] = [_START] * len(LANES)
+        """By lane: when its latest op ends."""
+        self.issued = [0] * len(LANES)
+        """By lane: its ops so far."""
         self.cells: dict[tuple[str, str, int], _WatchedCell] = defaultdict(_WatchedCell)
         self.outdated_hosts: set[_Key] = set()
         self.live: dict[_Key, _DeviceRange] = {}
@@ -117,6 +119,8 @@ class _Ordering:
         self.given_back: list[_OpAccess] = []
         self.arrived: list[_Arrived] = []
         self.computed: _OpAccess | None = None
+        self.places: dict[int, int] = {}
+        """Where the present op brings each tensor."""
         self.wanted: dict[_Key, int] = {}
         """Where what is on the device begins at the start of an iteration."""
         for entry in plan.initial:
@@ -149,155 +153,120 @@ class _Ordering:
 
     def _walk(self, op: Op) -> None:
         clock = _START
-        for other in op.after:
-            clock = _merge(clock, self.ended[other])
+        for ended in {self.ended[other] for other in op.after}:
+            clock = _merge(clock, ended)
         lane = _LANES.get(op.lane)
         if lane is None:
             self.ended[op.id] = clock
             for t in self.plan.tensors(op):
                 self._drop(op, (op.payload or "", t))
             return
-        clock = _merge(clock, self.lanes[lane])
-        if lane == _HOST:
-            self.updates += 1
-        access = _OpAccess(op, lane, self.updates if lane == _HOST else clock[lane] + 1)
-        if op.kind in ("forward", "backward"):
-            self._compute(access, clock)
-        elif op.kind == "update":
-            self._update(access, clock)
-        elif op.kind == "accumulate":
-            self._accumulate(access, clock)
-        elif op.kind == "prefetch":
-            self._prefetch(access, clock)
-        else:
-            self._offload(access, clock)
-        if lane == _HOST:
-            self.ended[op.id] = (clock[0], clock[1], clock[2], clock[_HOST] | 1 << access.count)
-            return
-        ended = clock[:lane] + (access.count,) + clock[lane + 1 :]
-        self.ended[op.id] = self.lanes[lane] = ended  # type: ignore[assignment]
+        in_order = _IN_ORDER[lane]
+        if in_order:
+            clock = _merge(clock, self.lanes[lane])
+        self.issued[lane] += 1
+        access = _OpAccess(op, lane, self.issued[lane])
+        if op.computes:
+            self._take_memory(access, clock)
+        for group in (self.plan.groups[number] for number in op.groups):
+            if group.host_offset is not None:
+                self._arrive(access, clock, group.host_offset, group.host_offset + group.bytes)
+        placed = zip(op.groups, op.offsets, strict=False)
+        self.places = dict(pair for group, start in placed for pair in self.plan.groups[group].offsets(start))
+        for what in accesses(op):
+            for key in self._keys(op, what.payload):
+                if what.how == "reads":
+                    self._reads(access, clock, self._tier(op, what.tier, key), key)
+                else:
+                    self._writes(access, clock, what.tier, key, used_up=what.how == "uses up")
+        if op.release_after is not None and op.payload in IN_ARENA:
+            self.releases[op.release_after] += [key for key in self._keys(op, op.payload or "") if key in self.live]
+        elif op.release_after is not None:
+            self.held[op.release_after].append(access)
+        last = access.count if in_order else clock[lane] | 1 << access.count
+        self.ended[op.id] = clock[:lane] + (last,) + clock[lane + 1 :]
+        if in_order:
+            self.lanes[lane] = self.ended[op.id]
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
-    def _compute(self, access: _OpAccess, clock: _Clock) -> None:
-        op = access.op
+    def _keys(self, op: Op, payload: str) -> list[_Key]:
+        """Return the weights, states, ... of a kind that ``op`` uses: its block's, or those of its tensors."""
+        tensors = self.profile.tensors
+        if op.computes:
+            if op.kind == "backward" and not self.profile.blocks[op.block].has_backward:
+                return []
+            own = self.of_block[op.block]
+            found = [t for t in own if tensors[t].trainable] if payload == "grad" else own
+        else:
+            found = list(self.plan.tensors(op))
+        if payload == "activation":
+            return [(payload, op.block)]
+        if op.kind == "update":
+            absent = {"grad": self.plan.delayed, "sum": not self.plan.adds_up}
+            found = [t for t in found if not absent.get(payload) and (payload != "state" or tensors[t].state_bytes)]
+        return [(payload, t) for t in found]
+
+    def _tier(self, op: Op, tier: TierName, key: _Key) -> TierName:
+        """Return where ``op`` reads ``key``: computations read some weights directly."""
+        return "host" if op.zero_copy and key[0] == "weight" and key[1] in self.plan.zero_copy(op) else tier
+
+    def _take_memory(self, access: _OpAccess, clock: _Clock) -> None:
+        """A computation allocates, from what has been given back by then."""
         for held in self.given_back:
             self._require(access, clock, held, "memory that it may take")
         self.given_back.clear()
         self.computed = access
-        if op.kind == "backward" and not self.profile.blocks[op.block].has_backward:
-            return
-        in_host_memory = self.plan.zero_copy(op)
-        for t in self.of_block[op.block]:
-            self._read_weight(access, clock, t, in_host_memory)
-            if op.kind == "backward" and self.profile.tensors[t].trainable:
-                self._write(access, clock, self.cells["device", "grad", t], ("grad", t))
-        activation = self.cells["device", "activation", op.block]
-        touch = self._write if op.kind == "forward" else self._read
-        touch(access, clock, activation, ("activation", op.block))
 
-    def _read_weight(self, access: _OpAccess, clock: _Clock, tensor: int, in_host_memory: tuple[int, ...]) -> None:
-        op, key = access.op, ("weight", tensor)
-        if tensor in in_host_memory:
+    def _reads(self, access: _OpAccess, clock: _Clock, tier: TierName, key: _Key) -> None:
+        op = access.op
+        if tier == "host":
             if key in self.outdated_hosts:
-                self._report(op, f"zero_copy: the host copy of {self._what(key)} is outdated")
-            self._read(access, clock, self.cells["host", "weight", tensor], key)
-            return
-        buffer = self._on_device(op, key)
-        if buffer is not None:
-            if buffer.outdated:
-                self._report(op, f"residency: its {self._what(key)} is from before the host's update")
-            self._read(access, clock, buffer.cell, key)
-
-    def _update(self, access: _OpAccess, clock: _Clock) -> None:
-        op = access.op
-        for t in self.plan.tensors(op):
-            weight = ("weight", t)
-            if op.lane == "host":
-                if not self.plan.delayed:
-                    self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
-                if self.plan.adds_up:
-                    self._write(access, clock, self.cells["host", "sum", t], ("sum", t))
-                self._write(access, clock, self.cells["host", "weight", t], weight)
-                if weight in self.live:
-                    self.live[weight].outdated = True
-                continue
-            if not self.plan.delayed:
-                self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
-            for key in (weight, ("state", t)) if self.profile.tensors[t].state_bytes else (weight,):
-                buffer = self._on_device(op, key)
-                if buffer is not None:
-                    self._write(access, clock, buffer.cell, key)
-                    buffer.newer = True
-                    self.outdated_hosts.add(key)
-            if self.plan.adds_up:
-                buffer = self._on_device(op, ("sum", t))
-                if buffer is not None:
-                    self._write(access, clock, buffer.cell, ("sum", t))
-                    buffer.newer = False  # it has been used up
-                    self.outdated_hosts.discard(("sum", t))
-
-    def _accumulate(self, access: _OpAccess, clock: _Clock) -> None:
-        op = access.op
-        for t in self.plan.tensors(op):
-            total = ("sum", t)
-            if op.lane == "host":
-                self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
-                self._write(access, clock, self.cells["host", "sum", t], total)
-                continue
-            self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
-            buffer = self._on_device(op, total)
-            if buffer is not None:
-                self._write(access, clock, buffer.cell, total)
-                buffer.newer = True
-                self.outdated_hosts.add(total)
-
-    def _prefetch(self, access: _OpAccess, clock: _Clock) -> None:
-        op = access.op
-        if op.payload == "activation":
-            for held in [*self.given_back, *([self.computed] if self.computed else [])]:
-                self._require(access, clock, held, "memory that it may take")
-            self._read(access, clock, self.cells["host", "activation", op.block], ("activation", op.block))
-            self._write(access, clock, self.cells["device", "activation", op.block], ("activation", op.block))
-            return
-        placed = zip(op.groups, op.offsets, strict=True)
-        for t, offset in (pair for group, start in placed for pair in self.plan.groups[group].offsets(start)):
-            key = (op.payload or "", t)
-            if key in self.live:
-                self._report(op, f"residency: {self._what(key)} is on the device already")
-                continue
-            if key in self.outdated_hosts:
-                self._report(op, f"host copy: the one of {self._what(key)} is outdated")
-            self._read(access, clock, self.cells["host", key[0], t], key)
-            buffer = self._place(key, offset, describe(op))
-            for former in self._take(buffer):
-                self._require(access, clock, former, f"the arena range of {self._what(key)}")
-            buffer.cell.write = access
-
-    def _offload(self, access: _OpAccess, clock: _Clock) -> None:
-        op = access.op
-        for group in (self.plan.groups[number] for number in op.groups):
-            if group.host_offset is not None:
-                self._arrive(access, clock, group.host_offset, group.host_offset + group.bytes)
-        if op.payload in ("grad", "activation"):
-            for index in self.plan.tensors(op) or (op.block,):
-                what: _Key = (op.payload, index)
-                self._read(access, clock, self.cells["device", op.payload, index], what)
-                self._write(access, clock, self.cells["host", op.payload, index], what)
-            if op.release_after is not None:
-                self.held[op.release_after].append(access)
-            return
-        for t in self.plan.tensors(op):
-            key = (op.payload or "", t)
+                rule = "zero_copy: the host copy" if op.zero_copy else "host copy: the one"
+                self._report(op, f"{rule} of {self._what(key)} is outdated")
+        elif key[0] in IN_ARENA:
             buffer = self._on_device(op, key)
-            if buffer is None:
-                continue
-            self._read(access, clock, buffer.cell, key)
-            self._write(access, clock, self.cells["host", key[0], t], key)
-            buffer.newer = False
+            if buffer is not None:
+                if buffer.outdated:
+                    self._report(op, f"residency: its {self._what(key)} is from before the host's update")
+                self._read(access, clock, buffer.cell, key)
+            return
+        self._read(access, clock, self.cells[tier, key[0], key[1]], key)
+
+    def _writes(self, access: _OpAccess, clock: _Clock, tier: TierName, key: _Key, *, used_up: bool) -> None:
+        op = access.op
+        if takes_room(op):
+            self._bring(access, clock, key)
+        elif tier == "host":
+            self._write(access, clock, self.cells["host", key[0], key[1]], key)
+            buffer = self.live.get(key)
+            if buffer is not None and op.kind == "offload":
+                buffer.newer = False
+            elif buffer is not None:
+                buffer.outdated = True
             self.outdated_hosts.discard(key)
-            if op.release_after is not None:
-                self.releases[op.release_after].append(key)
+        elif key[0] in IN_ARENA:
+            buffer = self._on_device(op, key)
+            if buffer is not None:
+                self._write(access, clock, buffer.cell, key)
+                buffer.newer = not used_up
+                (self.outdated_hosts.discard if used_up else self.outdated_hosts.add)(key)
+        else:
+            if op.kind == "prefetch":  # it takes memory of the framework
+                for held in [*self.given_back, *([self.computed] if self.computed else [])]:
+                    self._require(access, clock, held, "memory that it may take")
+            self._write(access, clock, self.cells[tier, key[0], key[1]], key)
+
+    def _bring(self, access: _OpAccess, clock: _Clock, key: _Key) -> None:
+        """Take a range of the arena."""
+        op = access.op
+        if key in self.live:
+            self._report(op, f"residency: {self._what(key)} is on the device already")
+            return
+        buffer = self._place(key, self.places[key[1]], describe(op))
+        for former in self._take(buffer):
+            self._require(access, clock, former, f"the arena range of {self._what(key)}")
+        buffer.cell.write = access
 
     def _arrive(self, access: _OpAccess, clock: _Clock, low: int, high: int) -> None:
         """Take a range of the host memory of gradients; what was copied there before has been read."""
@@ -398,7 +367,8 @@ class _Ordering:
         cell.reads.clear()
 
     def _require(self, access: _OpAccess, clock: _Clock, other: _OpAccess, what: str) -> None:
-        known = clock[_HOST] >> other.count & 1 if other.lane == _HOST else clock[other.lane] >= other.count
+        ended = clock[other.lane]
+        known = ended >= other.count if _IN_ORDER[other.lane] else ended >> other.count & 1
         if not known:
             self._report(access.op, f"after: it is not ordered after {describe(other.op)}, which uses {what}")
 
@@ -414,4 +384,4 @@ class _Ordering:
 
 
 def _merge(a: _Clock, b: _Clock) -> _Clock:
-    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]), a[3] | b[3])
+    return tuple([(x if x > y else y) if kept else x | y for x, y, kept in zip(a, b, _IN_ORDER, strict=True)])

@@ -1,4 +1,4 @@
-"""Runs a plan on paper: four lanes that work through their ops in order, and a thread that issues them.
+"""Runs a plan on paper: lanes that work through their ops in order, and a thread that issues them.
 
 An op starts when its lane is free, everything in ``after`` has ended, and the issuing thread has come to it. The
 thread waits for nothing; each computation costs it the block's launch time. The host takes the most urgent update of
@@ -22,7 +22,8 @@ from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import computation_bytes, host_bytes
 from lt_offload.plan.iteration.passes import more_passes, shown_passes, unrolled
 from lt_offload.plan.verify.check import check, mismatches
-from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, NUMBER, READ, WRITE, SimulatedLanes
+from lt_offload.plan.verify.lanes import COMPUTE, HOST, NUMBER, READ, WRITE, SimulatedLanes
+from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Op, Plan, deadlines
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Span, Trace
@@ -82,8 +83,8 @@ class _Simulation:
         self.waiters: list[list[int]] = [[] for _ in ops]
         """By op of one iteration: how many ops later those are issued that wait for it."""
         self._count_waits(ops)
-        self.queues: list[deque[int]] = [deque(), deque(), deque()]
-        """Of the lanes that keep the order of issue."""
+        self.queues: list[deque[int]] = [deque() for _ in LANES]
+        """By lane: what it has to do, empty of the one that keeps no order."""
         for number in range(self.count):
             lane = self.lane[number % self.ops]
             if lane is not None and lane != HOST:
@@ -95,7 +96,7 @@ class _Simulation:
         self.timers: list[tuple[float, int]] = []
         """When the thread comes to ops that wait for nothing else, and when it has launched what is computed (-1)."""
         self.ready = [False] * self.count
-        self.running: list[int | None] = [None] * 4
+        self.running: list[int | None] = [None] * len(LANES)
         self.read, self.written = self._direct(ops, profile)
         self.writes = [op.writes_gradients for op in ops]
 
@@ -114,7 +115,7 @@ class _Simulation:
         read, written = [0.0] * self.ops, [0.0] * self.ops
         began = 0
         for op in ops:
-            if op.kind in ("forward", "backward"):
+            if op.computes:
                 began = op.id
                 read[op.id] = op.bytes / hardware.h2d_bytes_per_s
             elif op.writes_gradients:
@@ -143,8 +144,8 @@ class _Simulation:
             ended = lanes.done()
             for lane in ended:
                 lanes.end(lane)
-            for lane in (H2D, D2H, HOST):
-                if lane in ended:
+            for lane in ended:
+                if lane < len(LANES) and lane != COMPUTE:
                     self._done(lane)
             computation = self.running[COMPUTE]
             if computation is not None:
@@ -174,8 +175,7 @@ class _Simulation:
 
     def _start(self) -> None:
         """Begin what can begin now on every idle lane."""
-        for lane in (COMPUTE, H2D, D2H):
-            queue = self.queues[lane]
+        for lane, queue in enumerate(self.queues):
             if self.running[lane] is None and queue and self.ready[queue[0]]:
                 self._begin(lane, queue.popleft())
         # What ends at this moment may still bring a more urgent update.
@@ -234,7 +234,7 @@ def _trace(plan: Plan, profile: Profile, found: _Simulation) -> Trace:
     start, end = (times[-found.ops :] for times in (found.start, found.finish))
     origin = min(start)
     ops = [(at, plan.ops[number]) for at, number in enumerate(found.origin)]
-    computations = [at for at, op in ops if op.kind in ("forward", "backward")]
+    computations = [at for at, op in ops if op.computes]
     seconds = (found.computed[-1] - found.computed[-1 - _MEASURED]) / _MEASURED
     if more_passes(plan):
         first, second = (end[computations[(at + 1) * len(memory) - 1]] for at in (0, 1))
