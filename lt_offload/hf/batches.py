@@ -138,6 +138,7 @@ def _of_arrow(dataset: Any) -> list[list[int]]:
     import pyarrow
     from pyarrow import compute
 
+    # Rows that a transform of the user's makes may be of any length, whatever the table says.
     if not hasattr(dataset, "features") or not hasattr(dataset, "__len__") or dataset.format["type"] == "custom":
         return []
     found: dict[str, list[int]] = {}

@@ -101,6 +101,7 @@ def _install() -> None:
         def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
             settings = _settings.get()
             if settings is not None and not isinstance(trainer, Offloaded):
+                # Before the constructor runs, as that would move the model to the GPU.
                 trainer.__class__ = offloaded_class(type(trainer))
                 vars(trainer)["offmate"] = Run(trainer, settings)
             constructor(trainer, *args, **kwargs)
@@ -121,6 +122,7 @@ def _remove() -> None:
 
 def offloaded_class(cls: type[Any]) -> type[Any]:
     """Return the class of offloaded Trainers that are ``cls`` otherwise; logs and model cards have the same name."""
+    # One for all Trainers of a class, so that their types are equal.
     if cls not in _classes:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         _classes[cls] = type(cls.__name__, (Offloaded, cls), names)

@@ -42,6 +42,8 @@ def _loaders(trainer: Any) -> Iterator[Any]:
 def _measured(run: Run, loader: Any, batch: Any) -> int:
     trainer, args = run.trainer, run.trainer.args
     only_loss = trainer.compute_metrics is None or args.prediction_loss_only
+    # With all that is free: how much an evaluation takes is what is to be found out. The context also puts the mode
+    # back.
     with untouched(model=trainer.model), run.streamed(free_memory(run.device)) as engine:
         trainer.model.eval()
         device = engine.device

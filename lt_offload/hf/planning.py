@@ -104,4 +104,5 @@ def _reserve(solve: Callable[[int, int], tuple[Profile, Plan]], budget: int, eva
         lacking = evaluated - (room_within(plan.budget_bytes, profile) + reserved - plan.arena_bytes)
         if lacking <= 0:
             return reserved
+        # A plan with more in reserve has another arena, which may lack again: until one does not.
         reserved += lacking

@@ -74,6 +74,7 @@ class Run:
         clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+            # Without a plan nothing is trained by the engine, and gradients are where torch looks for them.
             if self.engine is None or self.engine.plan is None:
                 found: Tensor = clip_norm(parameters, max_norm, norm_type)
                 return found
@@ -131,6 +132,7 @@ class Run:
         self._size = batches.Size(0, 0, False)
         self.model, self._loader = self.trainer.accelerator.unwrap_model(model), loader
         optimizer = self.trainer.optimizer
+        # accelerate wraps the optimizer, and others may have wrapped it before.
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         self.optimizer = optimizer

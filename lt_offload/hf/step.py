@@ -31,6 +31,7 @@ class TrainingStep:
         accelerator = trainer.accelerator
 
         def backward(loss: Tensor, **_: Any) -> None:
+            # As ``accelerator.backward`` divides it.
             losses.append(loss / accelerator.gradient_accumulation_steps)
 
         before = dict(vars(accelerator))
@@ -59,5 +60,6 @@ def kept(trainer: Any) -> Iterator[None]:
         with untouched(**roots):
             yield
     finally:
+        # Objects are put back by ``untouched``; which attributes there are, here.
         vars(trainer).clear()
         vars(trainer).update(before)

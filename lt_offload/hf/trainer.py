@@ -74,6 +74,7 @@ class Offloaded:
             step = self.state.global_step
             say(f"stopped after step {step}; train(resume_from_checkpoint=True) goes on from checkpoint-{step}")
             interrupts.remove()
+            # Whoever handled it before the training decides what becomes of the process.
             signal.raise_signal(received)
 
     # -- evaluation --------------------------------------------------------------------------------------------------

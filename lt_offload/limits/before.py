@@ -33,6 +33,7 @@ _LIGHTNINGS_PRECISION = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.plu
     training_only=False,
 )
 def _precision(run: Setup) -> str | None:
+    # The plugin first: one of the user's own may say that its precision is one of those below.
     value, plugin = run.trainer.precision, type(run.trainer.precision_plugin)
     if _LIGHTNINGS_PRECISION.match(plugin.__module__) is None:
         return f"Trainer(plugins=[{plugin.__name__}(...)])"
@@ -97,6 +98,7 @@ def _step_hook(run: Setup) -> str | None:
     instead="use batch_size='auto', search with strategy='auto' on a small model, or prune before training",
 )
 def _searching_callback(run: Setup) -> str | None:
+    # By the names of classes: there are two Lightnings, and none of them is imported here.
     for callback in run.trainer.callbacks:
         if _is_a(callback, {"BatchSizeFinder", "LearningRateFinder", "ModelPruning"}):
             return f"callback {type(callback).__name__}"
@@ -242,6 +244,7 @@ def _sparse_members(run: Setup) -> str | None:
     assert run.model is not None
     for kind, named in (("buffer", run.model.named_buffers()), ("parameter", run.model.named_parameters())):
         for name, tensor in named:
+            # By name, as this module is read without torch.
             if str(tensor.layout) != "torch.strided":
                 return f"{kind} {name} of layout {str(tensor.layout).removeprefix('torch.')}"
     return None
@@ -273,6 +276,7 @@ def _averaging_without_validation(run: Setup) -> str | None:
     normed = any(_is_a(module, {BATCH_NORM}) for _, module in _modules(run))
     if trainer is None or not normed or not any(_is_a(c, {"StochasticWeightAveraging"}) for c in trainer.callbacks):
         return None
+    # The last epoch is validated if its number is a multiple of this, and then gradients are cleared in time.
     every = trainer.check_val_every_n_epoch or 1
     validated = trainer.enable_validation and trainer.max_epochs % every == 0
     return None if validated or trainer.max_epochs == -1 else "StochasticWeightAveraging of a model with batch norm"
@@ -408,6 +412,7 @@ def _own_memory(run: Setup) -> str | None:
 )
 def _replaced_step(run: Setup) -> str | None:
     for optimizer in run.optimizers:
+        # Updates call the step of the class: one on the object would never run.
         step = vars(optimizer).get("step")  # a scheduler puts a wrapper there that counts
         if step is not None and getattr(step, "__wrapped__", step) is not type(optimizer).step:
             return f"{type(optimizer).__name__}.step of the instance"

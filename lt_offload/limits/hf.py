@@ -102,6 +102,7 @@ _IN_BACKWARD = ("lomo", "adalomo")
 )
 def _updates_in_backward(run: Setup) -> str | None:
     name: Any = run.trainer.args.optim
+    # An enumeration of transformers, or the text that the user has given.
     name = str(getattr(name, "value", name))
     return f"optim={name!r}" if name in _IN_BACKWARD or name.endswith("_layerwise") else None
 
@@ -115,5 +116,6 @@ def _updates_in_backward(run: Setup) -> str | None:
 )
 def _generates(run: Setup) -> str | None:
     kind = next((cls for cls in type(run.trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    # What Trainers that generate have in common is an argument for how answers are drawn.
     samples = hasattr(run.trainer.args, "temperature")
     return kind.__name__ if kind is not None and samples else None

@@ -76,11 +76,13 @@ def check_call(block: str, kwargs: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: naming the argument or the hook.
     """
+    # Here, as the table is also read where torch is not loaded.
     from lt_offload.compat.torch import top_saved_tensors_hooks
 
     hooks: tuple[Callable[..., Any], ...] | None = top_saved_tensors_hooks(True)
     if hooks is not None:
         name, module = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__), hooks[0].__module__
+        # By where their code is from: hooks are closures, which nothing else tells apart.
         if not any(module == home and name.startswith(owner) for home, owner in _EXACT_HOOKS):
             shown = name.replace(".<locals>", "")
             raise SAVED_TENSORS_HOOKS.error(f"saved_tensors_hooks({shown}, ...) around block {block}")

@@ -111,6 +111,7 @@ class Account(TorchDispatchMode):
 
     def live(self) -> dict[int, int]:
         """Return the bytes of every storage under account by its serial."""
+        # A list first: storages may die, on any thread, while it is walked through.
         return {charge.serial: charge.nbytes for charge in list(self._live.values())}
 
     def peak_without(self, serials: Iterable[int]) -> int:
@@ -141,6 +142,7 @@ class Account(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
+        # A stack, as an account may be entered again while it is in place.
         self._hide.append(show_buffers())
         return self
 
@@ -155,6 +157,7 @@ class Account(TorchDispatchMode):
         if known is None:
             known = _MAKES[id(func)] = _makes_storages(func), func, workspace(func)
         if known[0]:
+            # Nearly every result: it is spared the generator, on the path of every operation.
             plain = type(out) is torch.Tensor and out.layout is torch.strided
             for tensor in (out,) if plain else tensors_in(out):
                 storage = tensor.untyped_storage()

@@ -194,12 +194,15 @@ class _HasTorchFunction:
 
     def forget(self, mode: WatchingMode) -> None:
         with self._changing:
+            # Somebody who has put another function in place of ours keeps it, and calls ours, which then answers as the
+            # original.
             self._modes.remove(mode)
             if not self._modes and _OVERRIDES[_ASKED] is self:
                 _OVERRIDES[_ASKED] = self._original
 
     def __call__(self, relevant_args: Any) -> bool:
         """Answer without the watching modes of this thread."""
+        # A tuple first, as other threads place and lift theirs meanwhile.
         lifted = [(mode, above) for mode in tuple(self._modes) if (above := FUNCTION_MODES.lift(mode)) is not None]
         try:
             return self._original(relevant_args)

@@ -53,6 +53,7 @@ def use_expandable_segments(device: torch.device) -> bool:
         return True  # the card is full: who asks for memory next is told so
     except (AttributeError, RuntimeError, ValueError) as error:
         _log.info("torch's allocator keeps segments of fixed size: %s", str(error).partition("\n")[0])
+        # A torch without this setting has changed nothing that would have to be taken back.
         if not isinstance(error, AttributeError):
             set_allocator(",".join([*settings, "expandable_segments:False"]))
         return False
@@ -129,6 +130,8 @@ def workspace_bytes(device: torch.device) -> int:
     """Return what cuBLAS holds of torch's memory, once the usual libraries are loaded."""
     warm_up(device)
     before = torch.cuda.memory_allocated(device)
+    # They come back with the next product, which the second warm-up makes: the process is left as training will have
+    # it.
     clear_cublas_workspaces()
     held = before - torch.cuda.memory_allocated(device)
     warm_up(device)

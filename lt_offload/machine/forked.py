@@ -49,6 +49,7 @@ def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
         with warnings.catch_warnings():  # from Python 3.12 on; data loaders' workers are forked from threads as well
             warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
             process.start()
+        # Ours: as long as one end to write to is open, the end of the child is not seen as the end of the pipe.
         there.close()
         try:
             ready = wait([here], timeout=PATIENCE)
@@ -82,6 +83,7 @@ def _answer(work: Callable[[], Any]) -> bytes:
     try:
         value = work()
     except BaseException as error:
+        # CUDA does not survive a fork, and its error would not say so: the way out is named instead.
         described = f"{type(error).__name__}: {error}"
         return pickle.dumps(("failed", described)) if "CUDA" in described else _pickled("raised", error, described)
     devices = {leaf.device for leaf in tree_leaves(value) if isinstance(leaf, Tensor)} - {torch.device("cpu")}

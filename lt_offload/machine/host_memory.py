@@ -218,11 +218,13 @@ class HostMemory:
         # Tensors hold the pages' own view of the mapping, and the account holds the mapping. The finalizer may run on
         # any thread at any moment: it only appends to a queue.
         end = weakref.finalize(pages.memory, self._dead.append, address)
+        # When the process ends there is nobody left to give memory back.
         end.atexit = False
         self._mapped[address] = _Mapping(memory=pages.memory.obj, nbytes=pages.nbytes, locked=locked, end=end.detach)
         return locked
 
     def _lock(self, address: int, nbytes: int) -> bool:
+        # Not asked again for as much as was refused once.
         if self._locked + nbytes >= self._limit:
             return False
         code = self._register(address, nbytes)

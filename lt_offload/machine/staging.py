@@ -92,6 +92,7 @@ class Staging:
                 return
             coming: deque[tuple[_StagingBuffer, Tensor]] = deque()
             for goal, piece in zip(_pieces(target, self._up), _pieces(source, self._up), strict=True):
+                # All buffers are on the link: the oldest has to be emptied before it can be used again.
                 if len(coming) == len(self._up):
                     _empty_into(*coming.popleft())
                 buffer = _next(self._up)

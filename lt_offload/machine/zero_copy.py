@@ -52,6 +52,7 @@ def locked(host: Tensor) -> Iterator[Tensor]:
     try:
         yield host
     finally:
+        # Copies and kernels that still use the memory have to end before it is unlocked.
         torch.cuda.synchronize()
         unregister(host.data_ptr())
 
@@ -65,6 +66,7 @@ def zero_copy_of(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
 
 def register(address: int, nbytes: int) -> int:
     """Page-lock host memory and map it; return 0 or an error code."""
+    # ``cudaHostRegisterPortable`` and ``cudaHostRegisterMapped``.
     for_all_devices, mapped = 1, 2
     code = int(_cudart().cudaHostRegister(address, nbytes, for_all_devices | mapped))
     if code != 0:

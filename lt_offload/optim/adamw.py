@@ -142,6 +142,7 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for name in ("lr", "eps", "weight_decay"):
+            # Not ``< 0``, which would let NaN pass.
             if not group[name] >= 0:
                 raise ConfigError(f"{name}={group[name]} must not be negative")
         if not all(0 <= beta < 1 for beta in group["betas"]):
@@ -216,6 +217,7 @@ class AdamW(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             dtype = _state_dtype(parameter)
+            # As torch's AdamW has it, whose checkpoints have to fit.
             state["step"] = torch.zeros((), dtype=torch.float32)
             if dtype != parameter.dtype and not noisy:
                 state["master"] = torch.empty_like(parameter, dtype=dtype).copy_(parameter)
@@ -236,6 +238,8 @@ class AdamW(Optimizer):
         given: dict[str, Any] = {}
         noisy = [group["stochastic_rounding"] for group in self.param_groups]
         before = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+        # By hooks, as torch casts states to the dtype of their weight in between; first, so that hooks of users see the
+        # states in their precision.
         after = self.register_load_state_dict_post_hook(lambda _: self._restore(given, noisy), prepend=True)
         try:
             super().load_state_dict(state_dict)

@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("adamw.cpp")
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
+    # Off: a product and a sum in one instruction are rounded once, and would give other last bits than two operations.
+    # The others let the loop be vectorised and change no number.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 _BUILD_SECONDS = 120
@@ -90,6 +92,7 @@ class Kernel:
 
     def update(self, entries: Sequence[Entry], options: Options) -> None:
         """Update ``entries``, all of which it takes, in place; gradients stay as they are."""
+        # What is left over after whole units torch's own kernel rounds in another way: so it does that part itself.
         plain.update([tail(entry, _UNIT) for entry in entries if entry.param.numel() % _UNIT], options)
         whole = [entry for entry in entries if entry.param.numel() >= _UNIT]
         count = len(whole)
@@ -150,6 +153,7 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
                 options.maximize,
                 float(options.grad_scale),
             )
+            # The kernel writes past torch: a graph that has saved a weight has to notice all the same.
             torch.autograd.graph.increment_version(params)
     return rest
 
@@ -220,10 +224,12 @@ def build(folder: Path | None = None, source: Path | None = None) -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler here (install g++)")
     source = source or _SOURCE
+    # The name says what the file was made from and for, so that a file that is there is never out of date.
     library = _private(folder or user_cache("kernels")) / f"{source.stem}-{_identity(compiler, source)}.so"
     if library.is_file() and _only_mine(library):
         return library
     began = time.perf_counter()
+    # Several processes may compile at once: each puts a whole file in place, and any of them will do.
     with replacing(library) as new:
         command = [*compiler.split(), *_FLAGS, str(source), "-o", str(new)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)

@@ -102,6 +102,8 @@ def update(entries: Sequence[Entry], options: Options) -> None:
     """Update ``entries`` in place; gradients stay as they are."""
     together: defaultdict[tuple[torch.device, torch.dtype], list[Entry]] = defaultdict(list)
     for entry in entries:
+        # The fused kernel can do these as they are, and many at once; the others need a copy in fp32, which has to stay
+        # small.
         if entry.master is None and entry.seed is None and not options.scales:
             together[entry.param.device, entry.param.dtype].append(entry)
             continue
@@ -116,6 +118,7 @@ def _apart(entry: Entry, options: Options) -> None:
     target = entry.param if entry.master is None else entry.master
     if entry.seed is not None:
         target = torch.empty_like(entry.param, dtype=torch.float32).copy_(entry.param)
+    # A copy, as gradients stay as they are, and in the precision of what is updated.
     grad = torch.empty_like(target).copy_(entry.grad)
     if options.scales:
         grad.mul_(options.grad_scale)

@@ -73,6 +73,7 @@ class _Figures:
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return what it costs; ``once``: only those that run it once."""
+    # Before ``rehearsed`` is set, with which every trial begins: this one repeats the draws of the model's own run.
     once = once or not _gives_the_same(call)
     call.rehearsed[:] = _fullest(call)
     keep = _measure(call, "keep", meter, timed=True)
@@ -80,10 +81,12 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     input_bytes = storage_bytes(call.inputs)
     profiles = [_keep(keep)]
     if call.has_backward and keep.live and not once:
+        # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
         recompute = _recompute(keep, measured[-1])
         profiles += [recompute, *_reload(recompute, call.inputs)]
     if call.has_backward and (keep.travelling or keep.input_travels):
+        # Nothing to run: it computes what ``keep`` computes, and the figures say how much of that may travel.
         profiles.append(_offload(keep, input_bytes))
     # No operation of compiled code can be left out, and none runs without its graph.
     if call.has_backward and keep.live and not call.graphed and not once:
@@ -130,6 +133,7 @@ def _fullest(call: Call) -> list[Tensor]:
             _Trial(call, "keep").forward()
         found.append((len(operations.called), draws))
         after = call.draws()
+        # It draws nothing, so that no run differs from another.
         if all(map(torch.equal, draws, after)):
             return []
         if len(found) == _FEW_DRAWS and len({count for count, _ in found}) == 1:
@@ -163,6 +167,7 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     """Return the figures of an option under which the block runs twice, with its modules' state for the second run."""
     cut = call.cut()
     runs = 1 if cut is None else len(cut.sizes)
+    # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time.
     held = runs * sum(state.held for state in call.state)
     copied = sum(state.copied for state in call.state)
     peak = option.held_peak_bytes
@@ -230,6 +235,7 @@ def discard(cost: BlockCost) -> OptionProfile | None:
     return replace(
         keep,
         name="discard",
+        # What a second run needs of the modules' state (``_remembering``); nothing else is saved under ``recompute``.
         saved_bytes=0 if recompute is None else recompute.saved_bytes,
         keeps_input=False,
         forward_peak_bytes=(recompute or keep).forward_peak_bytes,
@@ -298,6 +304,7 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
     """Run forward and backward; fill in ``figures`` if given (which costs time)."""
     trial = _Trial(call, option)
     watch = Watch(_device(call)) if figures is not None else None
+    # Starts the clock: what lies before is not the forward's.
     meter.lap()
     if watch is None:
         trial.forward()
@@ -308,6 +315,7 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
     if figures is not None and watch is not None:
         figures.live = watch.current
         figures.output_bytes = trial.output_bytes
+        # A peak is what comes on top: plans count themselves what stays, outputs, and gradients of inputs.
         figures.forward_peak = max(0, watch.peak() - figures.live - trial.output_bytes)
         figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
         figures.slack = watch.slack
@@ -518,6 +526,7 @@ def _dropping_gradients(
 
     for parameter in parameters:
         parameter.grad = None
+    # After accumulation, as the engine's hook is: a weight that is used twice has one gradient by then.
     register: Callable[[Tensor, Callable[[Tensor], None]], Any] = Tensor.register_post_accumulate_grad_hook
     hooks = [register(parameter, drop) for parameter in parameters]
     try:

@@ -86,8 +86,10 @@ class BoundaryCheck:
         Raises:
             UnsupportedError: if an argument makes the block hand out what it computes.
         """
+        # First of all: hooks for saved tensors would already be called in the runs below.
         limits.check_call(self._blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
+        # Weak: what the model lets go of must die here as it does in training, where bytes are counted.
         given = [(weakref.ref(leaf), version(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
         origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
         entered = []
@@ -145,6 +147,7 @@ class BoundaryCheck:
                 first, failed = None, error
         call.draw_from(before_draws)
         call.state[:] = call.state or [StateBytes(held=before.held_bytes, copied=before.copied_bytes)]
+        # In place and for good: the run with a graph, which is the one that stays, begins where this one began.
         before.undo()
         self._rest = before.rest
         call.seen[:] = call.seen or [before.rest]
@@ -231,6 +234,7 @@ class BoundaryCheck:
         Raises:
             UnsupportedError: naming the weight.
         """
+        # A cast is a node of this name; behind it is the leaf of the weight that was cast.
         casts = (node for node, _ in edges(t.grad_fn for t in tensors_of(out)) if node.name() == "ToCopyBackward0")
         for cast in casts:
             weight = getattr(cast.next_functions[0][0], "variable", None)
@@ -285,6 +289,8 @@ class BoundaryCheck:
         for out in outputs:
             check_rows(call.cutter, out, 2)
         outputs = [out for out in outputs if out.requires_grad]
+        # Parts add the gradients of all uses of a weight part by part, plain PyTorch use by use: several uses would be
+        # another order of sums.
         uses = Counter(id(getattr(node, "variable", None)) for node, _ in edges(out.grad_fn for out in outputs))
         for name, parameter in block.module.named_parameters():
             if uses[id(parameter)] > 1:
@@ -292,9 +298,11 @@ class BoundaryCheck:
         if not has_values(call) or not outputs or not inputs:
             return
         first = [torch.zeros_like(out) for out in outputs]
+        # Gradients for the first sample alone: what then reaches the second one has crossed over.
         for gradient in first:
             gradient[:1] = 1
         for found in torch.autograd.grad(outputs, inputs, first, allow_unused=True):
+            # A NaN is no sign: kernels make one of zero times infinity, too.
             if found is not None and found[1:].nan_to_num().count_nonzero():
                 raise limits.MICRO_BATCHES.error(f"samples of a batch depend on each other in block {block.name}")
 
@@ -307,6 +315,8 @@ class BoundaryCheck:
         Raises:
             UnsupportedError: naming the block.
         """
+        # A block has no edge from its output to its inputs, which were detached: behind each block the search begins
+        # anew.
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
         consumers = Counter((id(node), number) for node, number in edges(roots))
         consumers.update((id(node), number) for node, number, _ in self._inputs)

@@ -197,6 +197,7 @@ class _CallRecorder:
         below, live = last.below, self.account.live()
         kept = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)
+        # Without a loss there is nothing to run: the caller begins with a gradient as large as the output.
         tail.backward_peak = tail.left = tail.saved + last.output_bytes
         loss = find_loss(result)
         if loss is not None and loss.requires_grad:
@@ -335,6 +336,7 @@ class _ModelCall:
             self.between = sum(live[serial] for serial in self.masks)
         with recorder.stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
             out = recorder.boundary.run(index, call, original, args, kwargs)
+        # What the model has let go of by now must be gone when memory in use is read below.
         del args, kwargs
         self._returned = {self._account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
         self._interfaces |= self._returned
@@ -419,6 +421,7 @@ class _ModelCall:
             return leaf
         given = leaf.detach()
         own = given.clone() if copy else given
+        # A copy of a tensor with gaps or repeated rows lies in memory otherwise, and kernels are chosen by that.
         if own is given or own.stride() != leaf.stride():
             return given
         self._copies.add(self._account.serial(own))
@@ -428,9 +431,11 @@ class _ModelCall:
     def _connect(self, leaf: Any, index: int, call: Call, position: Iterator[int]) -> Any:
         """Make an output of block ``index`` part of the outer graph."""
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            # In a list, as a tensor that a function returns as it came would become a view of an argument.
             box = [leaf]
             del leaf
             note = partial(call.reached.add, next(position))
+            # The anchor requires grad, so that the output does: nothing else that the outer graph knows leads here.
             return Interface.apply(self._recorder.anchor, box, index, note)  # type: ignore[no-untyped-call]
         return leaf
 

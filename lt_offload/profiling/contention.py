@@ -185,6 +185,7 @@ def _together(pieces: Mapping[LaneName, Piece], node: MemoryNode, host_threads: 
                 node.bind()
                 if host_threads:
                     torch.set_num_threads(host_threads)
+            # Once before all begin together, as the first one is slower.
             piece()
             ready.wait()
             start = time.perf_counter()

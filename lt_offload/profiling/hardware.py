@@ -179,6 +179,7 @@ def measure_hardware(
         name=torch.cuda.get_device_name(target) if cuda else EMULATED,
         device_bytes=torch.cuda.mem_get_info(target)[1] if cuda else free,
         host_bytes=host,
+        # Where no limit was found, what this process has taken already could be locked as well.
         pinnable_bytes=host if limit.nbytes == free else limit.nbytes,
         h2d_bytes_per_s=links.h2d,
         d2h_bytes_per_s=links.d2h,

@@ -217,6 +217,7 @@ def _extra_seconds(read: Read, host_copy: HostCopy, device: torch.device, meter:
         for parameter, before in held:
             parameter.data = before.to(device)
         near = _seconds(read, device, meter)
+        # The parameter itself is what the context fills: the layer then reads host memory, and nothing else changes.
         with host_copy(data) as own.data:
             far = _seconds(read, device, meter)
     finally:
@@ -235,6 +236,7 @@ def _seconds(read: Read, device: torch.device, meter: Meter) -> tuple[float, flo
     laps: list[tuple[float, float]] = []
     while len(laps) < 2 or not meter.enough([sum(lap) for lap in laps[1:]]):
         meter.lap()
+        # Not a call of the module, which would call hooks of users.
         out = module.forward(x)
         forward = meter.lap().seconds
         if x.requires_grad:

@@ -205,6 +205,7 @@ def check_samples(batch: Any, micro_batches: int) -> None:
 def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: Any) -> Iterator[Any]:
     """Enclose runs of ``model`` that leave no trace; yields the batch on ``device``."""
     devices = [device.index] if device.type == "cuda" else []
+    # The batch as well: a step may write to it, and training has yet to see it.
     roots = {type(model).__name__: model, "sample_batch": sample_batch, **others}
     with current(device), untouched(devices=devices, **roots):
         yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample_batch)
@@ -302,6 +303,7 @@ def assemble(
         + measured.captured.waiting
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
+        # What lies outside the blocks stays on the device with its gradient and its states.
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.state(p) for _, p in structure.rest),
         page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
         slack_bytes=max(
@@ -353,6 +355,7 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
     for call in captured.calls:
         if id(call) not in known:
             say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
+            # As the module was at its call: the step has run on since, and may have changed what the block reads.
             with staged(tensors_of(call.module), device), call.as_called():
                 known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
     return [known[id(call)] for call in captured.calls]
@@ -470,6 +473,7 @@ def _base_name(model: nn.Module) -> str:
 
 def _main_dtype(model: nn.Module) -> str:
     totals: dict[torch.dtype, int] = {}
+    # Packed numbers are stored as bytes, which is no dtype that anything is computed in.
     packed = {id(layer.weight) for _, layer in packed_layers(model)}
     for parameter in (parameter for parameter in model.parameters() if id(parameter) not in packed):
         totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()

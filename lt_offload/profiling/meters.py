@@ -117,6 +117,7 @@ class Roofline(TorchDispatchMode):
         out = _result(func, args, kwargs or {})
         read = list(tensors_in((args, kwargs or {})))
         written = _written(func, read, out)
+        # A view costs nothing: no kernel runs for it.
         if written:
             if func in _GATHERS:  # reads as many rows of its table as it returns
                 read = [*read[1:], *written]
@@ -209,6 +210,7 @@ class Watch:
         if self._cuda is not None:
             torch.cuda.empty_cache()  # what is left of other blocks would give way under the cap
             torch.cuda.reset_peak_memory_stats(self._cuda)
+            # What torch holds that is not under account: weights, and whatever was there before.
             self._outside = torch.cuda.memory_allocated(self._cuda) - self._account.current
         self._account.__enter__()
 
@@ -216,6 +218,8 @@ class Watch:
         self._account.__exit__(*error)
         if self._cuda is not None:
             allocated = torch.cuda.max_memory_allocated(self._cuda)
+            # Workspaces of kernels are no storages, which the account would see. Both peaks need not be at the same
+            # time, so this may be too little, but never counts a storage twice.
             self._beside = max(0, allocated - self._outside - self._account.peak)
             self.slack = max(self.slack, torch.cuda.max_memory_reserved(self._cuda) - allocated)
 

@@ -152,6 +152,7 @@ def _state_after_steps(sample: _Sample) -> int:
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
     part = replace(sample, shape=_cut(sample.shape))
+    # Fake tensors have shown the size after one step; by how much that grows is seen on a few real rows.
     grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
     return round_up(held * max(grown) // max(1, grown[0]), STATE_ALIGNMENT) if most > 1 else held
 
@@ -198,6 +199,7 @@ def _scratch_by_step(sample: _Sample, device: torch.device, room: int) -> int:
         for _ in range(_STEPS):
             stand_in.fill_gradients()
             newborn = not _state_bytes(stand_in.state)
+            # States that this step makes are no scratch: they get memory that is there already.
             places = zip(stand_in.parameters, memory, strict=True) if newborn else ()
             with Account() as account, StateAllocator(places):
                 stand_in.step()

@@ -69,6 +69,7 @@ def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode
 
 
 def _links(copy: Callable[[Sequence[_Pair]], list[float]], down: _Pair, up: _Pair, *, staged: float = 0.0) -> Links:
+    # A round that does not count, as the first copies of a process are slower.
     copy([down, up])
     (h2d_alone,), (d2h_alone,) = copy([down]), copy([up])
     h2d, d2h = copy([down, up])

@@ -63,6 +63,7 @@ class Drawing:
 
     def json(self) -> str:
         """Return the figure as plotly's JSON; a number that is none, such as a loss that is not finite, is left out."""
+        # JSON has no NaN and no infinity: a browser would refuse all of it.
         layout = self.layout | {"shapes": self.shapes, "annotations": self.notes}
         return json.dumps(_finite({"data": self.traces, "layout": layout}), separators=(",", ":"), ensure_ascii=False)
 
@@ -101,6 +102,7 @@ def page(title: str, body: Iterable[str]) -> str:
     """Return a page that needs nothing from outside. ``title`` is text, ``body`` is HTML."""
     content = "\n".join(part for part in body if part)
     style = _file("report.css")
+    # A page without a figure needs no script, and then may run none.
     scripts, allowed = "", "'none'"
     if _FIGURE in content:
         library, own = _file("plotly-basic.min.js"), _file("report.js")
@@ -211,6 +213,7 @@ def lines(
         margin = 0.03 * (right - left)
         x_axis["range"] = [left - margin, max(right, hatched_to) + margin]
         drawn.shapes.append(_hatched(left - margin, hatched_to))
+    # Letters for thousands only where numbers would be long.
     y_axis = axis(tickformat="~s" if top >= 10000 else "~g", nticks=5, ticksuffix=suffix)
     if from_zero:
         y_axis["range"] = [0, top * 1.06 or 1]
@@ -295,6 +298,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     total = share = 0.0
     found = []
     for value in values:
+        # ``share`` is what the weights so far add up to: without it the first means would be too near to zero.
         total, share = weight * total + (1 - weight) * value, weight * share + (1 - weight)
         found.append(total / share)
     return found

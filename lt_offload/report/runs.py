@@ -116,6 +116,7 @@ class RunFolder:
     def median(self, name: str) -> float | None:
         """Return the median of a metric over the second half of its records, when what is slow at first is over."""
         values = [value for _, value in self.curve(name)]
+        # The first steps compile, make states and fill caches.
         return median(values[len(values) // 2 :]) if values else None
 
     def largest(self, name: str) -> int | None:

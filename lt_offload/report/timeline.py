@@ -73,8 +73,11 @@ def bars(trace: Trace, plan: Plan) -> list[Bar]:
     gap = trace.iteration_time / _RESOLUTION
     merged = _merge(single, gap, per_block=True)
     while len(merged) > MAX_BARS:
+        # Coarser until few enough are left, and across blocks: a deep model may have more blocks than there is room
+        # for.
         gap *= 2
         merged = _merge(single, gap, per_block=False)
+    # Bars within others come last, so that they are drawn on top.
     return sorted(merged, key=lambda bar: (bar.nested, bar.start))
 
 
@@ -85,6 +88,7 @@ def _within(bar: Bar, period: float) -> Iterator[Bar]:
     """
     start = bar.start % period if period else bar.start
     left = bar.busy
+    # A little more than the period, or a bar that ends with it would leave a rest of no length.
     while left > 0 and period and start + left > period * (1 + 1e-9):
         part = period - start
         yield replace(bar, start=start, end=period, busy=part, bytes=round(bar.bytes * part / bar.busy))
@@ -112,6 +116,7 @@ def _bar(span: Span, plan: Plan) -> Bar:
 def _mark_nested(single: Iterable[Bar]) -> list[Bar]:
     outer: dict[LaneName, Bar] = {}
     marked = []
+    # Of bars that begin together the longest first: it is the one around the others.
     for bar in sorted(single, key=lambda bar: (bar.start, -bar.end)):
         around = outer.get(bar.lane)
         if around and bar.end <= around.end and bar.kind != around.kind:

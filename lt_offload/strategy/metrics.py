@@ -121,6 +121,7 @@ class Metrics(_Base):
 
     def _note_loss(self, trainer: Any, outputs: Any) -> None:
         if outputs is not None:
+            # An update has been counted by now; a batch without one belongs to the step that is yet to come.
             self.loss.note(outputs, trainer.global_step + adds_up(trainer))
 
     def _check_loss(self, trainer: Any) -> None:
@@ -185,6 +186,7 @@ def add(trainer: Any, namespace: str) -> None:
     """Give ``trainer`` the metrics of this module, before its checkpoints, unless it has them."""
     if any(isinstance(callback, Metrics) for callback in trainer.callbacks):
         return
+    # Lightning calls checkpoints last: what is logged after a step is there when they look at it.
     checkpoints = {id(callback) for callback in trainer.checkpoint_callbacks}
     before = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
     trainer.callbacks.insert(before, bind(Metrics, namespace, "callbacks.Callback")())

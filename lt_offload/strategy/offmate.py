@@ -303,6 +303,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         if self._first is None:
             return
         first, self._first, trainer = self._first, None, self._trainer
+        # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         with planning(trainer):
             assert self.engine is not None
@@ -376,8 +377,10 @@ class OffmateStrategy(OneProcess, Checkpoints):
         assert self.sample is not None
         replay.check_no_plan(self.plan_path, change)
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
+        # Files that are being written are read from the old engine's host copies.
         self.finish_saves()
         window = engine.leave_window(optimizer)
+        # The budget of the run, and not what is free now, part of which this run has given back itself.
         memory = engine.device.budget
         rank_zero_info(f"offmate: {change}: the run is planned again")
         del engine
@@ -467,6 +470,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
                 self._micro_batch.close()  # of a step that returned no loss
                 opened.enter_context(self.engine.iteration(last=False, signature=self._signature))
             found = super().training_step(*args, **kwargs)
+            # Its backward is called later, by the loop, and ends it (``backward``).
             self._micro_batch = opened.pop_all()
         return found
 
@@ -529,6 +533,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""
+        # From the last to the first, each whatever becomes of the others.
         with ExitStack() as leaving:
             leaving.callback(super().teardown)
             leaving.callback(self._undo.close)

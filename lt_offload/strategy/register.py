@@ -43,6 +43,7 @@ def install() -> None:
             if name in sys.modules:
                 _register(sys.modules[name])
         if not any(getattr(finder, "registers_offmate", False) for finder in sys.meta_path):
+            # In front of those that find modules: the search ends with the first that does.
             sys.meta_path.insert(0, _Finder())
     except Exception:
         _log.debug("could not register the strategy %r", STRATEGY_NAME, exc_info=True)
@@ -79,6 +80,7 @@ def _register_after(spec: ModuleSpec) -> None:
             execute(module)
             _register(module)
 
+        # On the object, which serves this one module.
         loader.exec_module = exec_module
     except Exception:
         _log.debug("cannot follow the import of %s", spec.name, exc_info=True)

@@ -127,6 +127,7 @@ class Replanning:
         better, plan = self._plan_again(engine, plan, steps_left)
         if better is None:
             return Correction(profile=self._profile, plan=plan, takes_over=False)
+        # Another engine takes over, which counts its iterations from the beginning.
         self._skip, self._seen = _WARM_UP, 0
         return Correction(profile=self._profile, plan=_kept(plan, better, sentence), takes_over=True)
 

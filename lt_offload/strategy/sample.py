@@ -66,6 +66,7 @@ def as_seen(trainer: Any, batch: Any) -> Any:
 def _moved(trainer: Any, batch: Any, device: torch.device) -> Any:
     """Return ``batch``, which the module has seen, on ``device``."""
     hooks = import_module(f"{trainer.strategy.namespace}.core.hooks").DataHooks
+    # The base's own way: the user's hook has moved this batch once, and is not called again.
     return hooks.transfer_batch_to_device(trainer.lightning_module, batch, device, 0)
 
 
@@ -115,6 +116,8 @@ def first_batch(loader: Any) -> Any:
     members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
     for member in [loader] if members is None else members:
         if isinstance(member, DataLoader):
+            # In a forked process: workers would be processes below it, and pinning memory needs CUDA, which does not
+            # survive a fork.
             member.num_workers, member.timeout, member.pin_memory = 0, 0, False
     try:
         first = next(iter(loader))
@@ -146,6 +149,7 @@ def measure(
     with untouched(trainer):
         return profile(
             module,
+            # A copy, as the step may write to it, and this batch may be measured again.
             _moved(trainer, copy.deepcopy(sample.batch), strategy.root_device),
             optimizer=optimizer,
             device=strategy.root_device,

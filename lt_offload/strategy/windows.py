@@ -44,6 +44,7 @@ def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
 
 def micro_batches(trainer: Any) -> int:
     """Return how many micro-batches an update of ``trainer`` may have: the most that a schedule of them says."""
+    # Of Lightning's ``GradientAccumulationScheduler``, which changes the Trainer's number from epoch to epoch.
     schedules = (getattr(callback, "scheduling", None) for callback in trainer.callbacks)
     counts = [count for schedule in schedules if isinstance(schedule, dict) for count in schedule.values()]
     most: int = max([trainer.accumulate_grad_batches, *(count for count in counts if isinstance(count, int))])
@@ -152,6 +153,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
     plugin, module = trainer.precision_plugin, trainer.lightning_module
 
     def engine() -> Engine:
+        # Asked each time: a plan that takes over brings another engine.
         found = present()
         assert found is not None
         return found
@@ -176,6 +178,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             return post_backward(*args, **kwargs)
 
     def shown_before_the_step(*args: Any, **kwargs: Any) -> Any:
+        # Final if nothing clips afterwards: updates then use what these hooks have left.
         with _shown(engine(), final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val)):
             return after_closure(*args, **kwargs)
 
@@ -193,6 +196,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             hooked(*args, **kwargs)
 
     with ExitStack() as undo:
+        # On the objects, not their classes: other Trainers of the process are not concerned.
         undo.enter_context(_attribute(plugin, "clip_gradients", clip_gradients))
         if looks_at_gradients(trainer, ["on_after_backward"]):
             undo.enter_context(_attribute(plugin, "post_backward", shown))
@@ -200,6 +204,8 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             undo.enter_context(_attribute(loop, BEFORE_ZERO_GRAD, shown_before_zeroing))
         if looks_at_gradients(trainer, ["on_before_optimizer_step"]):
             undo.enter_context(_attribute(plugin, AFTER_CLOSURE, shown_before_the_step))
+            # Lightning clips at the end of what shows gradients before the step, so that they are hidden again before
+            # it does: the engine clips them where they are.
             undo.enter_context(_attribute(plugin, CLIP_GRADIENTS, hidden))
         if _clips_by_hook(trainer):
             undo.callback(cover(module, "configure_gradient_clipping", configure_gradient_clipping))

@@ -42,6 +42,7 @@ class _Lora(nn.Module):
         result: Tensor = self.base_layer(x)
         dtype = result.dtype
         if self.packed:
+            # As peft does, which clones here so that autograd lets nobody write into a view.
             result = result.clone()
         down: Any = self.lora_A["default"]
         up, dropout = self.lora_B["default"], self.lora_dropout["default"]
@@ -81,6 +82,8 @@ class AdaptedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # By the dictionary: asked as an attribute while it is missing (in copies), it would come here again,
+            # without end.
             return getattr(children_of(self)["base_model"].model, name)
 
     def get_base_model(self) -> nn.Module:

@@ -163,6 +163,7 @@ def write(records: Iterable[Record], path: str | Path, read: Reading = _as_it_is
         try:
             with _locked(partial):
                 _archive(records, partial, read)
+                # First the bytes, then the name: after a power cut the target is the old file or the new one.
                 _flush(partial)
                 partial.replace(target)
         except BaseException:
@@ -221,6 +222,7 @@ def is_complete(path: Path) -> bool:
     if not zipfile.is_zipfile(path):  # its table of contents is at the end
         return False
     try:
+        # A look at a file that may be anybody's: nothing in it is run.
         checkpoint = load(path, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError):
         return False
@@ -319,6 +321,7 @@ class AtomicCheckpointIO(_Base):
                 self._writer.check()
             found = records(checkpoint)
             make_room(found, path)
+            # First what training changes first, so that as little as possible has to be copied aside.
             found.sort(key=lambda record: -1 if record.storage is None else snapshot.rank(record.storage))
             loose = [r for r in found if r.storage is not None and not snapshot.holds(r.storage)]
             nbytes = sum(record.nbytes for record in loose)
@@ -334,6 +337,7 @@ class AtomicCheckpointIO(_Base):
                 return
             for record in loose:
                 record.storage = _copied(record.storage)
+            # From here on the writer closes the snapshot, when it has written it.
             undo.pop_all()
             if self._writer is None:
                 self._writer = Writer()

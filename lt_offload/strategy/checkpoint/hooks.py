@@ -179,6 +179,7 @@ class Checkpoints(_Base):
         """Load the optimizer's state into host memory of its own, in the dtypes in which it was saved."""
         saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
+        # All are looked at before the first one is changed.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             check_optimizer(optimizer, state)
         with self._rewriting():

@@ -58,5 +58,6 @@ class Interrupts:
         self.remove()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
+        # By the system, so that whoever waits for this process sees which signal has ended it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -27,6 +27,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [],
     }
+    # Asking for a state would start CUDA in a process that has not used it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all() if device is None else [_of_cuda(device)]
     return states
@@ -100,6 +101,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, np.ndarray):
+        # Words of generators are unsigned: through 64 bits every one fits, and the same bits are a dtype of torch's.
         return {"dtype": str(value.dtype), "array": torch.tensor(value.astype(np.uint64).view(np.int64))}
     return value.item() if isinstance(value, np.generic) else value
 

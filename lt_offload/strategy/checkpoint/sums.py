@@ -57,6 +57,7 @@ def check(path: Path, checkpoint: Mapping[str, Any], *, only: str | None = None)
         if only is not None:
             idle = names.keys() - _tensors({only: checkpoint[only]}, path).keys()
             found = [record for record in found if record.offset not in idle]
+        # The largest first, so that no thread is left alone with one at the end.
         found.sort(key=lambda record: -record.nbytes)
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
             whole = threads.map(lambda record: _crc(file.fileno(), record) == record.crc, found)
@@ -76,6 +77,7 @@ def _records(file: Any) -> Iterator[_Summed]:
             if entry.compress_type != zipfile.ZIP_STORED:  # not by torch
                 continue
             header = os.pread(file.fileno(), _LOCAL_HEADER, entry.header_offset)
+            # The directory does not tell: torch fills this header up, so that data begin at multiples of 64.
             lengths = int.from_bytes(header[-4:-2], "little") + int.from_bytes(header[-2:], "little")
             yield _Summed(entry.filename, entry.header_offset + _LOCAL_HEADER + lengths, entry.file_size, entry.CRC)
 
@@ -85,6 +87,7 @@ def _crc(file: int, record: _Summed) -> int:
     piece = memoryview(bytearray(min(_PIECE, record.nbytes)))
     found = done = 0
     while done < record.nbytes:
+        # With an offset, as all threads read from one open file.
         count = os.preadv(file, [piece[: record.nbytes - done]], record.offset + done)
         if not count:
             break
