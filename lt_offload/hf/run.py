@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What carries the training of a Trainer out.
+    """Carries out the training of a Trainer.
 
     Args:
         trainer: whose constructor has not been called yet.
@@ -52,7 +52,7 @@ class Run:
         self.optimizer: Optimizer
         self._loader: Any = None
         self._size = batches.Size(0, 0, False)
-        """What the plan is large enough for."""
+        """The size of the largest batch that the plan has room for."""
         self._planned: Any = None
         """The batch that the plan was made for."""
         self.interrupts = Interrupts()

@@ -13,7 +13,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.model.snapshot import untouched
 
 _ASIDE = ("model", "model_wrapped", "ref_model", "optimizer", "train_dataset", "eval_dataset", "callback_handler")
-"""What a step leaves alone, or who measures it looks after."""
+"""Attributes that a step leaves alone, or that the code which measures it looks after."""
 
 
 class TrainingStep:

@@ -1,6 +1,6 @@
 """An exact account of the bytes of tensors, where no device allocator keeps one: storages are charged until they die.
 
-What a kernel allocates for itself and does not return cannot be seen from here; ``workspaces.py`` says it of some.
+Memory that a kernel allocates for itself and does not return cannot be seen from here; ``workspaces.py`` knows some.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lt_offload.machine.workspaces import Workspace, workspace
 from lt_offload.units import format_bytes
 
 _MAKES: dict[int, tuple[bool, Any, Workspace | None]] = {}
-"""By the identity of an operation, whether its results may have storages of their own, the operation, which has to
-live, and its workspace. Its own hash takes Python code at every look-up."""
+"""By the identity of an operation: whether its results may have storages of their own, the operation (held, so that it
+lives), and its workspace. An operation's own hash would run Python code at every look-up."""
 
 
 class _Charge(weakref.ref[torch.UntypedStorage]):

@@ -7,8 +7,8 @@ A function mode sees calls. While there is one, ``torch.overrides.has_torch_func
 modules that ask it take another way: ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` leave torch's fast
 path, whose last bits differ. So a mode that only watches is left out of the answer. The question is a builtin function
 that nothing can be told, and modules look it up where it is each time: while such a mode is in place, that is the one
-below. What asks a name of its own (``torch.nn.functional``) hands the call to the mode, which runs it without being in
-place.
+below. Code that has the function under a name of its own (``torch.nn.functional``) hands the call to the mode, which
+runs it without being in place.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from lt_offload.compat.torch import clear_cublas_workspaces, set_allocator
 from lt_offload.machine.pinning import is_wsl2
 
 CONTEXT_LIMIT = 1 << 30
-"""Where the driver does not tell processes apart, at most this much beside torch's memory is taken for this one's."""
+"""If the driver does not tell processes apart, at most this much beside torch's memory is taken for this process's."""
 
 PAGE_TABLE_SHARE = 512
-"""Of page-locked host memory, the device holds one byte in so many: 8 bytes of page tables for every 4 KiB."""
+"""The device holds page tables of page-locked host memory: 8 bytes for every 4 KiB, one byte in so many."""
 
 _TRIAL_BYTES = 1 << 20
 
@@ -35,7 +35,7 @@ def use_expandable_segments(device: torch.device) -> bool:
 
     With segments of fixed size, memory in the gaps between tensors is lost until everything around them is free, and
     tensors beyond 10 MiB are rounded up to 2 MiB. Here gaps are unmapped and mapped elsewhere when the cap is near.
-    What a user has configured is left alone. The choice holds for what is allocated from now on, so it may
+    Settings of the user's own are left alone. The choice holds for what is allocated from now on, so it may
     come after CUDA has been initialised. Some drivers (of virtual GPUs, for example) refuse to map memory page by page,
     and say so only when they are asked to: then segments keep their fixed size.
     """

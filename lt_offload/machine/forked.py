@@ -30,7 +30,7 @@ PATIENCE = 300.0
 def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
     """Return what ``work`` returns in a forked process; objects, generators and files of this process do not notice.
 
-    What ``work`` raises is raised here, too.
+    Errors of ``work`` are raised here, too.
 
     Args:
         work: takes and changes whatever it likes; returns something that can be pickled, without tensors on a GPU.

@@ -10,7 +10,7 @@ the last device is closed, so that between two steps it takes nearly as much as 
 somewhat above what lives at one time, as free ranges are not always where the next tensor fits. For tensors of less
 than 32 MB glibc does the same on its own. Accounts of device and host memory are not concerned: they count tensors.
 
-Whoever has set the heap's thresholds in the environment (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) keeps them.
+Thresholds that are set in the environment (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) stay as they are.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class HostMemory:
         self._dead: deque[int] = deque()
         """Addresses of mappings that nobody uses any more."""
         self._pageable: tuple[tuple[int, int], ...] = ()
-        """Where mappings begin and end that could not be registered, in order."""
+        """Begin and end of each mapping that could not be registered, in order."""
         self._limit = sys.maxsize
         """The driver has refused to register as much as this in all."""
         self._error = 0
@@ -115,7 +115,7 @@ class HostMemory:
 
     @property
     def locked_bytes(self) -> int:
-        """Those of ``mapped_bytes`` that are page-locked; what nobody uses any more is given back first."""
+        """The page-locked part of ``mapped_bytes``; what nobody uses any more is given back first."""
         self._give_back()
         return self._locked
 
@@ -153,7 +153,7 @@ class HostMemory:
     def locked(self, nbytes: int) -> torch.Tensor | None:
         """Return page-locked bytes that ``nbytes`` does not count, None if the driver refuses.
 
-        Whoever cannot do without them asks first: later on, others may have reached a limit.
+        Ask early for bytes that you cannot do without: later on, others may have reached a limit.
         """
         self._give_back()
         pages = map_pages(nbytes)

@@ -21,7 +21,7 @@ SYSFS = Path("/sys")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNode:
-    """Where threads should run that touch memory a GPU copies from and to."""
+    """The cores for threads that touch memory from and to which a GPU copies."""
 
     cores: frozenset[int] = frozenset()
     """Empty: there is nothing to choose, and binding does nothing."""

@@ -1,7 +1,7 @@
 """Operations that are one call to whoever watches torch, and take memory of their own inside: how much it is.
 
-A dispatch mode sees what an operation is given and what it returns. What a kernel of several steps makes in between, it
-does not see; an account that has to be exact knows it from here.
+A dispatch mode sees what an operation is given and what it returns. It does not
+see what a kernel of several stages makes in between; an account that has to be exact knows that from here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Blocks under ``torch.compile``: which uses of it can be trained, and where a call enters a compiled block.
 
-``Module.compile()`` compiles the call, hooks included. What stands in for a block takes the place of the compiled call
-and calls it in turn, so that nothing of the stand-in becomes part of the compiled code.
+``Module.compile()`` compiles the call, hooks included. A stand-in for a block takes the place of the compiled call and
+calls it in turn, so that nothing of the stand-in becomes part of the compiled code.
 
 Attributes that modules have for the time being are none of a copy's: ``copy.deepcopy(model)`` in a callback, an average
 of weights or a pickled module are what plain PyTorch would make of the module.
@@ -200,6 +200,6 @@ def _entry(module: nn.Module) -> str:
 def forget_compiled() -> None:
     """Bring ``torch.compile`` back to where a process starts.
 
-    Which sizes compiled code takes for constant depends on the sizes that were seen before, and so do its numbers.
+    The sizes that it has seen decide which of them compiled code takes for constant, and so its numbers.
     """
     reset_dynamo()

@@ -219,7 +219,7 @@ class _Picks(torch.autograd.Function):
         ctx.save_for_backward(logits, targets)
         picked = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         rows = logits.view(-1, logits.shape[-1])
-        for part in _parts(rows):
+        for part in _row_slices(rows):
             picked[part] = _logarithms(rows[part]).gather(1, targets[part])
         return picked
 
@@ -228,12 +228,12 @@ class _Picks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
-        for part in _parts(rows):
+        for part in _row_slices(rows):
             rows[part] = _slopes(rows[part], targets[part], grads[0][part])
         return logits, None
 
 
-def _parts(rows: Tensor) -> list[slice]:
+def _row_slices(rows: Tensor) -> list[slice]:
     """Return which rows of logits to treat together. Each is on its own, so that how many change no number."""
     return _slices(len(rows), max(1, _PART_BYTES // (4 * rows.shape[1])))
 

@@ -26,7 +26,7 @@ from lt_offload.model.blocks import Block
 Class = type[Any]
 
 _homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
-"""Of the modules that run elsewhere than their parameters are, where."""
+"""Where modules run, if that is elsewhere than where their parameters are."""
 _replaced: dict[Class, tuple[_Home, int]] = {}
 """By class whose ``device`` is replaced: by what, and how often that was asked for."""
 _changing = threading.RLock()

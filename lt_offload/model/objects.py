@@ -178,7 +178,7 @@ def look_again() -> None:
 def belongs_to_a_library(thing: Any) -> bool:
     """Return whether ``thing`` is an object of a library, kept in a global variable there: a registry, or a cache.
 
-    What a library has made for a user is the user's.
+    An object that a library has made for a user is the user's.
     """
     place = _places.get(id(thing))
     return place is not None and place[0].get(place[1]) is thing and is_library(module_of(type(thing)))

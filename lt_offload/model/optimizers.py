@@ -90,8 +90,8 @@ def is_known(optimizer: Optimizer) -> bool:
 def draws_for_large(optimizer: Optimizer) -> bool:
     """Return whether the first step of a tensor of ``optimizer`` draws random numbers, tried in full size, as fakes.
 
-    The stand-ins of :func:`tried` are small, and some draw for large tensors only. What cannot be tried on fakes, or
-    draws in later steps, is seen by :class:`DrawWatch` when it happens.
+    The stand-ins of :func:`tried` are small, and some draw for large tensors only. Draws of later steps, and
+    of steps that do not run on fakes, are seen by :class:`DrawWatch` when they happen.
     """
     kinds = {
         (index, tuple(parameter.shape), parameter.dtype): None
@@ -301,7 +301,7 @@ def overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
             start = tensor.data_ptr()
             spans.append((start, start + (last + 1) * tensor.element_size(), name, tensor.requires_grad))
     furthest: dict[bool, tuple[int, str]] = {}
-    """How far those that are trained, and the others, reach so far, and whose end that is."""
+    """By whether tensors are trained: the furthest end of one so far, and its name."""
     for start, end, name, trained in sorted(spans):
         for other in (True, False):
             if (trained or other) and other in furthest and furthest[other][0] > start:

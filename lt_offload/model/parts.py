@@ -3,10 +3,9 @@
 With ``micro_batches=k`` every block runs ``k`` times, on parts of the batch, before the next block begins: the weights
 travel once for all of them, and temporary tensors are those of one part. :func:`reference_forward` defines the numbers.
 
-Cut is what has a row per sample: every tensor among a call's arguments whose first dimension is that of the block's
-input. Other tensors (masks and tables of one row, positions) are given to every part. The output projection
-(``BlockKind`` ``head``) is not cut: the loss is computed of all logits at once, or the plan computes both a few tokens
-at a time.
+Tensors with a row per sample are cut: all among a call's arguments whose first dimension is that of the block's input.
+Other tensors (masks and tables of one row, positions) are given to every part. The output projection (``BlockKind``
+``head``) is not cut: the loss is computed of all logits at once, or the plan computes both a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class Cut:
 class Cutter:
     """Cuts the calls of one block.
 
-    A table of one row per token has the form of one per sample where there are as many tokens as samples. What it is
-    shows in any other batch.
+    A table of one row per token has the form of one per sample where there are as many tokens as samples. Any other
+    batch shows which of the two it is.
 
     Args:
         name: of the block.
@@ -228,7 +227,7 @@ class Outputs:
         self._cutter = cutter
         self._joint = Joint(sizes, cutter)
         self._others: list[Any] = []
-        """What the first part has returned, with ``_TENSOR`` for each tensor."""
+        """Leaves of what the first part has returned, with ``_TENSOR`` for each tensor."""
         self._spec: TreeSpec | None = None
 
     def put(self, part: int, out: Any) -> None:

@@ -2,7 +2,7 @@
 
 Counters, lists, generators and tensors that a training step changes lie anywhere below the module: in attributes, in
 containers, in closures, in globals of the user's own code. They are searched breadth first, copied one level each, and
-written back in place if they have changed. What can be seen to change but not be written back is refused by name. No
+written back in place if they have changed. A change that can be seen but not be undone is refused by name. No
 code of the objects runs meanwhile (:mod:`lt_offload.model.objects`), and what belongs to a library is left alone.
 """
 

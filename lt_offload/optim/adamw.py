@@ -24,7 +24,7 @@ _LOW = (torch.bfloat16, torch.float16)
 _FOREIGN = ("fused", "foreach", "capturable", "differentiable")
 """Options of torch's AdamW that a checkpoint may bring and that choose an implementation there."""
 _NUMBER = "_adamw_number"
-"""Attribute of a parameter: its number among those of its optimizer. Whoever updates a stand-in copies attributes."""
+"""Attribute of a parameter: its number among those of its optimizer. Stand-ins that are updated for it get it, too."""
 
 
 def adamw_(
@@ -86,8 +86,8 @@ class AdamW(Optimizer):
     weight is the master, rounded. On the host all of it is one pass over memory. Weights of other dtypes get the very
     numbers of ``torch.optim.AdamW(fused=True)``, and the same state.
 
-    Whoever changes a low-precision weight by other means, after its first update, must delete the weight's state:
-    the next update would bring the old value back.
+    If you change a low-precision weight by other means after its first update, delete its state as well: the next
+    update would bring the old value back.
 
     With ``stochastic_rounding`` a bfloat16 weight has no master, which saves four bytes per weight: the update is
     computed in fp32 from the weight itself, and rounded up or down at random so that it is right on average, however

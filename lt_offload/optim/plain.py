@@ -30,8 +30,8 @@ class Entry(NamedTuple):
     step: float
     """Number of this update, 1 for the first."""
     seed: int | None = None
-    """Of the noise by which ``param`` is rounded from what it would be in fp32, which nobody keeps; see
-    :func:`stochastic`. None: rounded to nearest, if at all."""
+    """Makes the noise by which ``param`` is rounded from its value in fp32, which nobody keeps; see :func:`stochastic`.
+    None: it is rounded to nearest, if at all."""
     first: int = 0
     """Number of the first element, where this is part of a tensor."""
 
@@ -138,7 +138,7 @@ def stochastic(values: Tensor, seed: int, first: int = 0) -> Tensor:
 
     A value between two neighbours becomes the upper one with the probability of its distance from the lower one
     (Gupta et al., Deep Learning with Limited Numerical Precision, 2015, on rounding modes): noise of 16 bits is added
-    to the bits that bfloat16 lacks, and these are cut off. What is not finite stays so.
+    to the bits that bfloat16 lacks, and these are cut off. NaN and infinities stay what they are.
 
     The noise of an element is a hash of its number and the seed, by 32-bit arithmetic that is the same on every
     device: it does not depend on who rounds, in which order, or in how many pieces.

@@ -27,10 +27,10 @@ from lt_offload.schema.profile import RECORDED, OptionName, OptionProfile
 _log = logging.getLogger(__name__)
 
 _FEW_DRAWS, _MOST_DRAWS = 3, 16
-"""So many runs show whether a block leaves modules out at random, and which of its runs leaves out least."""
+"""Three runs show whether a block leaves modules out at random; if it does, the fullest of sixteen is measured."""
 
 Option = Literal["keep", "recompute", "mixed"]
-"""What is run; ``offload`` computes what ``keep`` computes."""
+"""The options that are run; ``offload`` computes what ``keep`` computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -409,7 +409,7 @@ class _PartTrial:
         self._roots: dict[int, GradientEdge] = {}
         """By output: what one needs stays until the backward, whether or not the loss uses it."""
         self._noted: list[_Noted] = []
-        """What was saved: whether it still is, and of its storage the key, the bytes, and whether it may travel."""
+        """Per saved tensor: whether it still is there, the key of its storage, its bytes, and whether it may travel."""
         self._cache = CacheCostly(partial(_note, self._noted))
 
     def forward(self) -> list[Tensor]:

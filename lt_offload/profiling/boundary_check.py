@@ -67,9 +67,9 @@ class BoundaryCheck:
         self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
         """Weights of several blocks."""
         self._cast: dict[nn.Parameter, int] = {}
-        """Those that a block has cast, by the block."""
+        """Which block has cast which of these."""
         self._rest = Rest([])
-        """What the last block has seen."""
+        """The state that the last block has seen."""
         self._inputs: list[tuple[Any, int, int]] = []
         """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
 

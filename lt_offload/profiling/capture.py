@@ -1,8 +1,8 @@
 """The first pass of a model: one run, to learn what its blocks are called with and what happens outside them.
 
 Each block runs with a graph of its own, which is dropped when it returns, so that the activations of one block at most
-are kept; what lies between blocks and after the last one (the loss) runs as in training. What then still reaches a
-block's graph by another way than its output is a use that cannot be trained exactly: see ``boundary_check.py``.
+are kept; what lies between blocks and after the last one (the loss) runs as in training. A use that then still reaches
+a block's graph by another way than its output cannot be trained exactly: see ``boundary_check.py``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Capture:
     """Bytes of what outlives the step and was there before the loss: blocks' outputs, and the gradients they retain."""
     tail: Tail
     with_loss: Mapping[OptionName, Call]
-    """What the last block is called with under the options by which it computes the loss, too, where it may."""
+    """By option under which the last block computes the loss, too: what it is then called with. Empty if it may not."""
     forwards: int
     """Calls of the model with gradients; what is said of blocks is about the largest one."""
     deferred: int
@@ -275,9 +275,9 @@ class _ModelCall:
         self._outputs: list[weakref.ref[Tensor]] = []
         """What blocks have returned, as the model sees it."""
         self._handed_on: list[weakref.ref[Tensor]] = []
-        """Of these, what the previous block has."""
+        """Of these, the previous block's."""
         self._handed: list[Tensor] = []
-        """What the last block but one has, until the loss's backward has been run."""
+        """Outputs of the last block but one, held until the loss's backward has been run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
         self._returned: set[int | None] = set()

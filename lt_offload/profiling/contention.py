@@ -123,15 +123,15 @@ def fitted(slowdowns: Sequence[Slowdown]) -> Contention:
     found = errors(points)
     near = np.flatnonzero(found <= found.min() + 1e-9)
     best = points[near[np.argmin(size[near])]]
-    step = 0.1
+    width = 0.1
     moves = np.array([move for move in itertools.product((-1, 0, 1), repeat=len(SHARING)) if any(move)])
-    while step > 1e-5:
-        candidates = np.clip(best + step * moves, 0.0, 1.0)
+    while width > 1e-5:
+        candidates = np.clip(best + width * moves, 0.0, 1.0)
         trial = errors(candidates)
         if trial.min() < errors(best[None])[0] - 1e-12:
             best = candidates[np.argmin(trial)]
         else:
-            step /= 2
+            width /= 2
     compute, h2d, d2h, host = (round(float(share), 4) for share in best)
     return Contention(compute=compute, h2d=h2d, d2h=d2h, host=host, slowdowns=tuple(slowdowns))
 

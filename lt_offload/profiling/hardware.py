@@ -253,7 +253,7 @@ class TakenHostBytes(NamedTuple):
     all: int
     """As system monitors show it."""
     private: int
-    """What no file backs, so that it does not count as free."""
+    """The part that no file backs, and that therefore does not count as free."""
 
 
 def taken_host_bytes() -> TakenHostBytes:

@@ -83,7 +83,7 @@ class Readers:
         self._reads: dict[tuple[int, int], list[Read]] = {}
         """By tensor and block."""
         self._seconds: dict[object, tuple[float, float]] = {}
-        """Of a forward and a backward, by signature, where they have been measured."""
+        """By signature: seconds of a forward and a backward, where they have been measured."""
         self._write_rate = math.inf
         """Bytes per second of gradients that the device writes to host memory, where it has been measured."""
         self._hooks: list[Any] = []

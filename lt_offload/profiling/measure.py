@@ -418,7 +418,7 @@ def _without_held(captured: Capture) -> Tail:
 def _with_tail(option: OptionProfile, cost: BlockCost, tail: Tail, grad_bytes: int) -> OptionProfile:
     """Charge the loss to the last block, whose output nobody else counts.
 
-    Whoever adds up a backward adds at least the block's largest gradient (``grad_bytes``). While the loss is
+    Plans add at least the block's largest gradient (``grad_bytes``) to the peak of its backward. While the loss is
     differentiated that gradient does not exist yet, so as much of the peak is left out.
     """
     block_forward = option.forward_peak_bytes + cost.output_bytes

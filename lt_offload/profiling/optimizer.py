@@ -48,7 +48,7 @@ from lt_offload.units import round_up
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
-_STEPS, _SETTLED = 16, 3
+_STEPS, _UNCHANGED = 16, 3
 _SAMPLE_ELEMENTS = 1 << 22
 _ESTIMATE_SHAPE = (256, 256)
 _HOST_ELEMENTS = 1 << 25
@@ -161,7 +161,7 @@ def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
     """Return the bytes of the state after each of the first steps; no more are tried once three leave it as it is."""
     found: list[int] = []
     stand_in.copy_state()
-    while len(found) < most and (len(found) < _SETTLED or len(set(found[-_SETTLED:])) > 1):
+    while len(found) < most and (len(found) < _UNCHANGED or len(set(found[-_UNCHANGED:])) > 1):
         stand_in.step()
         found.append(_state_bytes(stand_in.state))
     return found
@@ -170,8 +170,8 @@ def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
 def _scratch_of_steps(sample: _Sample, room: int, device: torch.device) -> int:
     """Return the most that one of the first steps takes for a moment, of a tensor with ``room`` bytes for its state.
 
-    It is tried on fake tensors. Where a step asks for numbers, which fake tensors do not have, and goes on by them, and
-    where fake tensors do not work, real ones are tried, too, with fewer rows if it has very many.
+    Fake tensors are tried first. Real ones follow, with fewer rows if there are very many, where fake ones do not work,
+    or where the step asks for numbers, which fake tensors do not have, and goes on by them.
     """
     try:
         with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:

@@ -19,7 +19,7 @@ MAX_COLUMNS = 500
 """Columns of the memory curve; each shows the most that was in use during its time."""
 HEIGHT = 400
 _RESOLUTION = 2000.0
-"""Bars that are nearer than an iteration divided by this are drawn as one."""
+"""Bars that are nearer to each other than an iteration divided by this are drawn as one."""
 _MEMORY = 0.31
 """Share of the height that the memory curve takes."""
 _LANE = 0.5

@@ -61,7 +61,7 @@ class Metrics(_Base):
 
     Every step: ``tokens_per_s`` (padding included, validation excluded). Every ``log_every_n_steps`` steps, where the
     strategy has an engine: ``step_s``, ``step_vs_plan`` (measured over predicted time), ``device_peak_gb``,
-    ``host_peak_gb`` and ``grad_norm``. Of all these only the gradient norm is read back from the device.
+    ``host_peak_gb`` and ``grad_norm``. Only the gradient norm is read back from the device.
 
     Then, too, and at the end of training, it warns of the first loss that is not finite.
     """

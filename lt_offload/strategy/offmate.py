@@ -128,7 +128,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
             gradient_reserve=gradient_reserve,
             time_limit=solver_time_limit,
         )
-        """What plans are made with; budgets that nobody has named are still to be resolved."""
+        """The settings of plans; budgets that nobody has named are still to be resolved."""
         self.memory, self.host_memory = self.settings.device.nbytes, self.settings.host.nbytes
         self.batch_size = batch_size
         self.micro_batches = micro_batches

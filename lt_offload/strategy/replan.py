@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What is known better than before."""
+    """Profile and plan as they are known better than before."""
 
     profile: Profile
     plan: Plan

@@ -35,14 +35,14 @@ def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
     value = trainer.gradient_clip_val
     if value is not None and not value >= 0:
         raise ConfigError(f"gradient_clip_val={value} must be more than 0, or None to leave gradients as they are")
-    count = micro_batches(trainer)
+    count = batches_per_update(trainer)
     if count < 1:
         raise ConfigError(f"accumulate_grad_batches={count} must be at least 1: micro-batches per update")
     delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer) or looks_at_gradients(trainer) is not None
     return replace(settings, accumulate=count, delayed=delayed)
 
 
-def micro_batches(trainer: Any) -> int:
+def batches_per_update(trainer: Any) -> int:
     """Return how many micro-batches an update of ``trainer`` may have: the most that a schedule of them says."""
     # Of Lightning's ``GradientAccumulationScheduler``, which changes the Trainer's number from epoch to epoch.
     schedules = (getattr(callback, "scheduling", None) for callback in trainer.callbacks)
@@ -57,7 +57,7 @@ def effective_batch(trainer: Any, batch_size: int) -> int | None:
     None if there is one batch per update, whose size is anybody's to choose, or a schedule.
     """
     count: int = trainer.accumulate_grad_batches
-    return count * batch_size if count > 1 and micro_batches(trainer) == count else None
+    return count * batch_size if count > 1 and batches_per_update(trainer) == count else None
 
 
 def split(trainer: Any, effective: int, batch_size: int) -> None:

@@ -88,9 +88,9 @@ class Location:
 class Effects:
     """The state of one block's modules that its runs may change.
 
-    What a run does change is found by comparison: attributes and the versions of buffers in every run, generators and
-    the contents of buffers (some operations write without a new version) in the first few, as that takes time. Whatever
-    has changed once is taken to change in every run.
+    Changes are found by comparison: attributes and the versions of buffers in every run, generators and
+    the contents of buffers (some operations write without a new version) in the first few, as that takes time. A part
+    that has changed once is taken to change in every run.
     """
 
     def __init__(self, module: nn.Module, *, watched: int = 3) -> None:
@@ -167,8 +167,8 @@ class Snapshot:
         self.rest = Rest([])
         """What it has not changed."""
         self.graded = graded
-        """Whether the tensors that were found in an attribute, or in containers there, after the last run with a graph
-        required grad."""
+        """By attribute: whether tensors that the last run with a graph has put there, or in containers there, required
+        grad."""
         self.copied_bytes = 0
         """Of buffers, within the first run."""
 
@@ -507,7 +507,7 @@ def _kind(value: Any) -> Literal["container", "tuple", "settings"] | None:
 def _contents(values: Iterable[Any]) -> _Contents:
     """Return the containers, and the dictionaries of settings, at and below ``values``, each with what it holds.
 
-    Those of libraries are left alone.
+    Objects of libraries are left alone.
     """
     found: _Contents = []
     seen: dict[int, Any] = {}

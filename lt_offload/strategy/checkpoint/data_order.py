@@ -22,7 +22,7 @@ class Repeatable:
     _passes: tuple[dict[str, Any], ...] = ()
     """The random states from which the passes of this epoch began; more than one where a short loader is repeated."""
     _again: tuple[dict[str, Any], ...] = ()
-    """Those from which the next passes shall begin."""
+    """States from which the next passes shall begin."""
 
     def __iter__(self) -> Iterator[Any]:
         # Workers get their seeds when the iterator is made, a sampler draws its order for the first batch.

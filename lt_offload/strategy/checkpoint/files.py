@@ -292,7 +292,7 @@ class AtomicCheckpointIO(_Base):
     """
 
     _writer: Writer | None = None
-    """Of the checkpoints that are written while training goes on; one for each object."""
+    """Writes checkpoints while training goes on; each object has its own."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint file."""

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 class Interrupts:
     """Takes note of the first SIGINT or SIGTERM between ``install`` and ``remove``, for somebody to ask about it.
 
-    A SIGINT handler of the user's own is left alone. Whoever had SIGTERM before (a Trainer has) is told about it by
+    A SIGINT handler of the user's own is left alone. The handler that SIGTERM had before (a Trainer's) is called by
     ``pass_on``, once there is nothing more to lose. Python lets only the main thread handle signals: elsewhere
     nothing is installed.
     """

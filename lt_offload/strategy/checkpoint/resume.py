@@ -48,7 +48,7 @@ class ExactResume(_Base):
             ``interrupted.ckpt`` beside the checkpoints of the first ModelCheckpoint, and leave as Lightning does: with
             ``KeyboardInterrupt`` handled (exit code 1; ``lt-finetune``: 130), or with ``SIGTERMException`` (exit code
             143). A second one does not wait. Does nothing where checkpointing is off (``enable_checkpointing=False``).
-            Of several processes all leave after the same iteration, whichever the signal has come to.
+            Several processes all leave after the same iteration, whichever of them the signal has come to.
     """
 
     namespace = "lightning.pytorch"

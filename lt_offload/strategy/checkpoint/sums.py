@@ -42,7 +42,7 @@ def check(path: Path, checkpoint: Mapping[str, Any], *, only: str | None = None)
     Args:
         path: the file.
         checkpoint: what was loaded from it, mapped.
-        only: the part whose tensors are needed; None: all. What is no tensor is compared in any case.
+        only: the part whose tensors are needed; None: all. Everything else than tensors is compared in any case.
 
     Raises:
         ConfigError: if one differs; names the tensor.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import several
-from lt_offload.strategy.windows import knows_tokens, micro_batches
+from lt_offload.strategy.windows import batches_per_update, knows_tokens
 
 TOKENS = "num_items_in_batch"
 """Key in a batch, as transformers calls it: tokens that are trained in all batches of its update, in this process."""
@@ -29,7 +29,7 @@ def sizes_for(trainer: Any) -> Sizes | None:
     their tokens to count alike. An update ends where Lightning ends it: after as many batches of the epoch as are a
     multiple of ``accumulate_grad_batches``, and with the last one.
     """
-    if trainer is None or not knows_tokens(trainer) or (micro_batches(trainer) == 1 and not several(trainer)):
+    if trainer is None or not knows_tokens(trainer) or (batches_per_update(trainer) == 1 and not several(trainer)):
         return None
 
     def sizes() -> Iterator[int]:
