@@ -55,6 +55,7 @@ def _measured(run: Run, loader: Any, batch: Any) -> int:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
             step = int(device.peak_memory() - before)
     collected = sum(leaf.nbytes for leaf in tree_leaves((logits, labels)) if isinstance(leaf, Tensor))
+    # The Trainer's loop repeats the loss for every sample before it collects it.
     collected += loss.nbytes * args.eval_batch_size if loss is not None else 0
     steps = len(loader) if hasattr(loader, "__len__") else 1
     if args.batch_eval_metrics:

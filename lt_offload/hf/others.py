@@ -32,6 +32,7 @@ def computing(model: nn.Module, device: torch.device) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(head.called(model, device))
         undo.enter_context(located(model, device))
+        # Before anything is moved, so that a failure half way is undone as well.
         undo.callback(move_rest, model, structure, torch.device("cpu"))
         move_rest(model, structure, device)
         for block in structure.blocks:

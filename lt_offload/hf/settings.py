@@ -38,6 +38,7 @@ class HFSettings:
         check_micro_batches(self.micro_batches, auto=True)
         object.__setattr__(self, "memory", Budget.of(self.memory, least=1))
         object.__setattr__(self, "host_memory", Budget.of(self.host_memory, setting="host_memory"))
+        # Refuses what cannot be used as given here, and not when training begins.
         self.planning(1)
 
     @property

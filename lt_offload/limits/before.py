@@ -313,6 +313,7 @@ def _global_optimizer(run: Setup) -> str | None:
 
 def _verdict(optimizer: Optimizer) -> str:
     """Return what a trial says about ``optimizer``."""
+    # Here, as it loads torch: the table is read without.
     from lt_offload.model.optimizers import tried
 
     return tried(optimizer).verdict
@@ -463,6 +464,7 @@ def overrides(thing: object, hook: str) -> bool:
     """Return whether ``thing`` defines ``hook`` itself instead of inheriting it from Lightning."""
     owner = next((cls for cls in type(thing).__mro__ if hook in vars(cls)), None)
     inherited = owner is None or _LIGHTNING_BASE.match(owner.__module__) is not None
+    # A hook may be set on the object as well.
     return hook in getattr(thing, "__dict__", ()) or not inherited
 
 

@@ -54,6 +54,7 @@ def _sharded(run: Setup) -> str | None:
 )
 def _devices(run: Setup) -> str | None:
     args = run.trainer.args
+    # The number of processes first: each of several may see one GPU only.
     if args.world_size > 1:
         return f"{args.world_size} processes (world_size)"
     if args.device.type not in ("cpu", "cuda"):

@@ -101,6 +101,7 @@ def limit(
 
 def while_running(name: str, *, why: str, instead: str) -> Limit:
     """Add a row that is recognised where it happens; whoever does raises its :meth:`Limit.error`."""
+    # It can be recognised only when it happens, and there is nothing to look at before.
     limit = Limit(name=name, scope="run", recognise=lambda run: None, why=why, instead=instead)
     LIMITS.append(limit)
     return limit

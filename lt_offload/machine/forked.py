@@ -60,6 +60,7 @@ def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
                 f"{what}: the process that did it ended without a result, exit code {process.exitcode}; {way_out}"
             ) from None
         finally:
+            # Also after an answer, so that ``join`` cannot hang: threads that ``work`` has started need not end.
             process.kill()
             process.join()
     if answer is None:

@@ -68,6 +68,7 @@ class Staging:
         self._copy = copy
         parts = () if memory is None else memory.chunk(2 * BUFFERS)
         buffers = [_StagingBuffer(part, event()) for part in parts]
+        # Every second one, so that each direction has a share of what there is.
         self._down, self._up = deque(buffers[0::2]), deque(buffers[1::2])
         self._down_lock, self._up_lock = threading.Lock(), threading.Lock()
 

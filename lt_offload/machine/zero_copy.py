@@ -177,6 +177,7 @@ def measure_speeds(
                 work()
                 synchronize()
                 laps.append(time.perf_counter() - start)
+            # The first lap loads the kernel.
             return host.nbytes / min(laps[1:])
 
         return Speeds(

@@ -176,6 +176,7 @@ def bit_sums(outputs: Sequence[Tensor]) -> list[Tensor]:
     plain = [t for t in outputs if type(t) is Tensor and t.layout == torch.strided and t.element_size() in _BITS]
     bits = [_BITS[tensor.element_size()] for tensor in plain]
     with torch.no_grad(), DisableTorchDispatch():  # these few bytes are in no plan
+        # Integers wrap around: their sum does not depend on the order in which a kernel adds.
         return [tensor.view(kind).sum(dtype=kind) for tensor, kind in zip(plain, bits, strict=True)]
 
 

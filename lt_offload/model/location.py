@@ -79,6 +79,7 @@ def located(model: nn.Module, device: torch.device) -> Iterator[None]:
         with _changing:
             for module in modules:
                 _homes.pop(module, None)
+            # Contexts may be nested: where the outer one has modules counts again.
             _homes.update(before)
             for owner in classes:
                 _put_back(owner)

@@ -295,6 +295,7 @@ def overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Return the names of two of ``tensors`` in the same memory, at least one of which is trained; None if none are."""
     spans = []
     parts = [(name, part) for name, tensor in tensors for part in tensors_in(tensor)]
+    # By identity: a tied tensor has two names and shares nothing with another.
     for name, tensor in {id(t): (name, t) for name, t in parts}.values():
         if not tensor.is_meta and tensor.numel() and tensor.data_ptr():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -416,6 +417,7 @@ class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             like, (memory, offset) = args[0], free
             dtype = (kwargs or {}).get("dtype") or like.dtype
             end = offset + like.numel() * dtype.itemsize
+            # A counter of one element does not travel, and has no place in the plan.
             if like.numel() > 1 and end <= memory.numel():
                 self._free[_address(like)] = (memory, round_up(end, STATE_ALIGNMENT))
                 # Through ``data``, so that the optimizer holds a tensor whose memory can be exchanged: states are on

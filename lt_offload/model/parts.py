@@ -1,7 +1,8 @@
 """The samples of a batch, taken by each block a few at a time: how its arguments are cut and its outputs put together.
 
 With ``micro_batches=k`` every block runs ``k`` times, on parts of the batch, before the next block begins: the weights
-travel once for all of them, and temporary tensors are those of one part. :func:`reference_forward` defines the numbers.
+travel once for all of them, and temporary tensors are those of one part. :func:`micro_batched_reference` defines the
+numbers.
 
 Tensors with a row per sample are cut: all among a call's arguments whose first dimension is that of the block's input.
 Other tensors (masks and tables of one row, positions) are given to every part. The output projection (``BlockKind``

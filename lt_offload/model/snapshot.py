@@ -92,6 +92,7 @@ class ObjectSnapshot:
     def __init__(self, **roots: Any) -> None:
         self._kept: list[_Kept] = []
         self._seen: dict[int, Any] = {}
+        # Breadth first: where the search is given up, what is left out lies deepest.
         self._next: deque[tuple[Any, str]] = deque((value, name) for name, value in roots.items())
         self.left_out: str | None = None
         """Where the search was given up, if it was."""
@@ -163,6 +164,8 @@ class ObjectSnapshot:
                 return
             if tensor.is_meta:
                 return
+            # A step that computes a loss has no reason to write to weights; that it has not is all that is looked at,
+            # as copies would take as much memory as the model.
             if weight or tensor.nbytes > LARGEST or tensor.layout != torch.strided:
                 known = version(tensor)
                 self._keep(path, lambda: version(tensor) == known)

@@ -211,6 +211,7 @@ class BoundaryCheck:
             what = "an argument" if any(version(tensor) != known for tensor, known in tensors) else buffer
             if what is not None:
                 _log.info("block %s runs once per iteration: %s is written to after it", self._blocks[index].name, what)
+                # A block that runs once for another reason keeps that one.
                 self.once.setdefault(index, f"as {what} is written to")
 
     def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
@@ -221,6 +222,7 @@ class BoundaryCheck:
             with torch.enable_grad():
                 out = forward()
         except RuntimeError as error:
+            # Autograd says so itself where the input is a leaf that requires grad; otherwise its version tells.
             if "in-place operation" in str(error):
                 raise refused from error
             raise

@@ -194,6 +194,7 @@ class _CallRecorder:
         if called < len(self.blocks):
             raise ModelError(f"block {self.blocks[called].name} was not called by the model's forward")
         last = self._forwards[-1]
+        # Before the backward, which gives most of it back.
         below, live = last.below, self.account.live()
         kept = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)

@@ -195,6 +195,7 @@ def _together(pieces: Mapping[LaneName, Piece], node: MemoryNode, host_threads: 
                     break
                 count.pieces += 1
                 count.seconds = time.perf_counter() - start
+                # Not before every lane has done a piece, however long that takes the slowest.
                 if count.seconds >= _SLOT_S and all(c.pieces for c in counts.values()):
                     over.set()
         except BaseException as error:  # raised again by the calling thread
@@ -213,6 +214,7 @@ def _together(pieces: Mapping[LaneName, Piece], node: MemoryNode, host_threads: 
         thread.join()
     torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
     if errors:
+        # The barrier breaks for all others because of the first error, which is the one that says something.
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
     return {lane: count.pieces / count.seconds for lane, count in counts.items()}
 

@@ -240,6 +240,7 @@ def _seconds(read: Read, device: torch.device, meter: Meter) -> tuple[float, flo
         out = module.forward(x)
         forward = meter.lap().seconds
         if x.requires_grad:
+            # A gradient of its own, made before the clock starts, as a backward is given one.
             gradient = torch.zeros_like(out)
             meter.lap()
             torch.autograd.grad(out, x, gradient)

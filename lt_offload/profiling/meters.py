@@ -70,6 +70,7 @@ class Stopwatch:
     def lap(self) -> Lap:
         """Return the time since the last call, all work of the device included."""
         launched = time.perf_counter()
+        # Up to here the host has launched work; what follows is waiting for it.
         if self._cuda:
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
@@ -146,6 +147,7 @@ class Roofline(TorchDispatchMode):
         return True
 
     def _rate(self, read: list[Tensor]) -> float:
+        # Of several dtypes the slowest counts; integers have no rate, and count as the slowest.
         rates = [self._rates[tensor.dtype] for tensor in read if tensor.dtype in self._rates]
         return min(rates or self._rates.values())
 

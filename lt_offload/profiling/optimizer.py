@@ -304,6 +304,8 @@ class _ParameterStandIn:
         like = self._sample.like
         for mine in self.parameters if self._sample.optimizer.state.get(like) else ():
             state = self._optimizer.state[mine]
+            # Makes new lists and dictionaries all the way down, so that nothing is put into those of the real
+            # optimizer.
             state.update(tree_map(lambda value: value, dict(self._sample.optimizer.state[like])))
             for place, value in tensors_of(state).items():
                 same = value.shape == like.shape

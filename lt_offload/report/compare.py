@@ -265,6 +265,7 @@ def _told(value: T | None, tell: Callable[[T], str]) -> str | None:
 
 
 def _peak(run: RunFolder, name: str, metric: str) -> int | None:
+    # A run that was killed has written no summary, but its metrics.
     logged = [round(value * 1e9) for _, value in run.curve(metric)]
     return run.largest(name) or max(logged, default=None)
 

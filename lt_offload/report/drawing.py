@@ -199,11 +199,13 @@ def lines(
         height: in pixels.
         below: HTML below it.
     """
+    # A loss that is not finite would leave no axis to draw the others on.
     known = [y for curve in curves for y in curve.ys if y is not None and math.isfinite(y)]
     if not known:
         return ""
     drawn = Drawing(traces=[_trace(curve, suffix) for curve in curves])
     top = max(known)
+    # A budget far above all that was used would press the curves to the ground: the caption names it.
     if limit is not None and limit[0] <= OUT_OF_VIEW * top:
         top = max(top, limit[0])
         drawn.traces.append(_limit(*limit, curves))

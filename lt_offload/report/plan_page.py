@@ -163,6 +163,7 @@ def _iterations(plan: Plan, profile: Profile, predicted: Trace, measured: Trace 
             waits = max(0.0, trace.iteration_time - trace.busy("compute"))
             caption = (
                 f"{name} {format_seconds(trace.iteration_time)} "
+                # Sums of floats: less than a microsecond is no wait.
                 f"<small>compute {f'waits {format_seconds(waits)}' if waits > 1e-6 else 'never waits'}</small>"
             )
             shown.append(timeline.iteration(trace, plan, names, length, caption=caption))

@@ -201,6 +201,7 @@ def loss_figure(runs: Sequence[tuple[str, RunFolder]]) -> str:
         prefix = "" if len(runs) == 1 else f"{run_name}, "
         dash = "dash" if number else "solid"  # where curves are equal, both are seen
         raw = run.curve("train_loss")
+        # The mean of a few points says less than the points.
         if len(raw) > _FEW:
             if len(runs) == 1:
                 curves.append(Line.through(raw, "training, each step", color=color, faint=True))
@@ -336,6 +337,7 @@ def _differences(run: RunFolder, predicted: Trace) -> str:
         ordered = sorted(iterations)
         spread = ""
         if len(ordered) >= 5:
+            # Without the outer tenths: a single disturbed iteration says nothing about the others.
             low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
             spread = f"; 8 of 10 took {format_seconds(low)} to {format_seconds(high)}"
         why = f"median of all iterations; the drawn one is the last{spread}"

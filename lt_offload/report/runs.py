@@ -182,6 +182,7 @@ def read_parts(folder: Path) -> list[RunPart]:
 
 def write_part(folder: Path, part: RunPart) -> None:
     """Add ``part`` to the summary of a run, in place of what it takes again."""
+    # A resumed run begins at a checkpoint: parts from there on were taken again.
     parts = [before for before in read_parts(folder) if before.first_step < part.first_step]
     text = json.dumps({"parts": [asdict(part) for part in [*parts, part]]}, indent=2)
     with replacing(folder / SUMMARY) as new:

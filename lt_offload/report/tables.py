@@ -162,6 +162,7 @@ def decisions(plan: Plan, profile: Profile) -> str:
 def _decision(block: int, plan: Plan, profile: Profile, travels: _Travels) -> tuple[str, ...]:
     mine = [i for i, tensor in enumerate(profile.tensors) if block in tensor.blocks]
     size = sum(profile.tensors[i].bytes for i in mine)
+    # What neither comes nor is read in place has been on the device all the time.
     gone = travels.fetched.keys() | travels.read
     interval = sum(profile.tensors[i].bytes for i in mine if i not in gone) / size if size else 1.0
     moved = sum(travels.fetched[i] for i in mine)

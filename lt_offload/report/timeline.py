@@ -106,6 +106,7 @@ def _bar(span: Span, plan: Plan) -> Bar:
             kind = "rerun"
         block, size = op.block, op.bytes
     else:
+        # What was measured and is no op of the plan says its kind in words.
         words = [*span.label.split(), "", ""]
         kind = next((k for k in (f"{words[0]}-{words[1]}", words[0]) if k in KINDS), "other")
         block, size = None, 0
@@ -168,6 +169,7 @@ def iteration(trace: Trace, plan: Plan, blocks: Sequence[str], axis_s: float, *,
     _name_phases(drawn, found, trace, axis_s, scale)
     end = axis_s * scale
     drawn.layout = layout(
+        # Bars within others share their lane; stacked, they would be moved aside.
         barmode="overlay",
         bargap=0,
         uniformtext={"mode": "hide", "minsize": 9},
@@ -247,6 +249,7 @@ def _name_phases(drawn: Drawing, found: Sequence[Bar], trace: Trace, axis_s: flo
     ends: list[tuple[str, float]] = []
     for bar in sorted(found, key=lambda bar: bar.start):
         if bar.kind in _PHASES:
+            # Of neighbours of one kind the last one ends the phase.
             if ends and ends[-1][0] == bar.kind:
                 ends.pop()
             ends.append((bar.kind, bar.end))

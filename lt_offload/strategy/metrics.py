@@ -47,6 +47,8 @@ class LossCheck:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
+        # Read at once, as it costs nothing here; on a device the question is answered there, so that no step waits for
+        # it.
         if loss.device.type == "cpu":
             self._is_finite = math.isfinite(loss)
             self._first = self._first or (0 if self._is_finite else step)

@@ -42,6 +42,7 @@ def install() -> None:
         for name in _FOLLOWED:
             if name in sys.modules:
                 _register(sys.modules[name])
+        # By an attribute: a second import of this package has another class of this name.
         if not any(getattr(finder, "registers_offmate", False) for finder in sys.meta_path):
             # In front of those that find modules: the search ends with the first that does.
             sys.meta_path.insert(0, _Finder())

@@ -146,6 +146,7 @@ class Replanning:
         except (ConfigError, InfeasibleError, UnsupportedError) as error:  # there is a plan: no other was found in time
             rank_zero_info(f"offmate: the plan stays: {error}")
             return None, plan
+        # A lower bound cannot be above the time of a plan that exists.
         bound = min(found.predicted.lower_bound_s, now)
         plan = replace(plan, predicted=replace(plan.predicted, lower_bound_s=bound))
         if found.predicted.iteration_s > (1 - _GAIN) * now or not engine.may_run(found):

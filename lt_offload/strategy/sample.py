@@ -169,6 +169,7 @@ def untouched(trainer: Any) -> Iterator[None]:
         UnsupportedError: afterwards, if something cannot be put back.
     """
     module, data = trainer.lightning_module, trainer.datamodule
+    # A datamodule that only makes loaders is not searched: it may hold a whole data set.
     roots = {type(owner).__name__: owner for owner in (module, data) if owner is module or _takes_part(owner)}
     with kept(**roots):
         loggers = trainer.loggers

@@ -246,6 +246,7 @@ def _make_fake(model: nn.Module) -> None:
             if parameter is not None:
                 if id(parameter) not in made:
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    # By identity, so that tied weights stay tied: a profile counts them once.
                     made[id(parameter)] = fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     if is_packed(parameter):
                         fake.quant_state = state = parameter.quant_state  # type: ignore[attr-defined]

@@ -36,6 +36,7 @@ class Repeatable:
     def _batches(
         self, batches: Iterator[Any], made: dict[str, Any], again: tuple[dict[str, Any], ...]
     ) -> Iterator[Any]:
+        # In a generator, so that this runs when the first batch is asked for: a sampler draws its order then.
         for states in again:
             self._set(states["first"])
         made["first"] = self._states()

@@ -41,6 +41,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def _has_safetensors_header(path: Path) -> bool:
     with path.open("rb") as file:
+        # The format begins with eight bytes that are the length of a header, which is JSON.
         head = file.read(9)
         file.seek(0, 2)
         return len(head) == 9 and head[8:] == b"{" and 0 < int.from_bytes(head[:8], "little") <= file.tell() - 8

@@ -113,6 +113,7 @@ class Checkpoints(_Base):
         io: Any = self.checkpoint_io
         later = self.async_checkpoint
         for wrapper in _wrappers(io):
+            # Only Lightning's own class is known to do nothing else; a subclass may do anything with what it is given.
             if type(wrapper).__name__ != _ASYNC or type(wrapper).__module__ not in _STOCK:
                 return None, later
             later, io = True, wrapper.checkpoint_io

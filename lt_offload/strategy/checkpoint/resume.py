@@ -113,6 +113,7 @@ class ExactResume(_Base):
         """Write the checkpoint that a signal has asked for, unless the epoch ends here."""
         due = progress.moment(trainer) == "validation due"
         self._before_validation = _states(trainer, pl_module) if due and self.random_states else None
+        # Where the epoch ends ``on_train_epoch_end`` follows, and writes one that begins with the next.
         if due or not is_training_done(trainer):
             self._leave_if_asked(trainer)
 
@@ -144,6 +145,7 @@ class ExactResume(_Base):
         states = None
         if self.random_states:
             validating = moment == "validation running"
+            # A validation that runs is done again, and has to draw what it drew: the states before it are what counts.
             states = self._before_validation if validating else _states(trainer, pl_module)
         loaders = _take_out_loaders(trainer, checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = {"moment": moment, "random": _of_all_processes(trainer, states), "loaders": loaders}
