@@ -8,12 +8,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
-from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import ConfigError
 from lt_offload.execute.blocks.runs import repeated
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
@@ -23,6 +20,7 @@ from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.execute.memory.streaming import room
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import first_changes
+from lt_offload.execute.updates.clipping import Rest, require_positive
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.window import CarriedWindow, Window
@@ -55,8 +53,7 @@ class Controls(ABC):
     _blocks: list[list[Weight]]
     _updated_on_host: set[int]
     _grad_norm: Tensor | None
-    _rest_squares: list[Tensor] | None = None
-    """The squared norms of gradients outside the blocks, once they are known."""
+    _rest: Rest
     _staying: bool
     _shown: ShownGradients
     _iteration: Iteration
@@ -105,14 +102,14 @@ class Controls(ABC):
 
         May be set between two iterations; None: they are left as they are.
         """
-        return self.gradients.clip_value if self.gradients is not None else None
+        return self.gradients.clipping.value if self.gradients is not None else None
 
     @clip_value.setter
     def clip_value(self, value: float | None) -> None:
         assert self.gradients is not None, "training needs a plan"
         if value is not None:
-            _require_positive(f"clip_value={value}", value)
-        self.gradients.clip_value = value
+            require_positive(f"clip_value={value}", value)
+        self.gradients.clipping.value = value
 
     def clip_grad_norm_(
         self,
@@ -141,12 +138,12 @@ class Controls(ABC):
             UnsupportedError: if updates do not wait, or gradients have been clipped already.
             RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
         """
-        _require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
+        require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
         gradients = self._complete_gradients("clip_grad_norm_")
         with self._guard.suspended, self._changing_gradients():
             self._norms_of_rest()
             params = self.model.parameters() if parameters is None else parameters
-            return gradients.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            return gradients.clipping.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients of the present window one by one, as ``torch.nn.utils.clip_grad_value_`` would do.
@@ -157,10 +154,10 @@ class Controls(ABC):
             ConfigError: if ``clip_value`` is not more than 0.
             UnsupportedError: if updates do not wait.
         """
-        _require_positive(f"clip_grad_value_(clip_value={clip_value})", clip_value)
+        require_positive(f"clip_grad_value_(clip_value={clip_value})", clip_value)
         gradients = self._complete_gradients("clip_grad_value_")
         with self._guard.suspended, self._changing_gradients():
-            gradients.clip_each(clip_value)
+            gradients.clipping.clip_each(clip_value)
             self._clip_rest(clip_value)
 
     def clip_rest(self) -> None:
@@ -171,18 +168,13 @@ class Controls(ABC):
 
     def _clip_rest(self, value: float) -> None:
         self._norms_of_rest()
-        rest = [param for _, param in self.structure.rest if param.grad is not None]
-        if rest:  # torch's function fails for none
-            clip_grad_value_(rest, value)
+        self._rest.clip_each(value)
 
     def _norms_of_rest(self) -> list[Tensor]:
         """Return the squared norms of gradients outside the blocks, before they were clipped, if they are asked for."""
         if self.gradients is None or self.gradients.square_sums is None:
             return []
-        if self._rest_squares is None:
-            grads = [param.grad for _, param in self.structure.rest if param.grad is not None]
-            self._rest_squares = [vector_norm(grad, dtype=torch.float32).square() for grad in grads]
-        return self._rest_squares
+        return self._rest.squares()
 
     def _complete_gradients(self, call: str) -> Gradients:
         """Return the gradients, which wait for their updates until they are complete."""
@@ -294,7 +286,7 @@ class Controls(ABC):
             yield
             return
         asked = gradients.square_sums is not None
-        squares = self._shown.keep(gradients.edit(now=True), squares=asked)
+        squares = self._shown.keep(gradients.clipping.edit(now=True), squares=asked)
         gradients.square_sums = None
         if not self.residency.settled:
             self.residency.settle()
@@ -524,8 +516,3 @@ class Controls(ABC):
 
 _SMALL = 8
 """Bytes of one element: whoever wants such a state as it is copies it at once."""
-
-
-def _require_positive(setting: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{setting} must be more than 0; leave clipping out to keep gradients as they are")

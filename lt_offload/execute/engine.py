@@ -35,6 +35,7 @@ from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.streaming import Streaming, room
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Walk, check_match
+from lt_offload.execute.updates.clipping import Rest
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.user_code import checks
@@ -122,6 +123,7 @@ class Engine(Controls):
         self._deferred: DeferredForwards | None = None
         self._iteration = Iteration(plan, lambda: self._frames.open, lambda: self._waiting)
         self._window = self._iteration.window
+        self._rest = Rest([param for _, param in self.structure.rest])
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
         self._step: OptimizerStepHook
@@ -279,7 +281,7 @@ class Engine(Controls):
         if not last:
             self._window.require()
         self.gradients.square_sums = [] if grad_norm else None
-        self._rest_squares = None
+        self._rest.begin()
         self._iteration.enclosed = True
         self._place.begin()
         self._window.begin(last=last)

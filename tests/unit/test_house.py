@@ -368,7 +368,7 @@ def test_what_the_map_names_is_there(path: str) -> None:
         ("execute.memory.residency", ("Residency.issue", "Transfer.fetch")),
         ("plan.verify.check", ("_budgets",)),
         ("machine.accounting", ("Account",)),
-        ("execute.updates.gradients", ("Gradients.clip_norm", "Gradients.edit")),
+        ("execute.updates.clipping", ("Clipping.clip_norm", "Clipping.edit")),
     ],
 )
 def test_the_answers_of_the_map_are_right(module: str, names: tuple[str, ...]) -> None:

@@ -10,21 +10,20 @@ micro-batch after the other, as plain PyTorch adds to ``p.grad``: on whatever pr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.execute.updates.clipping import total_norm
+from lt_offload.execute.updates.clipping import Clipping
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.schema.plan import Op, Pass, Plan
@@ -52,12 +51,7 @@ class Gradients:
             which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
         }
         self._which: Pass = plan.passes[0]
-        self.clip_value: float | None = None
-        """What complete gradients are clamped to before updates use them."""
-        self._scale: Tensor | None = None
-        """What they are multiplied by before that, in the coming settling pass."""
-        self._clamp: float | None = None
-        """What they are clamped to after that, in the coming settling pass."""
+        self.clipping = Clipping(device, weights)
         for op in plan.ops:
             if op.writes_gradients:
                 self._receive([weights[t] for t in plan.tensors(op)])
@@ -104,17 +98,13 @@ class Gradients:
         Raises:
             UnsupportedError: if there are to be more gradients after they have been clipped.
         """
-        if which != "settling" and self._clipped:
-            raise limits.CLIPPED.error("the model was called after its gradients had been clipped, before the step")
+        if which != "settling":
+            self.clipping.check_more()
         self._which = which
-
-    @property
-    def _clipped(self) -> bool:
-        return self._scale is not None or self._clamp is not None
 
     def forget_sums(self) -> None:
         """Begin a window anew."""
-        self._scale = self._clamp = None
+        self.clipping.forget()
         for weight in self._weights:
             if weight.total is not None:
                 weight.total.use_up()
@@ -122,7 +112,7 @@ class Gradients:
 
     def end_iteration(self, others: Sequence[Tensor]) -> Tensor | None:
         """Forget how gradients were clipped; return their norm and ``others``' (squared) before, None if not asked."""
-        self._scale = self._clamp = None
+        self.clipping.forget()
         sums, self.square_sums = self.square_sums, None
         if sums is None:
             return None
@@ -230,7 +220,7 @@ class Gradients:
 
     def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Sequence[LiveGroup]) -> None:
         """Update ``weights``, whose ``groups`` are there, and use the sums up."""
-        edit = self.edit()
+        edit = self.clipping.edit()
         if edit is not None:
             for grad in grads:
                 edit(grad)
@@ -242,61 +232,6 @@ class Gradients:
         for total in totals:
             total.use_up()
         self.updated += len(weights)
-
-    def edit(self, *, now: bool = False) -> Callable[[Tensor], None] | None:
-        """Return what is done to gradients before updates use them; None: nothing. ``now``: the caller does it."""
-        scale = self._scale
-        value = min((v for v in (self.clip_value, self._clamp) if v is not None), default=None)
-        if now:
-            self._scale = self._clamp = None
-
-        def edit(grad: Tensor) -> None:
-            with torch.no_grad():
-                if scale is not None:
-                    grad.mul_(scale.to(grad.device))
-                if value is not None:
-                    grad.clamp_(-value, value)
-
-        return edit if value is not None or scale is not None else None
-
-    def clip_norm(
-        self, params: Iterable[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
-    ) -> Tensor:
-        """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
-
-        Every sum is complete, on the device or on the host, and is read where it is, in the order of ``params``. Those
-        outside the blocks have ordinary gradients, which are scaled at once.
-
-        Raises:
-            UnsupportedError: if they have been clipped already.
-            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
-        """
-        if self._clipped or self.clip_value is not None:
-            raise limits.CLIPPED.error("gradients that are clipped already were to be clipped by their norm")
-        params = list(params)
-        ours = {id(weight.param): weight.total for weight in self._weights}
-        others = [param for param in params if id(param) not in ours and param.grad is not None]
-        found = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
-        groups = list(dict.fromkeys(total.group for total in found))
-        here = [group for group in groups if group.buffer is not None]
-        self.device.wait(
-            *distinct(g.device_ready for g in here), reads=[g.buffer for g in here if g.buffer is not None]
-        )
-        self.device.synchronize(*distinct(group.host_ready for group in groups if group.buffer is None))
-        grads = {id(total.weight.param): total.host if total.view is None else total.view for total in found}
-        grads |= {id(param): param.grad for param in others if param.grad is not None}
-        with torch.no_grad():
-            ordered = [grads[id(param)] for param in params if id(param) in grads]
-            norm = total_norm(ordered, norm_type, error_if_nonfinite=error_if_nonfinite)
-            if found:
-                self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            clip_grads_with_norm_(others, max_norm, norm)
-        return norm
-
-    def clip_each(self, value: float) -> None:
-        """Let the coming updates use gradients between ``-value`` and ``value``."""
-        if any(map(_filled, self._weights)):
-            self._clamp = value if self._clamp is None else min(self._clamp, value)
 
     def _added(self, weight: Weight, grad: Tensor | None) -> Tensor:
         """Return the sum of a weight's gradients on the device, ``grad`` included, where there is or has to be one."""
@@ -359,7 +294,7 @@ class Gradients:
         sums, edit = None, None
         read: list[Event | None] = []
         if updating:
-            edit = self.edit()
+            edit = self.clipping.edit()
         if updating and self.square_sums is not None:
             sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
         if self._which == "settling":  # no gradient that arrives comes after what has read the weights
