@@ -20,13 +20,13 @@ from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.execute.memory.streaming import room
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import first_changes
-from lt_offload.execute.updates.clipping import Rest, require_positive
+from lt_offload.execute.updates.clipping import RestClipping, require_positive
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.window import CarriedWindow, Window
 from lt_offload.execute.user_code.checks import InstalledSetup, may_repeat
+from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard, TrackedTensor
-from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGradients
 from lt_offload.execute.user_code.step_hooks import ManualLoop
 from lt_offload.model.blocks import Structure
 from lt_offload.schema.plan import Plan
@@ -49,13 +49,12 @@ class Controls(ABC):
     _window: Window
     _guard: Guard
     _fixed: InstalledSetup
-    _consumed: ConsumedGradients
+    _gradient_view: GradientView
     _blocks: list[list[Weight]]
     _updated_on_host: set[int]
     _grad_norm: Tensor | None
-    _rest: Rest
+    _rest: RestClipping
     _staying: bool
-    _shown: ShownGradients
     _iteration: Iteration
     _undo: list[Callable[[], None]]
     own_loop: ManualLoop | None = None
@@ -140,7 +139,7 @@ class Controls(ABC):
         """
         require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
         gradients = self._complete_gradients("clip_grad_norm_")
-        with self._guard.suspended, self._changing_gradients():
+        with self._clipping():
             self._norms_of_rest()
             params = self.model.parameters() if parameters is None else parameters
             return gradients.clipping.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -156,7 +155,7 @@ class Controls(ABC):
         """
         require_positive(f"clip_grad_value_(clip_value={clip_value})", clip_value)
         gradients = self._complete_gradients("clip_grad_value_")
-        with self._guard.suspended, self._changing_gradients():
+        with self._clipping():
             gradients.clipping.clip_each(clip_value)
             self._clip_rest(clip_value)
 
@@ -184,14 +183,11 @@ class Controls(ABC):
         return self.gradients
 
     @contextmanager
-    def _changing_gradients(self) -> Iterator[None]:
-        """Enclose what says how updates will change the gradients: ``param.grad`` would not show it."""
-        self._end_pass()
-        shown = self._shown.present
-        self._shown.take(final=False)
-        yield
-        if shown:
-            self._consumed.put()
+    def _clipping(self) -> Iterator[None]:
+        with self._guard.suspended:
+            self._end_pass()
+            with self._gradient_view.changing():
+                yield
 
     def show_gradients(self) -> None:
         """Let ``param.grad`` be the sum of gradients of the present window so far, which may be edited.
@@ -201,22 +197,19 @@ class Controls(ABC):
         """
         self._complete_gradients("show_gradients")
         with self._guard.suspended:
-            self._shown.drop()
+            self._gradient_view.shown.drop()
             self._end_pass()
-            self._shown.put()
+            self._gradient_view.shown.put()
 
     @contextmanager
     def showing_used_gradients(self) -> Iterator[None]:
         """Let ``param.grad`` be what the last updates have used, to be read before it is cleared."""
         with self.device.between():
             with self._guard.suspended:
-                self._consumed.drop()
-                if not self._shown.present:
-                    self._shown.put_used()
+                self._gradient_view.show_used()
             yield
             with self._guard.suspended:
-                self._shown.drop()
-                self._shown.use(())
+                self._gradient_view.forget_used()
 
     def hide_gradients(self, *, final: bool) -> None:
         """End that, if they are shown: updates will use what ``param.grad`` is now.
@@ -228,70 +221,7 @@ class Controls(ABC):
             UnsupportedError: if somebody has kept one that is to change.
         """
         with self._guard.suspended:
-            self._shown.take(final=final)
-            self._consumed.drop()
-
-    def _leave_gradients(self) -> None:
-        """Let ``param.grad`` be what a pass or the updates have left, as far as it is kept, until it is cleared."""
-        if self._shown.present:
-            return
-        if self._window.delayed and self._window.added:
-            self._shown.put()
-        elif self._shown.used:
-            self._shown.put_used()
-        else:
-            self._consumed.put()
-
-    @property
-    def _cleared(self) -> bool:
-        """Whether that has been cleared."""
-        return self._shown.gone if self._shown.present else self._consumed.gone
-
-    def _follow_gradients(self) -> None:
-        """An iteration begins: gradients are what others have made of them by now."""
-        if self._window.added:
-            self._use_shown_sums()
-        elif self._cleared:
-            self._shown.drop()
-            self._shown.use(())
-
-    def _use_shown_sums(self) -> None:
-        """Before a forward, in which sums cannot be written any more, adopt what was assigned to those shown."""
-        if self._shown.present:
-            self._shown.take(final=False)
-            self._shown.put()
-
-    def _begin_gradients(self) -> None:
-        """A backward begins: ``param.grad`` is nothing any more but what autograd makes it."""
-        if not self._shown.present:
-            self._consumed.give_way(adding=self._window.added > 0, cleared=self.own_loop is not None)
-        elif self._window.added:
-            self._shown.take(final=False)
-        else:
-            self._shown.drop()
-            self._shown.use(())
-
-    def _begin_empty_step(self) -> None:
-        """The optimizer's own step begins: there is nothing for it to use, also if no backward came before it."""
-        if self.own_loop is None:
-            with self._guard.suspended:
-                self._shown.take() if self._window.added else self._shown.drop()
-                self._consumed.drop()
-
-    @contextmanager
-    def _kept_gradients(self) -> Iterator[None]:
-        """Enclose updates whose gradients can be shown afterwards, if they are to be."""
-        gradients = self.gradients
-        if not self.keeps_gradients or gradients is None:
-            yield
-            return
-        asked = gradients.square_sums is not None
-        squares = self._shown.keep(gradients.clipping.edit(now=True), squares=asked)
-        gradients.square_sums = None
-        if not self.residency.settled:
-            self.residency.settle()
-        yield
-        gradients.square_sums = squares
+            self._gradient_view.hide(final=final)
 
     # -- loops that are not ours ---------------------------------------------------------------------------------------
 
@@ -299,7 +229,7 @@ class Controls(ABC):
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
         self._iteration.manual = True
         calls = self._end_backward, lambda: self._iteration.ran_backward, self._begin_step, self.finish
-        self.own_loop = ManualLoop(self._consumed, optimizer, *calls)
+        self.own_loop = ManualLoop(self._gradient_view.consumed, optimizer, *calls)
         self._undo.append(self.own_loop.remove)
 
     def _end_backward(self) -> None:
@@ -315,39 +245,22 @@ class Controls(ABC):
                 self._end_pass()
         else:
             self.clip_rest()
-        self._consumed.put()
+        self._gradient_view.consumed.put()
 
     def _begin_step(self) -> bool:
         """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
         self._iteration.enter(Transition.STEP)
         if self._window.delayed:
             with self._guard.suspended:
-                self._take_stand_ins(final=self.clip_value is None)
+                self._gradient_view.begin_step_of_loop(final=self.clip_value is None)
             self.clip_rest()
         return self._iteration.begun > 0
 
     def _begin_in_window(self) -> None:
         """A forward of such a loop begins, and perhaps a window."""
         self._window.begin()
-        if self._window.delayed and self._window.added:
-            if self._cleared:
-                self._forget_sums()
-                self._shown.drop()
-            self._use_shown_sums()
-
-    def _take_stand_ins(self, *, final: bool) -> None:
-        """Take what ``param.grad`` shows away; if a loop has done so already, forget the sums of gradients."""
-        if self._shown.present:
-            if self._shown.gone:
-                self._forget_sums()
-                self._shown.drop()
-            else:
-                self._shown.take(final=final)
-            return
-        if self._window.delayed and self._consumed.gone:
-            self._forget_sums()
-        self._consumed.check(present=bool(self._window.added))
-        self._consumed.drop()
+        if self._window.delayed:
+            self._gradient_view.begin_in_window()
 
     def _forget_sums(self) -> None:
         self._iteration.enter(Transition.CLEAR)
@@ -378,8 +291,7 @@ class Controls(ABC):
         with self._guard.suspended:
             self.drain()
             held = [weight.total for weight in self.weights if weight.total is not None and weight.total.filled]
-            cleared = self._cleared
-            shown = {} if cleared else self._shown.used
+            cleared, shown = self._gradient_view.cleared, self._gradient_view.used
             if self._window.added:
                 shown = {total.weight.param: total.host for total in held}
             sums = {param: total.clone() for param, total in shown.items()}
@@ -400,7 +312,7 @@ class Controls(ABC):
                     weight.total.host.copy_(begun.sums[weight.param])
                     weight.total.fill() if begun.added else weight.total.use_up()
             if begun.sums and not begun.added:
-                self._shown.use(begun.sums)
+                self._gradient_view.shown.use(begun.sums)
             for param, grad in begun.rest.items():
                 param.grad = grad.to(param.device)
             self._window.added = begun.added
@@ -408,7 +320,7 @@ class Controls(ABC):
             if begun.added:
                 self.recorder.begin()
             if not begun.cleared:
-                self._leave_gradients()
+                self._gradient_view.leave()
 
     @abstractmethod
     def finish(self) -> None:

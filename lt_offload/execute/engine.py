@@ -10,7 +10,7 @@ copy brings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,12 +35,13 @@ from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.streaming import Streaming, room
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Walk, check_match
-from lt_offload.execute.updates.clipping import Rest
+from lt_offload.execute.updates.clipping import RestClipping
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.aliases import held_by_others
 from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
+from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGradients
@@ -113,8 +114,7 @@ class Engine(Controls):
         self._guard: Guard
         self._place: Place
         self._fixed: InstalledSetup
-        self._consumed: ConsumedGradients
-        self._shown: ShownGradients
+        self._gradient_view: GradientView
         self._own: list[OwnParameters]
         self._staying = False
         """Somebody held memory of a weight when the engine was installed."""
@@ -123,7 +123,7 @@ class Engine(Controls):
         self._deferred: DeferredForwards | None = None
         self._iteration = Iteration(plan, lambda: self._frames.open, lambda: self._waiting)
         self._window = self._iteration.window
-        self._rest = Rest([param for _, param in self.structure.rest])
+        self._rest = RestClipping([param for _, param in self.structure.rest])
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
         self._step: OptimizerStepHook
@@ -178,8 +178,8 @@ class Engine(Controls):
         self._fixed = InstalledSetup(
             self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted
         )
-        self._consumed = ConsumedGradients(self.weights)
-        self._shown = ShownGradients(self.weights, self._guard, self.residency)
+        shown = ShownGradients(self.weights, self._guard, self.residency)
+        self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
         self._place = Place(device)
@@ -195,7 +195,7 @@ class Engine(Controls):
         self.updates.move(hosted, _HOST)
         self.updates.move([param for _, param in self.structure.rest], self.device.torch_device)
         params = {weight.param for weight in self.weights}
-        calls = self._begin_empty_step, self._after_step
+        calls = self._begin_step_within, self._after_step
         self._step = OptimizerStepHook(self.updates, params, *calls, delayed=self._window.delayed)
         saved = SavedStates(self.updates, self._check_read, self._check_write, self.drain, self.invalidate)
         self._undo += [self._step.remove, saved.remove]
@@ -205,9 +205,9 @@ class Engine(Controls):
         if not self.installed:
             return
         self.installed = False
-        self._shown.drop()
+        self._gradient_view.shown.drop()
         self._guard.remove()
-        self._consumed.drop()
+        self._gradient_view.consumed.drop()
         for undo in self._undo:
             undo()
         self._elsewhere.close()
@@ -247,7 +247,7 @@ class Engine(Controls):
             return
         self._iteration.enter(Transition.FAIL)
         with self._guard.suspended:
-            self._shown.drop()
+            self._gradient_view.shown.drop()
             self._frames.close()
             self._forget_deferred()
             try:
@@ -256,7 +256,7 @@ class Engine(Controls):
                 self._reset()
                 if self.gradients is not None:
                     self.gradients.forget_sums()
-                self._consumed.drop()
+                self._gradient_view.consumed.drop()
                 for weight in self.weights:
                     weight.param.data, weight.param.grad = weight.host, None
                 self.residency.run_releases()
@@ -287,7 +287,7 @@ class Engine(Controls):
         self._window.begin(last=last)
         with self._guard.suspended:
             self._forget_deferred()  # of a step that returned no loss
-            self._follow_gradients()
+            self._gradient_view.begin_iteration()
         try:
             with self._accounting:
                 self._accounting.enter_context(self.device.accounting(signature))
@@ -318,7 +318,12 @@ class Engine(Controls):
             gave = self._iteration.begun > 0
             self._finish() if self._window.last else self._end_pass()
             if gave:
-                self._leave_gradients()
+                self._gradient_view.leave()
+
+    def _begin_step_within(self) -> None:
+        if self.own_loop is None:
+            with self._guard.suspended:
+                self._gradient_view.begin_step()
 
     def _after_step(self) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
@@ -343,11 +348,11 @@ class Engine(Controls):
             self._end_pass()
             if not self._window.added:
                 return
-            self._shown.take()
+            self._gradient_view.shown.take()
             if not self.residency.settled:
                 self.residency.settle()
             self._iteration.enter(Transition.SETTLE)
-            with self._kept_gradients():
+            with self._gradient_view.kept(self.gradients, self.residency) if self.keeps_gradients else nullcontext():
                 self._walk.settle()
         elif not self._iteration.ran_backward:
             self._iteration.enter(Transition.UPDATED)
@@ -477,7 +482,7 @@ class Engine(Controls):
         if self._frames.open:
             raise limits.FORWARDS.error("a forward had its backward before a later one")
         self._end_pass()
-        self._begin_gradients()
+        self._gradient_view.begin_backward(cleared=self.own_loop is not None)
         self._begin_pass(self._deferred.waiting - 1)
 
         def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
@@ -494,7 +499,7 @@ class Engine(Controls):
 
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
-        self._begin_gradients()
+        self._gradient_view.begin_backward(cleared=self.own_loop is not None)
         self._iteration.enter(Transition.BACKWARD)
         # Both move their hooks to the end of those of ``optimizer.step()``: the last to do so encloses the other.
         if self.own_loop is not None:

@@ -72,8 +72,8 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
             guard.end()
 
     def stand_ins() -> None:
-        engine._consumed.put()
-        engine._consumed.drop()
+        engine._gradient_view.consumed.put()
+        engine._gradient_view.consumed.drop()
 
     for _ in range(3):
         iterate()

@@ -1,7 +1,7 @@
 """Clipping: what is done to gradients before updates use them, decided when they are complete, wherever they are.
 
 Nothing is written at once: an update scales and clamps a gradient when it reads it, in place. Parameters outside the
-blocks have ordinary gradients, which are clipped as in plain PyTorch (:class:`Rest`).
+blocks have ordinary gradients, which are clipped as in plain PyTorch (:class:`RestClipping`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Clipping:
             self._clamp = value if self._clamp is None else min(self._clamp, value)
 
 
-class Rest:
+class RestClipping:
     """The gradients of parameters outside the blocks, which torch's own functions clip.
 
     Args:
