@@ -1,6 +1,6 @@
 """Lightning's command line for fine-tuning: from files and flags to settings, and errors that name the wrong one.
 
-What is then done with the settings is in ``verbs/``.
+``verbs/`` does something with them.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class App(LightningCLI):
     def __init__(self, verb: Callable[..., int], recipe: Path, files: Sequence[Path], args: Sequence[str]) -> None:
         self.verb = verb
         self.recipe = recipe
+        # Asked of the flags: once they are parsed, nothing tells a flag from what the recipe says.
         self._names_data = any(arg.startswith("--data.path") for arg in args)
         self.options: dict[str, Any] = {}
         self.summary = RunSummary()
@@ -85,6 +86,8 @@ class App(LightningCLI):
             seed_everything_default=1,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            # Everything comes as arguments, files too, so that jsonargparse has one order of what overrides what.
+            # run=False: Lightning's subcommands do not exist here, verbs/ calls the Trainer.
             args=compose(files, args),
             run=False,
         )
@@ -93,6 +96,7 @@ class App(LightningCLI):
         """Add the verb's own flags, and the keys with which a recipe names other files."""
         parser.add_argument("--base", type=str | list[str] | None, default=None, help="files a recipe builds on")
         parser.add_argument("--gpu", type=str | list[str] | None, default=None, help="files that override it on a GPU")
+        # What both sides need is set once; jsonargparse hands it to the other before classes are made.
         parser.link_arguments("model.name", "data.model")
         parser.link_arguments("model.new_tokens", "data.new_tokens")
         parser.link_arguments("data.tokenizer", "model.tokenizer")
@@ -100,6 +104,7 @@ class App(LightningCLI):
             self.verb, skip={"app"}, as_group=self.verb.__name__ != "data"
         )
         assert isinstance(parser, Parser)
+        # These are of one call: in the config.yaml of a run they would be wrong for every other verb that reads it.
         parser.transient = ("base", "gpu", "config", *self._option_names)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -111,6 +116,7 @@ class App(LightningCLI):
         finally:
             sys.argv = argv
         self.options = {name: self.config.pop(name) for name in self._option_names}
+        # Lightning refuses such a seed, too, but in words that name no setting.
         seed = self.config.get("seed_everything")
         if not 0 <= (seed or 0) < 2**32:
             raise ConfigError(f"seed_everything={seed} is out of bounds; choose a number from 0 to {2**32 - 1}")
@@ -172,6 +178,8 @@ class App(LightningCLI):
                     f"--resume and --ckpt_path {self.options['ckpt_path']} both name a checkpoint; give one"
                 )
             self.run_dir, self.resumed = last_run(self.recipe, Path(root) if root else None)
+            # Data that a flag names are meant as they are; a recipe may have
+            # been edited since the run, which nobody notices.
             if not self._names_data:
                 _check_same_data(self.run_dir, self.recipe, self.config["data"]["path"])
             if is_first():
@@ -180,9 +188,11 @@ class App(LightningCLI):
         trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
         if self.verb.__name__ in ("generate", "chat"):
             kwargs |= _one_device(config)
+        # Decided here: left to Lightning, what is logged would depend on which packages are installed.
         kwargs["logger"] = trains and loggers(config.get("logger"), self.run_dir, self.options.get("wandb"))
         self.summary = RunSummary(self.run_dir)
         strategy = config.get("strategy")
+        # Only a strategy that has such a setting, and whose user has not set it to another folder.
         if getattr(strategy, "report_dir", "none") is None:
             strategy.report_dir = self.run_dir
         callbacks = config.get("callbacks") or []
@@ -190,6 +200,7 @@ class App(LightningCLI):
         shown = not quiet() and config.get("enable_progress_bar") is not False
         bars = [callback for callback in wanted if shown and isinstance(callback, ProgressBar)]
         wanted = [callback for callback in wanted if not isinstance(callback, ProgressBar)]
+        # A Trainer that is given no bar makes one of Lightning's, unless it is told not to.
         if not bars:
             kwargs["enable_progress_bar"] = False
         if config.get("enable_model_summary") is None:
@@ -223,8 +234,10 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
     Raises:
         ConfigError: if there is no such checkpoint.
     """
+    # The settings of a run stand in its folder: this run is meant, not the last one with the same name.
     if root is None and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():
         root = recipe.parent
+    # Digits only: a recipe whose name begins with this one's and a dash has runs of its own.
     stamp = "[0-9]" * 8 + "-" + "[0-9]" * 6
     runs = [root] if root else sorted(Path("runs").glob(f"{recipes.run_name(recipe)}-{stamp}"), reverse=True)
     for folder in runs:
@@ -256,6 +269,7 @@ def _one_device(config: Namespace) -> dict[str, Any]:
 def _keep_metrics(folder: Path) -> None:
     """Rename the metrics that a run has written so far; the logger of the resumed one would delete them."""
     written = folder / "metrics.csv"
+    # Numbers count up, so that a run that was resumed many times keeps all of its curves.
     if written.exists():
         number = next(n for n in itertools.count(1) if not (folder / f"metrics-{n}.csv").exists())
         written.rename(folder / f"metrics-{number}.csv")
@@ -266,5 +280,6 @@ def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
     last: dict[object, Callback] = {}
     for callback in callbacks:
         once = {ProgressBar: "progress bar", Checkpoint: callback.state_key}
+        # A dict keeps the place of the first mention and takes the value of the last one.
         last[next((key for kind, key in once.items() if isinstance(callback, kind)), id(callback))] = callback
     return list(last.values())

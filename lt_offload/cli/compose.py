@@ -53,8 +53,11 @@ def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: 
     given = [*files]
     for index, file in enumerate(given):
         if _group(file, "model").get(setting) is not None:
+            # Before that file: what it says about the learning rate has to
+            # win over the piece, as what all later files say.
             return [*given] if file.resolve() == piece.resolve() else [*given[:index], piece, *given[index:]]
     if any(_switches_on(arg, following, setting) for arg, following in pairwise([*args, ""])):
+        # Switched on by a flag: behind all files then, since flags override it anyway.
         return [*given, piece]
     return given
 
@@ -80,10 +83,12 @@ def _callbacks(files: Sequence[Path]) -> list[Any] | None:
         if not isinstance(callbacks, dict | list | str | None):
             return None  # the parser says what is wrong with it
         asked += 1
+        # null empties the list, as it does for the parser: a recipe can get rid of its bases' callbacks.
         if callbacks is None:
             merged = []
             continue
         merged += [one for one in (callbacks if isinstance(callbacks, list) else [callbacks]) if one not in merged]
+    # One file's list is what the parser makes of it, and its errors name that file.
     return merged if asked > 1 else None
 
 
@@ -91,6 +96,7 @@ def _appending(args: Sequence[str]) -> Iterator[str]:
     """Yield ``args``; callbacks are added to the list, unless it is emptied by ``null``."""
     for arg, following in pairwise([*args, ""]):
         name, equals, value = arg.partition("=")
+        # With a plus the parser appends; without it a flag would replace the recipe's checkpoints and bars.
         if name == _CALLBACKS and (value if equals else following) not in ("null", "[]", ""):
             yield f"{_CALLBACKS}+{equals}{value}"
         else:

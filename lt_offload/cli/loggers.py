@@ -25,6 +25,8 @@ def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool
     """
     if chosen in (None, True):
         found: list[Logger] = [
+            # Empty names: else each logger puts folders of its own between. Flushed at every
+            # record, which comes seldom, so that a run that is killed has its curve.
             CSVLogger(str(folder), name="", version="", flush_logs_every_n_steps=1),
             TensorBoardLogger(str(folder / "tensorboard"), name="", version=""),
         ]

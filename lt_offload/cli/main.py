@@ -27,9 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     What the codes mean is in ``static/help.py``, and in ``--help``.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    # First of all: a shell waits at every press of the tab key, and whatever is printed besides would be an answer.
     if args[:1] == [ASK]:
         print(*answers(args[1:]), sep="\n")
         return 0
+    # Taken out by hand, as they are valid at any place and for verbs that know nothing of them.
     debug, quiet = "--debug" in args, "--quiet" in args or not processes.is_first()
     args = [arg for arg in args if arg not in ("--debug", "--quiet")]
     try:
@@ -40,10 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has left, e.g. head
+        # Python flushes standard output once more when it ends, and would complain about the pipe then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OffloadError as error:
         return _fail(str(error), debug=debug, code=2)
+    # What a user can mend, and so no defect; other errors of the system may be either.
     except PermissionError as error:
         said = f"{str(error.filename)!r}: {error.strerror}" if error.filename else str(error)
         return _fail(said, debug=debug, code=2)
@@ -94,6 +98,7 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
     if (prefix := help.asked_group(flags)) is not None:
         print(help.of_group(prefix, files), end="")
         return 0
+    # Slips are found by the static tables within a tenth of a second, before torch is imported.
     check(files, flags, verb.read())
     os.environ.setdefault("TQDM_LEAVE", "")  # bars of libraries go when they are full; read when they are imported
     status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")

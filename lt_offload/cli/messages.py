@@ -32,7 +32,7 @@ _ADVICE = (
     r"\s*By default only one JsonargparseDeprecationWarning",
     r"Checkpoint directory .* exists and is not empty",  # it is that of the run that is resumed
 )
-"""What Lightning advises and recipes decide otherwise."""
+"""Advice of Lightning about matters that recipes have decided."""
 
 
 class Messages(logging.Handler):
@@ -64,6 +64,8 @@ def install() -> None:
         logging.getLogger(name).addFilter(_for_users)
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "lt_offload"):
         logger = logging.getLogger(name)
+        # Lightning's own handlers would write each message a second time. Messages of an earlier call
+        # go, too: tests and notebooks call the command line several times in one process.
         for old in [old for old in logger.handlers if type(old) in (logging.StreamHandler, Messages)]:
             logger.removeHandler(old)
         logger.propagate = True
@@ -108,5 +110,6 @@ def _without_bars() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    # By the environment, as datasets reads it when it is imported, which comes later and in workers again.
     if quiet() or not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -58,6 +58,7 @@ def status(message: str) -> None:
         return
     if _others_draw():
         return
+    # A log gets the first line of each phase; hundreds of "measuring block n" would bury what matters.
     phase = message.split()[0]
     if phase != _state["phase"]:
         _state["phase"] = phase
@@ -77,6 +78,7 @@ def wrapped(message: str) -> str:
     if not sys.stderr.isatty():
         return message
     width = shutil.get_terminal_size().columns
+    # Long words and hyphens stay whole: a path that is broken cannot be copied.
     wrap = textwrap.TextWrapper(width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
     return "\n".join(more for line in message.split("\n") for more in wrap.wrap(line) or [""])
 

@@ -53,11 +53,14 @@ def find(recipe: str) -> Path:
     if is_run(path):
         return path / "config.yaml"
     known = shipped()
+    # As people type it who look at the repository.
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
     if name in known:
         return known[name]
     if name in _OTHER_VERBS:
         raise ConfigError(f"there is no verb or recipe {recipe!r}; {_OTHER_VERBS[name]}")
+    # A slip in a verb looks like the name of a recipe, as fit may be
+    # left out. So verbs are asked more strictly than recipes.
     verbs = nearest(name, [*VERBS, "help"], cutoff=0.7, most=1)
     if verbs:
         raise ConfigError(f"there is no verb or recipe {recipe!r}; did you mean {verbs[0]}?")
@@ -93,6 +96,7 @@ def for_gpu(files: Sequence[Path]) -> list[Path]:
 
 
 def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:
+    # By what is above and not by all that were read: two bases may build on one file without a circle.
     if path.resolve() in above:
         raise ConfigError(f"base: {path} builds on itself")
     bases = [file for base in _named(path, "base") for file in _expand(base, (*above, path.resolve()))]

@@ -24,6 +24,7 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
         of_run: whether the recipe was given as the folder of a run, whose newest checkpoint is then meant, too.
     """
     messages.install()
+    # A plan for a card that is named is one on a GPU, whatever this machine has.
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
     function = verb.load()
     app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], with_values(args))
@@ -35,6 +36,7 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     try:
         code = function(app, **app.options)
     finally:
+        # Also after an exception: the others would wait for this one with their next exchange.
         if code != 0:
             processes.end_others(app.trainer)
     if code != 0 and not processes.is_first():

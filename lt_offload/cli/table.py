@@ -1,6 +1,6 @@
 """The verbs of ``lt-finetune``, one line each: help, completion, suggestions and dispatch all read this table.
 
-What a verb does is a function of its name, whose docstring is its help and whose parameters are its words and flags.
+A function with the verb's name carries it out: its docstring is the help, its parameters are words and flags.
 With ``recipe`` the first word is a recipe, and the function gets its settings as an :class:`~lt_offload.cli.app.App`,
 made by Lightning's command line. Without, it gets what ``static/arguments.py`` makes of its signature: positional
 parameters are words, the others flags. Functions are imported when they are called, so that only those are slow

@@ -72,6 +72,7 @@ class Comparison:
         text = f"an iteration takes {format_seconds(self.measured_s)}, planned were {format_seconds(self.planned_s)}"
         off = self.measured_s - self.planned_s
         most = max(self.lanes, key=lambda lane: abs(lane.measured_s - lane.planned_s), default=None)
+        # No single lane explains the difference: then it is between them, where they wait for each other.
         if most is None or abs(most.measured_s - most.planned_s) < abs(off) / 2:
             return f"{text}; the lanes work as planned, the rest is waiting"
         title = next(lane.title for lane in LANES if lane.name == most.lane)
@@ -107,7 +108,8 @@ def correct(profile: Profile, plan: Plan, measured: Sequence[Trace]) -> Profile:
     """Return ``profile`` with the speeds that were ``measured`` in some iterations of ``plan``.
 
     Blocks are scaled by kind and option, and forwards and backwards apart; an option that did not run is scaled like
-    those of its kind that did. Links and updates are scaled as a whole. What was not measured stays as it is.
+    those of its kind that did. Links and updates are scaled as a whole. Figures that were not measured stay as they
+    are.
     """
     found, distance = profile, math.inf
     for _ in range(_ROUNDS):
@@ -163,6 +165,7 @@ def _items(plan: Plan, planned: Trace, measured: Sequence[Trace]) -> Iterator[_M
     within: defaultdict[int, list[Op]] = defaultdict(list)
     """By step: ops of the compute lane without spans of their own."""
     for op in plan.ops:
+        # What runs inside a backward (updates on the device, gradients written to the host) is in its span.
         if op.lane == "compute" and not op.computes and op.id not in found:
             within[op.step].append(op)
     for op in plan.ops:
@@ -308,6 +311,7 @@ def _keys(item: _MeasuredOp, plan: Plan, profile: Profile, run: Mapping[int, Com
         option = what.option
         seconds = option.forward_s if op.kind == "forward" else option.backward_s
         yield op.kind, kind, option.name, seconds
+        # And under a coarser key, by which options that did not run are scaled like those of their kind that did.
         yield op.kind, kind
         yield from ((f"read {op.kind}", tensor, op.block) for tensor in plan.zero_copy(op))
     elif op.lane not in ("compute", "none"):

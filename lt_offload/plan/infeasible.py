@@ -1,4 +1,4 @@
-"""What to tell somebody for whom no plan fits: which budget, batch size or sequence length would."""
+"""The answer to somebody for whom no plan fits: which budget, batch size or sequence length would."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ def _smaller_precision(profile: Profile, allowed: Allowed, host_budget: int) -> 
     present = sum(2 * tensor.bytes + tensor.state_bytes for tensor in trained) / count
     found = ""
     for name, dtype, weight, state in _PRECISIONS:
+        # Only what takes less than now: weight and gradient, and the states.
         if 2 * weight + state >= present:
             continue
         tensors = tuple(_as(tensor, dtype, weight, state) for tensor in profile.tensors)
@@ -123,6 +124,7 @@ def _smaller_inputs(profile: Profile, request: Request) -> Iterator[str]:
     """Yield the largest batch and sequence that fit, if activations are proportional to them."""
     for name, present in (("batch_size", profile.batch_size), ("sequence_length", profile.sequence_length)):
         low, high = 0, present
+        # By halves, and to a part of what was asked: the answer is an estimate.
         while high - low > max(1, present // 64):
             middle = (low + high) // 2
             low, high = (middle, high) if _fits(_scaled(profile, middle / present), request) else (low, middle)

@@ -35,7 +35,7 @@ Measure = Callable[[int], Profile]
 def in_parts(profile: Profile, count: int) -> Profile:
     """Return ``profile`` as it would be about if the batch went through each block in ``count`` parts.
 
-    What belongs to one part at a time shrinks with it; the gradients of a block stay until its last part is over. The
+    Memory that one part at a time needs shrinks with it; the gradients of a block stay until its last part is over. The
     output projection takes the whole batch.
     """
     if count == profile.parts:
@@ -172,6 +172,7 @@ def choose_parts(measure: Measure, settings: Settings) -> PartsChoice:
     if not found:
         return PartsChoice(profile=whole, plan=make_plan(whole, settings))
     least = min(found.values())
+    # The fewest parts among those that are about as fast: each part launches all kernels once more.
     best = next(count for count, time in found.items() if time <= (1 + _WORTH) * least)
     prices = ", ".join(
         f"{count}: {'does not fit' if time is None else format_seconds(time)}" for count, time in seconds.items()
@@ -183,6 +184,7 @@ def choose_parts(measure: Measure, settings: Settings) -> PartsChoice:
         if best == 1 or 1 not in found:
             raise
         return _chosen(whole, make_plan(whole, settings), f"{prices}; {best} was refused: {error}")
+    # The price was of a profile that was derived: kernels of small parts may be slower than in proportion.
     if best > 1 and plan.predicted.iteration_s >= found.get(1, math.inf):
         return _chosen(whole, make_plan(whole, settings), f"{prices}; measured, {best} is not faster")
     return _chosen(profile, plan, prices)

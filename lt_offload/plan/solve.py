@@ -48,11 +48,11 @@ _GOOD_GAP = 0.01
 _BOUND_SHARE = 1 / 3
 """The bound may take this part of the time limit."""
 _ROUNDING = 1e-6
-"""Of a program's solution."""
+"""Relative rounding error of a program's solution."""
 _LEAST_S = 1.0
-"""For a second attempt, at least."""
+"""Seconds for a second attempt, at least."""
 _MANY_BLOCKS = 50
-"""Above, the program gets shorter transfer windows, so that it is solved in time."""
+"""With more blocks, the program may copy in fewer steps around a use, so that it is solved in time."""
 
 
 def solve(
@@ -122,11 +122,13 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
         settings: budgets and switches.
         exact: no plan rather than one that sums in another order than plain PyTorch.
     """
+    # First of all: each of its forwards becomes a pass, and the plan of passes is made by the rules below.
     if profile.deferred_forwards:
         return plan_forwards(profile, settings, partial(make_plan, exact=exact))
     if has_windows(settings):
         return plan_windows(profile, settings, partial(make_plan, exact=exact), least_s(profile, settings))
     began = time.monotonic()
+    # Plain PyTorch's numbers come first: only if nothing else fits may sums be in another order.
     first = without_chunks(profile)
     try:
         return _plan(first, settings)
@@ -138,6 +140,7 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
         try:
             plan = _plan(chunked, replace(settings, time_limit=left))
         except InfeasibleError as other:
+            # Of two that do not fit, the message that asks for less memory is the one that helps.
             if (other.needed_bytes or math.inf) < (error.needed_bytes or math.inf):
                 raise other from None
             raise error from None
@@ -148,8 +151,8 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
 def least_s(profile: Profile, settings: Settings) -> float:
     """Return the seconds that no plan for ``profile`` can beat; infinity if none fits. Costs one linear program.
 
-    Of a window it is that of its passes without their gradients: some of what these take is done once, and it is the
-    plan's to choose what.
+    For a window it is the bound of its passes without their gradients: a part of the work on these is done once, and
+    the plan chooses which.
     """
     passes = settings.accumulate * profile.forwards
     if profile.forwards > 1 or has_windows(settings):
@@ -246,6 +249,8 @@ class _Selection:
             self._add_resident()
         if self.planner in ("auto", "stream"):
             self._add_streaming()
+        # The bound is of a relaxation of every plan, but it counts memory in its own way: what
+        # streams with the least memory has the last word on whether anything fits.
         if not self._bound() and not self.candidates.fitting and not self._smallest_fits():
             raise explain_infeasible(self.request, self.planner)
         self._improve()
@@ -289,6 +294,7 @@ class _Selection:
             self.candidates.cut_short(name)
             return
         try:
+            # A planner that was asked for by name does its best, whatever others can do.
             proposals = propose(replace(self.request, beat_s=self.candidates.fastest_s) if auto else self.request)
         except NotApplicable as reason:
             if not auto:
@@ -407,6 +413,7 @@ class _Selection:
         return filled and all(group.bytes + group.state_bytes <= link * near_s / 2 for group in groups(self.profile))
 
     def _good_enough(self) -> bool:
+        # A plan that beats the bound has shown that copies near their uses were too strict a model of it.
         if self.candidates.fastest_s < self.bound * (1 - _ROUNDING) and not self._any_time:
             self._bound(any_time=True)
         return self.candidates.fastest_s <= self.bound * (1 + _GOOD_GAP)

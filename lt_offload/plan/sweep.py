@@ -33,7 +33,7 @@ _EXAMPLES: dict[Axis, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRange:
-    """What is varied: device memory or RAM in bytes, or machines by name."""
+    """The range of a sweep: device memory or RAM in bytes, or machines by name."""
 
     axis: Axis
     sizes: tuple[int, ...] = ()
@@ -214,6 +214,7 @@ def run_sweep(
         except InfeasibleError as error:
             point = replace(point, reason=reason(error))
             smallest = error.needed_bytes or smallest
+        # A plan for less memory is one for more: within its time limit the search may miss it.
         if axis != "hardware" and points:
             point = _no_worse(point, points[-1])
         points.append(point)

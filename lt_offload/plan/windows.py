@@ -34,9 +34,9 @@ def plan_windows(
 ) -> Plan:
     """Return the plan for windows of ``settings.accumulate`` micro-batches.
 
-    What is fastest for the mean pass of a window need not be for its passes one after the other. A second plan is
-    compared, unless the first is as good as optimal: one for the update alone, or, where updates wait, one whose
-    updates on the device last as long as their copies.
+    The plan that is fastest for the mean pass of a window need not be so for its passes one after the other. A second
+    plan is compared, unless the first is as good as optimal: one for the update alone, or, where updates wait, one
+    whose updates on the device last as long as their copies.
 
     Args:
         profile: what model and machine cost.
@@ -44,6 +44,7 @@ def plan_windows(
         plan_one: plans for one micro-batch per update; its errors are passed on.
         least_s: no plan for windows takes less.
     """
+    # Two plans share the user's time.
     window, half = settings.accumulate, replace(for_one(settings), time_limit=settings.time_limit / 2)
     mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
     if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * least_s:
@@ -81,7 +82,7 @@ def _settling(profile: Profile, window: int) -> Profile:
 def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[Profile, Settings], Plan]) -> Plan:
     """Return the plan for micro-batches of several forwards, each of which is a pass.
 
-    Those that wait for others before their backward run once more, streamed: what that takes is added.
+    Forwards that wait for others before their backward run once more, streamed: that time is added.
 
     Args:
         profile: what model and machine cost.
@@ -158,5 +159,6 @@ def priced(plan: Plan, profile: Profile) -> Plan:
 
 def _alone_s(plan: Plan, profile: Profile) -> float:
     """Return the seconds of an accumulating pass that follows others."""
+    # Of four and of five: the difference is a pass in the middle, without what the first and the last one do.
     long, longer = (simulate(replace(plan, window=window), profile).iteration_time for window in (4, 5))
     return longer - long

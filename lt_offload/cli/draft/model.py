@@ -88,6 +88,7 @@ def _found(model: str) -> NamedModel:
     if model in shipped:
         hub = next(name for name, architecture in known.items() if architecture == model)
         return NamedModel(hub, model, load.load_config(hub, model), shipped=True)
+    # Chat and base variants of a model have one shape: the description of one plans the other without a download.
     variants = {_without_variant(hub): architecture for hub, architecture in known.items()}
     if (architecture := variants.get(_without_variant(model))) is not None:
         return NamedModel(model, architecture, load.load_config(model, architecture), shipped=True)
@@ -114,6 +115,7 @@ def _check_causal(model: str, config: PreTrainedConfig) -> None:
     """Raise ``ConfigError`` unless ``config`` is of a causal language model whose weights can be trained."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    # The mapping alone is not enough: encoders such as BERT are in it, with a head that is not among their weights.
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     stated = config.architectures or []
     if found is None or (stated and found.__name__ not in stated):

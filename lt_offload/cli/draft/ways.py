@@ -30,7 +30,7 @@ BATCH = 16
 """Sequences per update of every recipe written here: what people take for a few thousand examples."""
 _LENGTHS = (1024, 512, 256, 128)
 _PRICE_SECONDS = 4.0
-"""What a plan that is only compared may take."""
+"""Seconds for a plan that is only compared with others."""
 _GOOD = 1.05
 """A plan this close to a GPU with enough memory is not compared with others."""
 _WORTH = 0.5
@@ -78,7 +78,7 @@ METHODS = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is planned for."""
+    """The machine that is planned for."""
 
     profile: HardwareProfile
     hardware: str | None
@@ -92,7 +92,7 @@ class BatchSplit:
     """How the sequences of an update go through the model."""
 
     parts: int = 1
-    """Of a batch, that go through each layer in turn."""
+    """Parts of a batch, which go through each layer in turn."""
     accumulate: int = 1
     """Batches, one after the other: for models that do not take them in parts, or have large logits."""
 
@@ -145,6 +145,7 @@ class Drafts:
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
         lengths = [length for length in _LENGTHS if length <= positions] or [positions]
+        # The longest first, as it is wanted; if that does not fit, the shortest, which decides whether anything does.
         ways = self._at(lengths[0], wanted)
         if len(lengths) > 1 and not _planned(ways):
             shortest = ways = self._at(lengths[-1], wanted)  # next, as nothing in between fits if they do not
@@ -175,9 +176,12 @@ class Drafts:
         except Exception as error:  # whatever it is, the other methods may do
             return _without_plan(way, error)
         for split in _SPLITS:
+            # Batches one after the other read all weights once for each of them: not worth a plan where parts fit.
             if way.plan is not None and (way.good or split.accumulate > 1):
                 break
             try:
+                # Computed from one profile instead of estimated anew: a
+                # comparison needs no more, and takes a fraction.
                 part = in_parts(scaled(whole, BATCH // split.accumulate), split.parts)
                 found = self._plan(part, _PRICE_SECONDS, split.accumulate)
             except InfeasibleError as error:
@@ -198,6 +202,8 @@ class Drafts:
             Exception: what the best one has failed with, if all that looked well at a glance do not work.
         """
         left, errors = [*ways], list[Exception]()
+        # A plan at a glance may be of a profile that was scaled. If
+        # the recipe itself fails, the next best way is tried.
         while any(way.plan is not None for way in left):
             wanted = best(left)
             try:
@@ -215,6 +221,8 @@ class Drafts:
         """
         status(f"planning {way.method.title} at length")
         seconds = Settings().time_limit
+        # Scaling does not know what a model refuses, as to take batches
+        # in parts: then batches come one after the other.
         tried = [way, *(replace(way, split=split) for split in _SPLITS if split.accumulate > 1)]
         for other in tried:
             try:
@@ -270,6 +278,7 @@ class Drafts:
         file = self.folder / "draft.yaml"
         file.write_text(self.text(way), encoding="utf-8")
         with keeping_quiet(True):
+            # Through the file and the parser, as the user will run it: a recipe that is written has been read once.
             app = App(plan, file, recipes.chain(file), [])
             return estimate(app, self.machine.profile, micro_batches=way.split.parts)
 
@@ -300,10 +309,12 @@ def _needs(error: InfeasibleError) -> tuple[int, int]:
 
 def best(ways: Sequence[WayToTrain]) -> WayToTrain:
     """Return the most exact way that is fast enough."""
+    # Ways stand from the most exact to the least exact one, so that the first one that is fast enough is meant.
     fastest = max(way.tokens_per_s for way in ways)
     return next(way for way in ways if way.plan is not None and way.tokens_per_s >= _WORTH * fastest)
 
 
 def _quoted(text: str) -> str:
     """Return ``text`` as a YAML scalar."""
+    # YAML ends a document of one plain scalar with a line of three dots.
     return str(yaml.safe_dump(text, width=1000, allow_unicode=True)).removesuffix("\n").removesuffix("\n...")

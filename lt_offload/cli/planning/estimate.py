@@ -51,6 +51,7 @@ def estimate(
     module.check_packing(config, data)
     if module.dropout is not None:
         load.set_dropout(config, module.dropout)
+    # On the configuration itself: the model is made on meta from it, where nothing else says how it computes.
     if module.attention is not None:
         set_attention(config, module.attention)
     try:
@@ -95,7 +96,7 @@ def parts_of(app: App) -> int | Literal["auto"]:
 
 
 def settings_of(app: App) -> Settings:
-    """Return what the strategy plans with; the defaults if it is another than offmate. Windows are the Trainer's."""
+    """Return what the strategy plans with, and the Trainer's batches per update; the defaults without offmate."""
     settings = getattr(app.trainer.strategy, "settings", None)
     return settings_from_trainer(settings if isinstance(settings, Settings) else Settings(), app.trainer)
 
@@ -107,6 +108,7 @@ def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> 
         settings = replace(settings, memory=memory)
         settings.check_card(machine)
     budget = settings.device_budget(machine)
+    # A recipe's budget is for the card that it was written for. One that was asked for now was checked above instead.
     if budget > has and memory.nbytes is None:
         say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)} as in the recipe")
         budget = has
@@ -119,6 +121,7 @@ def solver(app: App, seconds: float) -> Solver:
     from lt_offload.plan import make_plan
 
     settings = settings_of(app)
+    # Never more time than the user allows for a single plan.
     settings = replace(settings, time_limit=min(settings.time_limit, seconds))
     return lambda profile, memory, host_memory: make_plan(
         profile, replace(settings, memory=memory, host_memory=host_memory)

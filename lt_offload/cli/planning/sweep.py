@@ -51,6 +51,7 @@ def plan_sweep(
         raise ConfigError("--explain shows one plan and a sweep makes many; leave one of them out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
+    # Divided by the points, so that a sweep takes about as long whatever it goes over.
     seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
     questions = list(_questions(app, asked, budget, hardware, solver(app, seconds)))
     swept = run_sweep(
@@ -77,6 +78,7 @@ def _questions(app: App, asked: SweepRange, memory: Budget, hardware: str | None
 
     def question(machine: HardwareProfile, budget: int, ram: int, profile: Profile | None) -> Question:
         def plan_it() -> Plan:
+            # Raised when its turn comes: one machine without figures is a row of the table, not the end of the sweep.
             if profile is None:
                 raise InfeasibleError(f"there are no figures for {app.model.model_dtype}")
             return solve(profile, budget, ram)

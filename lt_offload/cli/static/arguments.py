@@ -29,6 +29,7 @@ def parse(verb: Documented, args: Sequence[str]) -> tuple[list[str], dict[str, A
         flag = flags.get(name.replace("-", "_"))
         if flag is None:
             raise ConfigError(f"{verb.name}: unknown flag --{name}{did_you_mean(name, flags, prefix='--')}")
+        # A switch may be followed by a word of the verb, which is no value of it unless it says true or false.
         if flag.is_switch and not equals:
             value = waiting.pop(0) if waiting and waiting[0] in ("true", "false") else "true"
         elif not equals:
@@ -85,6 +86,7 @@ def _converted(verb: str, flag: Parameter, value: str) -> Any:
             try:
                 return make(value)
             except (ValueError, KeyError):
+                # A type of both takes the text as it is, e.g. a number or "auto".
                 if "str" not in kinds:
                     raise ConfigError(f"{verb}: --{flag.name}={value!r} is not of type {kind}") from None
     return value

@@ -1,7 +1,7 @@
 """What constructors and verbs say about their parameters, in a file that is made of their docstrings.
 
 A constructor's parameters are settings and a verb's are flags. ``python -m scripts.docs.definitions`` makes the file
-anew. Of Lightning another version may be installed than the file was made with: its source is read then.
+anew. If another version of Lightning is installed than the file was made with, its source is read.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def definition(module: str, name: str, file: Path = FILE) -> Documented:
         LookupError: if it is not in the file.
     """
     stored = _stored(file)
+    # Only Lightning's part can be out of date: ours is written with each change, which a test holds.
     if module.partition(".")[0] == LIGHTNING and stored[LIGHTNING] != lightning_version():
         from lt_offload.cli.static.source import read_definition
 

@@ -53,5 +53,5 @@ class Documented:
     summary: str
     """First paragraph of the docstring."""
     details: str
-    """What follows, up to the arguments."""
+    """The text after that, up to the arguments."""
     parameters: tuple[Parameter, ...]

@@ -42,6 +42,7 @@ def flags(args: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             raise ConfigError(f"unknown setting {arg!r}: settings are flags, such as --model.lr 1e-5")
         name, equals, value = arg[2:].partition("=")
         taken = not equals and _takes(name, following)
+        # A plus appends to a list: it is an operator of the parser and no part of the name.
         yield name.removesuffix("+"), value if equals else following if taken else None
 
 

@@ -107,6 +107,8 @@ def of_recipe(verb: Verb, files: Sequence[Path], args: Sequence[str]) -> str:
     for name in GROUPS:
         lines += ["", *_wrapped(f"{name}: {group(name).summary}")]
         own = _below(name)
+        # A Trainer has dozens of settings, most of which no recipe
+        # needs: those that are set, the names of the others.
         chosen = [setting for setting in own if name != "trainer" or setting.key in present]
         for setting in chosen:
             lines += [_with_value(setting, present), *_wrapped(_first_sentence(setting.parameter.about), indent=6)]
@@ -138,6 +140,7 @@ def of_group(prefix: str, files: Sequence[Path], args: Sequence[str] = ()) -> st
     for setting in chosen:
         default = setting.parameter.default
         about = setting.parameter.about
+        # Lightning's docstrings tell some defaults themselves, and in other words.
         if default is not None and not re.search(r"[Dd]efaults?\b", about):
             about = f"{about} Default: {as_yaml(default)}."
         lines += [_with_value(setting, present), *_wrapped(about, indent=6)]

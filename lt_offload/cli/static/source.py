@@ -69,6 +69,7 @@ def arguments(docstring: str) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     name = ""
     for line in textwrap.dedent(match[1] if match else "").splitlines():
+        # Google's style of docstrings allows a type in parentheses behind the name.
         begins = re.match(r"\*{0,2}(\w+)(?: \([^)]*\))?: *(.*)", line)
         if begins:
             name = begins[1]
@@ -162,6 +163,7 @@ def _definitions(module: str) -> dict[str, Any]:
     path = _path(module)
     if path is None:
         return found
+    # The list grows while it is walked: imports for type checkers stand in an if, and name types all the same.
     pending = list(ast.parse(path.read_text(encoding="utf-8")).body)
     for statement in pending:
         if isinstance(statement, ast.If):
@@ -182,6 +184,7 @@ def _path(module: str) -> Path | None:
     if outermost == PACKAGE:
         root = _PACKAGE_FOLDER
     else:
+        # Of the outermost package only, as to find a submodule imports all packages above it.
         spec = find_spec(outermost)
         if spec is None or spec.origin is None:
             return None

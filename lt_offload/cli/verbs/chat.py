@@ -166,6 +166,7 @@ class ChatSession:
         model: Any = self._app.model.model
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         enough = min(self._max_new_tokens, int(_ENOUGH * getattr(model.config, "max_position_embeddings", 0)))
+        # Turns are two messages, question and answer: what is left has to begin with a question again.
         for first in range(0, len(messages), 2):
             left = [*messages[first:]]
             ids: list[int] = self._app.datamodule.encode_conversation([*system, *left])
@@ -175,6 +176,7 @@ class ChatSession:
                 if len(left) == 1:
                     raise
                 continue
+            # Room for a few words is none: better to forget a turn more than to cut each answer short.
             if room < enough and len(left) > 1:
                 continue
             if first:
@@ -222,6 +224,7 @@ class ChatSession:
                 raise KeyboardInterrupt
             self._stopped = True
 
+        # For the answer alone: while a message is typed, Ctrl-C has to raise, which ends input().
         before = signal.signal(signal.SIGINT, stop)
         try:
             yield
@@ -262,6 +265,7 @@ def _coloured() -> bool:
 
 
 def _bold(text: str) -> str:
+    # \001 and \002 tell readline which characters take no room; else it would break lines at the wrong place.
     return f"\001\033[1m\002{text}\001\033[0m\002" if _coloured() else text
 
 

@@ -48,6 +48,7 @@ def _save(app: App, found: DataPreview, samples: int, save: str) -> Path:
     target = user_path(save)
     color = target.suffix.lower() != ".txt"
     paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)
+    # Rendered anew: a page has colours, a text has none, whatever the terminal has.
     for part in render(app.datamodule, found, samples=samples, color=color):
         paper.print(part)
     if target.suffix.lower() == ".html":

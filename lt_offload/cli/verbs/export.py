@@ -63,6 +63,7 @@ def export(
     target = check_target(output or _default_output(app, kind), format)
     check_form(format, merge=merge, quantize=quantize)
     parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
+    # Known from the settings; the export itself would notice it when the model is loaded, minutes later.
     if (format == "adapter" or not merge) and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(
             f"--{'format adapter' if merge else 'merge false'}: the recipe has no adapters, neither model.lora nor "
@@ -78,6 +79,7 @@ def export(
     content = None
     if ckpt_path is not None:
         content = checkpoint.load(ckpt_path, weights_only=True)
+        # Of the weights only: states of the optimizer may be most of a checkpoint, and are not exported.
         sums.check(Path(ckpt_path), content, only="state_dict")
     if content is None:
         model = app.model.build()
@@ -124,6 +126,7 @@ def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module
     state = {name.removeprefix("model."): tensor for name, tensor in content["state_dict"].items()}
     model.load_state_dict(state, assign=True)
     base = load.base_of(model)
+    # With assign each name has its own tensor from the file, which parts embeddings that were one.
     base.tie_weights()
     base.name_or_path = load.shown_name(module.name)
     set_name(base.config, base.name_or_path)

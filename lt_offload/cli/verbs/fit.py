@@ -49,6 +49,7 @@ def fit(
     trainer = app.trainer
     first = processes.is_first()
     if first:
+        # A new run only: one that goes on finds its own files there.
         if app.resumed is None:
             _check_unused(app.run_dir)
         make_folder(app.run_dir, "trainer.default_root_dir")
@@ -56,6 +57,8 @@ def fit(
         trainer.strategy.explain = explain
     status("reading data, loading the model")
     config = app.run_dir / "config.yaml"
+    # Lightning writes the settings before it loads the checkpoint, which
+    # may refuse them: then the old ones are the run's.
     before = config.read_bytes() if first and path is not None and config.is_file() else None
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
@@ -65,6 +68,7 @@ def fit(
         _put_back(app, before)
         app.summary.end(trainer, left)
         terminated = EXIT_CODES[signal.SIGTERM]
+        # Lightning makes an exit of Ctrl-C as well, with the code of any failure: what was raised first tells it.
         if left.code != terminated and not isinstance(left.__context__, KeyboardInterrupt):
             raise  # of a callback, say
         if first:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.profile import Profile
 
 _GAIN_SECONDS = 8.0
-"""What a plan of a report that says what more memory would buy may take."""
+"""Seconds for each of the plans with which a report says what more memory would buy."""
 
 
 def plan(
@@ -126,6 +126,7 @@ def _with_best_batch(app: App, memory: Budget, hardware: str | None) -> tuple[Pr
     """Return the profile and the plan of the batch size with the highest throughput."""
     from lt_offload.plan import choose_batch
 
+    # The machine is measured once: other sizes are estimated for what it has shown the first time.
     first = estimate(app, hardware, 1)
     machine = first.hardware
     choice = choose_batch(

@@ -20,6 +20,7 @@ def validate(app: App, *, ckpt_path: str | None = None) -> int:
     """
     check_early(app, ckpt_path)
     status("reading data, loading the model")
+    # Lightning returns no list of results at all where there is nothing to validate on.
     [found] = app.trainer.validate(
         app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False
     ) or [{}]

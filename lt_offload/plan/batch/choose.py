@@ -36,17 +36,17 @@ _ANCHORS = 4
 _NEAR = 8
 """Sizes are told apart to this part of the best one."""
 _WORSE = 2
-"""So many sizes in a row that are no better than larger ones end the search among divisors."""
+"""The search among divisors ends after this many sizes in a row that are no better than larger ones."""
 _EQUAL = 0.005
 """Relative difference of throughput that a larger batch must bring."""
 _DOUBT = 0.02
 """By how much an expected throughput may be wrong."""
 _MOST_PLANS = 3.5
-"""What a choice may take, in plans of the mean duration; profiles not counted."""
+"""Time that a choice may take, in plans of the mean duration; profiles not counted."""
 _LEAST_S = 4.0
-"""Plans of small models take no time: so many seconds are always allowed."""
+"""Seconds that are always allowed: plans of small models take no time."""
 _WINDOW = 3
-"""Transfer windows of the relaxed programs: shorter than a plan's, because many are solved."""
+"""Steps around a use in which relaxed programs may copy: fewer than for a plan, because many are solved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +174,7 @@ class _BatchSearch:
         while sizes and worse < _WORSE:
             size = sizes.pop()
             self._plan(size)
+            # A size that does not fit is no sign that smaller ones are worse.
             if size in self.plans:
                 worse = 0 if self._fastest() == size else worse + 1
 
@@ -234,6 +235,8 @@ class _BatchSearch:
         for _ in range(_ANCHORS):
             high = max(self.profiles)
             smallest, best = self._scan(min(self.most, self._limit - 1))
+            # Small kernels do not fill a device, so what a small batch
+            # shows says little about one that is much larger.
             size = min(smallest, _GROWTH * high)
             if self.unfit:
                 size = min(size, (high + self._limit) // 2)
@@ -314,6 +317,8 @@ class _BatchSearch:
             self.relaxed[size] = math.inf
             profile = self._estimate(size)
             program = offmate_config(profile, self.settings, window=_WINDOW)
+            # Copies that need a step of their own may find no room where
+            # memory is tight; then they are hidden altogether.
             for lag in (1, 0):
                 try:
                     self.relaxed[size] = lower_bound(profile, replace(program, lag=lag, lookahead=lag)) / size
@@ -344,6 +349,7 @@ class _BatchSearch:
             self.unfit[size] = error
             return False
         finally:
+            # Profiles do not count: what a choice may take is counted in plans.
             self.started += time.monotonic() - began
         assert profile.batch_size == size, f"asked for batch_size={size}, got {profile.batch_size}"
         self.whole[size], self.profiles[size] = profile, without_chunks(profile)

@@ -49,6 +49,7 @@ class _StraightLine:
         return max(0.0, low + self.at * (max(low, high) - low))
 
     def size(self, low: int, high: int) -> int:
+        # Rounded before it is rounded up: 0.1 + 0.2 would take a byte more than 0.3.
         return math.ceil(round(self.value(low, high), 3))
 
     def inner(self, low: int | None, high: int | None) -> int | None:

@@ -26,6 +26,7 @@ def no_offload_s(profile: Profile) -> float:
     """
     compute = 0.0
     for block in profile.blocks:
+        # A block may not offer to keep everything: then its fastest option counts.
         keep = next((option for option in block.options if option.name == "keep"), None)
         option = keep or min(block.options, key=lambda option: option.forward_s + option.backward_s)
         compute += option.forward_s + (option.backward_s if block.has_backward else 0.0)
@@ -78,6 +79,8 @@ def _short_stays(blocks: tuple[int, ...], profile: Profile, *, stale: bool) -> t
     steps = len(timeline(profile))
     needed = uses(blocks, profile)
     update = (backward_steps(blocks, profile) or [-1])[-1]
+    # A stay ends at a use after which the tensor goes, and the next begins with the use that follows the
+    # gap. Gaps of no step are none, unless the host makes the device's copy stale in it.
     gaps = [
         (use, following)
         for use, following in zip(needed, [*needed[1:], needed[0] + steps], strict=True)
@@ -115,6 +118,7 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
 def option_sets(profile: Profile, allowed: Allowed) -> list[tuple[OptionName, ...]]:
     """Return ways to choose one option per block: what holds the least, has the lowest peaks, needs no RAM."""
     pairs = list(zip(profile.blocks, self_contained(allowed), strict=True))
+    # No single measure tells which needs the least: with long sequences peaks count, with little RAM copies.
     found: list[tuple[OptionName, ...]] = [
         tuple(
             min(options, key=lambda o: (held_bytes(b, o), o.backward_peak_bytes, _seconds(o))).name

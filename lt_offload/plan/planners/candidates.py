@@ -63,6 +63,7 @@ class Candidates:
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
+        # A proposal that was estimated has schedules already, and is gone on with.
         search = self._started.pop(proposal.name, None) or self._start(proposal)
         if isinstance(search, Missed):
             return search
@@ -97,6 +98,7 @@ class Candidates:
     def estimate(self, proposal: Proposal) -> float | Missed:
         """Return about how long ``proposal`` would take, or by what it misses the budgets."""
         request = self.request
+        # RAM first: what lasts on the host is known from decisions, and spares the schedule.
         excess = proposal.decisions.least_host_bytes(request.profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
@@ -109,6 +111,7 @@ class Candidates:
 
     def _keep(self, found: Candidate) -> None:
         """Let its gradients share memory on the host, check it and add it to those that fit, if it is the fastest."""
+        # Only what may be chosen is worth slots that are shared and a check.
         if found.seconds > self.fastest_s:
             self.slower_ones.append((found.proposal.name, found.seconds))
             return

@@ -17,7 +17,7 @@ class Rung:
     """Seconds per byte."""
     block: int
     option: OptionName
-    """What it uses from here on."""
+    """The option that it uses from here on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +39,14 @@ class OptionLadder:
 def ladder(profile: Profile, allowed: Allowed, *, link_price: float = 1.0) -> OptionLadder:
     """Return the ladder of ``profile``; of equal prices the first block comes first: it holds its memory longest.
 
-    ``link_price``: what a second of copying costs: 1 if computations wait for it, less if it hides behind them. What
-    takes longer than the block's own computations cannot hide.
+    ``link_price``: what a second of copying costs: 1 if computations wait for it, less if it hides behind them. A
+    copy that takes longer than the block's own computations cannot hide.
     """
     usable, hardware = self_contained(allowed), profile.hardware
 
     def seconds(option: OptionProfile) -> float:
         out, back = option.offload_bytes / hardware.d2h_bytes_per_s, option.offload_bytes / hardware.h2d_bytes_per_s
+        # Per block: its copy has its own forward to hide behind, and its own backward on the way back.
         exposed = max(out - option.forward_s, 0.0) + max(back - option.backward_s, 0.0)
         return option.forward_s + option.backward_s + exposed + link_price * (out + back - exposed)
 

@@ -22,7 +22,7 @@ Allowed = tuple[tuple[OptionProfile, ...], ...]
 
 
 class Switches(Protocol):
-    """What decides about the options that a plan may use."""
+    """Switches that decide about the options that a plan may use."""
 
     @property
     def activation_offload(self) -> bool:
@@ -72,6 +72,7 @@ def taken_bytes(block: BlockProfile, option: OptionProfile) -> int:
     The last block's backward follows its forward, so that what counts there is the most that both hold.
     """
     held = held_bytes(block, option)
+    # Only the last block has no output.
     return held if block.output_bytes else held + max(option.forward_peak_bytes, option.backward_peak_bytes)
 
 
@@ -121,7 +122,7 @@ class Proposal:
 
     @property
     def decisions(self) -> Decisions:
-        """What is proposed."""
+        """The decisions that are proposed."""
         return self.sets.decisions
 
 

@@ -1,7 +1,7 @@
 """What lanes can do beside each other: linear rows for programs that know nothing of moments.
 
-At every moment the lanes that have work run at the rates of :func:`lt_offload.plan.verify.lanes.rates`. What they can
-have done after a while is a mean of such rates, or less: a polytope, which rows describe.
+At every moment the lanes that have work run at the rates of :func:`lt_offload.plan.verify.lanes.rates`. Their work
+after a while is a mean of such rates, or less: a polytope, which rows describe.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
         direct: whether computations may also read and write host memory, which counts as copies do. Without that the
             rows are tighter.
     """
+    # All four together do not need more than there is, so that no lane ever slows another.
     if sum((contention.compute, contention.h2d, contention.d2h, contention.host)) <= 1:
         return ()
     rows: list[Row] = []
     points = _points(contention, direct=direct)
+    # Rows over all lanes first: one over fewer lanes is often part of them, and then left out.
     for count in range(_LANES, 1, -1):
         for lanes in combinations(range(_LANES), count):
             others = [lane for lane in range(_LANES) if lane not in lanes]

@@ -55,6 +55,7 @@ def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace
     if not arrivals:
         return plan, trace
     profile = profile.with_host_threads(plan.host_threads)
+    # All that is on the host but these gradients stays where it is.
     room = plan.host_budget_bytes - (host_bytes(plan, profile) - plan.gradient_bytes)
     found: tuple[Plan, Trace] | None = None
     for ends in _ends(plan, profile, trace, arrivals):
@@ -101,6 +102,7 @@ def _ends(plan: Plan, profile: Profile, trace: Trace, arrivals: Sequence[_Arriva
 
     An op keeps its place at least until the last copy of its step has begun: updates stand after all of those.
     """
+    # Of the copies of one step the last one wins in the mapping.
     last = {arrival.op.step: at for at, arrival in enumerate(arrivals)}
     least = [last[arrival.op.step] for arrival in arrivals]
     simulated = _latest(least, _simulated_ends(trace, arrivals))
@@ -121,6 +123,7 @@ def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
     """Return, per arrival, the last copy that begins before it has been used."""
     spans = {span.op: span for span in trace.spans}
     starts = [spans[arrival.op.id].start for arrival in arrivals]
+    # Twice: an update may end after copies of the next iteration have begun.
     begins = [*starts, *(start + trace.iteration_time for start in starts)]
     found = []
     for at, arrival in enumerate(arrivals):
@@ -141,6 +144,7 @@ def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int])
     found: set[int] = set()
     for ago in range(1, len(arrivals)):
         other = (at - ago) % len(arrivals)
+        # Backwards in time: whoever was there before the last one at an address was awaited by that one's copy.
         left = without(open_ranges, slots[other], slots[other] + arrivals[other].bytes)
         if left != open_ranges:
             open_ranges = left

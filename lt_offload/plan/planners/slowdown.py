@@ -84,6 +84,7 @@ def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> Lan
             mean = 0.0
             for mask, rate in enumerate(busy):
                 if mask >> lane & 1:
+                    # The chance that just these lanes are busy, if each is at moments of its own.
                     others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(_LANES)) if o != lane)
                     mean += rate[lane] * math.prod(others)
             slow[lane] = 1 / mean if alone else 1.0
@@ -103,4 +104,4 @@ def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
 
 _LANES = tuple(lane.name for lane in LANES)
 _ROUNDS = 6
-"""Of a fixed point: how busy lanes are depends on how slow they are."""
+"""Rounds towards a fixed point: how busy lanes are depends on how slow they are."""

@@ -76,6 +76,7 @@ class PlanScheduler:
             self.best = self._build(self._search.best, self._profile)
             if self._shares:
                 self._correct()
+        # The careful search costs the most time, and what is so much slower will not win by it.
         if cannot_win(self.best.seconds, beat_s):
             return self.best
         self._build(self._search.finish(), self._profile)
@@ -122,12 +123,15 @@ class PlanScheduler:
         for threads in sorted(speeds):
             slowed = self._profile.with_host_threads(threads)
             factor = self._profile.optimizer.host_bytes_per_s / slowed.optimizer.host_bytes_per_s
+            # Updates that would last longer than the iteration with so few threads would set its pace.
             if not work or factor <= 1 or _SPARE * factor * work > self.best.seconds:
                 continue
             busy = LaneWork(self._sets, slowed).busy_s
             timetable = self._search.again(expected(slowed, busy).applied_to(slowed))
             if timetable is not None:
                 found = self._build(timetable, slowed)
+                # Once more with what this simulation has shown: so far the clock
+                # has only expected how lanes slow each other down.
                 shown = slower(found.plan, found.trace)
                 timetable = self._search.again(shown.applied_to(slowed))
                 if timetable is not None:
@@ -138,6 +142,7 @@ class PlanScheduler:
 def timed_plan(planner: str, decisions: Decisions, request: Request) -> TimedPlan | Misfit:
     """Return the fastest plan found for ``decisions``."""
     search = PlanScheduler(planner, Sets(decisions, request.profile), request)
+    # start() returns a misfit, or nothing where there is a schedule, which finish() then makes a plan of.
     return search.start() or search.finish()
 
 

@@ -41,6 +41,7 @@ def chain(profile: Profile, options: Sequence[OptionName], readings: Sequence[Re
     tensors: list[list[int]] = [[] for _ in profile.blocks]
     computed = computations(options, {}, profile)
     tied = [reading if len(tensor.blocks) > 1 else Reading() for tensor, reading in _zip(profile, readings)]
+    # Direct reads of tied tensors are no choice of the chain: they are part of how long its layers take.
     seconds = _seconds(profile, computed, tied)
     for index, (tensor, reading) in enumerate(_zip(profile, readings)):
         if not tensor.trainable:
@@ -64,6 +65,7 @@ def _weight(profile: Profile, index: int, computed: Sequence[Computation]) -> Me
         gradient_transfer_s=tensor.bytes / hardware.d2h_bytes_per_s,
         gradient_s=tensor.zero_copy.grad_s if tensor.zero_copy else float("inf"),
     )
+    # Without figures, or with uses in several layers, of which the chain's weight has one: it is copied.
     if tensor.zero_copy is None or len(tensor.blocks) > 1:
         return costs
     forward_bytes, forward_s = computed[tensor.blocks[0]].zero_copy([index], profile)

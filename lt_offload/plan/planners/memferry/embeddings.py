@@ -22,7 +22,7 @@ def embedding_steps(profile: Profile, tensor: TensorProfile) -> tuple[int, ...]:
 def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | None:
     """Return ``decisions`` with the embeddings that the host updates read in host memory; None if there are none.
 
-    Of a table that is the output projection as well, the other uses keep their device copies, which come later.
+    Where a table is the output projection as well, its other uses keep their device copies, which come later.
     Frozen tables that travel are read directly too.
     """
     profile = request.profile

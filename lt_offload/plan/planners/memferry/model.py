@@ -1,12 +1,12 @@
 """MemFerry (2024) on paper: a chain of layers whose weights are copied to the device or read in host memory.
 
 The paper's layers have one tensor; here a layer has any number, each copied or read directly. Copies use one link per
-direction, first come first served, in the order in which the computations need them. What is read directly crosses the
-link to the device as well, which the paper leaves out: with ``read_s`` of zero it is as there.
+direction, first come first served, in the order in which the computations need them. Direct reads cross the link
+to the device as well, which the paper leaves out: with ``read_s`` of zero it is as there.
 
 Which weights the forward reads directly is an optimum by dynamic programming; algorithm 1 of the paper decides layer by
-layer and goes back once. Which of those are copied for the backward after all the paper calls a greedy algorithm and
-prints none; which gradients stay on the device is its recursion for ``D_{i,j}``.
+layer and goes back once. Some of those are copied for the backward after all: the paper speaks of a greedy algorithm
+and prints none; which gradients stay on the device is its recursion for ``D_{i,j}``.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def backward(
         seconds, reads, gradients = layers[at].backward_s, 0.0, 0.0
         for index, (weight, was_copied) in enumerate(zip(layers[at].weights, copied[at], strict=True)):
             if (at, index) in switched:
+                # Not before its own forward has ended: until then it is read in host memory.
                 link = max(link, before.ends[at]) + weight.transfer_s
                 time = max(time, link)
             elif not was_copied:
@@ -160,11 +161,11 @@ class Way:
     """One way to provide a layer with its weights."""
 
     compute_s: float
-    """What direct reads add to its computation."""
+    """Seconds that direct reads add to its computation."""
     copy_s: float
-    """What it waits for on the link."""
+    """Seconds on the link for which it waits."""
     read_s: float
-    """What it takes of the link besides."""
+    """Seconds that it takes of the link besides."""
     copied: tuple[bool, ...]
 
 
@@ -179,6 +180,7 @@ def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKE
     time, link = np.zeros(1), np.zeros(1)
     history: list[tuple[_Indices, _Indices]] = []
     found: list[list[Way]] = []
+    # Layers of a transformer have the same weights: their ways are worked out once.
     known: dict[tuple[MemFerryWeight, ...], list[Way]] = {}
     for layer in layers:
         ways = known.get(layer.weights) or known.setdefault(layer.weights, layer_ways(layer.weights))
@@ -186,12 +188,15 @@ def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKE
         taken = np.array([way.copy_s + way.read_s for way in ways])
         compute = np.array([way.compute_s for way in ways]) + layer.forward_s
         waits = np.array([any(way.copied) for way in ways])
+        # Every kept state of the layers before with every way of this one, as rows and columns.
         start = np.where(waits, np.maximum(time[:, None], link[:, None] + copy), time[:, None])
         times, links = (start + compute).ravel(), (link[:, None] + taken).ravel()
         kept = undominated(links, times, buckets)
         time, link = times[kept], links[kept]
+        # Which state and which way each new state came from; decisions are read off backwards.
         history.append((kept // len(ways), kept % len(ways)))
         found.append(ways)
+    # lexsort sorts by its last key first: by time, and by the link among equals.
     state = int(np.lexsort((link, time))[0])
     decisions = []
     for (states, chosen), ways in zip(reversed(history), reversed(found), strict=True):
@@ -257,8 +262,8 @@ def switched_weights(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> 
     """Return the weights that are read directly in the forward and worth a copy before the backward (DFGB).
 
     Tried in the order of seconds saved per second of copying, and kept if the backward ends earlier with them. The
-    link may be used until a layer's own backward: gradients travel in the other direction. (The paper closes the
-    window when they begin to.)
+    link may be used until a layer's own backward: gradients travel in the other direction. (The paper ends
+    this when they begin to.)
     """
     candidates = [
         (at, index)
@@ -271,6 +276,7 @@ def switched_weights(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> 
     switched: frozenset[Position] = frozenset()
     seconds = backward(layers, copied).compute_s
     for place in candidates:
+        # Greedy, each kept only if the whole backward ends earlier: a copy may hold up one that is needed sooner.
         attempt = backward(layers, copied, switched | {place}).compute_s
         if attempt < seconds * (1 - _WORTH):
             switched, seconds = switched | {place}, attempt
@@ -280,8 +286,8 @@ def switched_weights(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> 
 def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets: int | None = SIZES) -> list[bool]:
     """Return for which ``weights`` the gradients are kept on the device, in at most ``capacity`` bytes altogether.
 
-    The others are written to host memory by the backward. What that saves of the backward's time is the most
-    possible: a 0/1 knapsack. ``buckets`` limits the sizes that are told apart, see
+    The others are written to host memory by the backward. The choice saves the most of the
+    backward's time: a 0/1 knapsack. ``buckets`` limits the sizes that are told apart, see
     :func:`~lt_offload.plan.planners.memferry.model.undominated`.
     """
     sizes, lost = np.zeros(1), np.zeros(1)
@@ -290,6 +296,7 @@ def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets:
         if weight.gradient_s <= 0:
             history.append(None)
             continue
+        # The second half are the first with this gradient kept: its index says which state each came from.
         grown = np.concatenate((sizes, sizes + weight.gradient_bytes))
         gained = np.concatenate((lost, lost - weight.gradient_s))
         fits = np.flatnonzero(grown <= capacity)

@@ -47,7 +47,7 @@ link, little if they do not."""
 class _Variant:
     name: str
     zero_copy: Literal["best", "small", "none"]
-    """What the forward reads directly: what is best, embeddings and vectors (norms, biases), nothing."""
+    """Which weights the forward reads directly: where it is best, embeddings and vectors (norms, biases), or none."""
     switch: bool = True
     """Whether weights read directly in the forward may be copied for the backward."""
 
@@ -76,8 +76,10 @@ def propose_memferry(request: Request) -> list[Proposal]:
     seen: list[Given] = []
     for variant in _VARIANTS:
         given = planner.given(variant)
+        # Variants differ on some profiles only: without gain from direct reads they all copy everything.
         if given in seen:
             continue
+        # While nothing fits it goes on: MemFerry shall have a plan, be it not the best.
         if proposals and (request.late or planner.cannot_win):
             break
         seen.append(given)
@@ -108,7 +110,7 @@ class _Attempt:
     given_up: int
     """How many steps it took."""
     least_bytes: int
-    """What is needed after all of them."""
+    """Bytes that are needed after all of them."""
 
 
 def _rank(attempt: _Attempt) -> tuple[float, int]:
@@ -132,6 +134,7 @@ class _Planner:
         self.written = [some for some in written if self._fits(self.options, places, some)]
         self.allowed = self_contained(request.allowed)
         most = tuple(max(options, key=lambda o: o.offload_bytes).name for options in self.allowed)
+        # If RAM is too short for copies of all activations, only blocks whose fastest option copies may do so.
         if not all(self._fits(most, places, some) for some in self.written):
             self.allowed = tuple(
                 tuple(option for option in options if option.name == fastest or not option.offload_bytes)
@@ -146,7 +149,7 @@ class _Planner:
     def fastest(self, given: Given) -> Sets | None:
         """Return the fastest sets found that begin with ``given`` and fit; None if there are none.
 
-        What makes room is looked for with the first variant; the manner that is found best is kept for the others.
+        The best manner of making room is looked for with the first variant, and kept for the others.
         """
         if self._manner is not None:
             found = [self._attempt(given, self._manner)]
@@ -177,8 +180,10 @@ class _Planner:
             return Sets(to_decisions(profile, now.options, now.readings, written=manner.written), profile)
 
         least_bytes = sets(len(steps)).room_needed
+        # Not below what is needed with everything given up, or no number of steps would be enough.
         room = max(int(manner.share * capacity_bytes), min(least_bytes, capacity_bytes))
         low, high = 0, len(steps)
+        # By halves: the more is given up, the less room is needed.
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if sets(middle).least_room <= room else (middle + 1, high)
@@ -257,6 +262,7 @@ class _Planner:
         free = [index for index in trainable if weight_of[index].gradient_s < float("inf")]
         total = sum(profile.tensors[index].bytes for index in trainable)
         forced = total - sum(profile.tensors[index].bytes for index in free)
+        # Gradients that the backward cannot write itself are on the device in any case, and count first.
         left = int(reserve * total) - forced
         if left < 0 and self.request.settings.gradient_reserve is not None:
             least = math.ceil(1000 * forced / total) / 1000

@@ -35,7 +35,7 @@ class Saving:
     price: float
     """Seconds per byte."""
     block: int
-    """Which option it changes, or where the tensor is used first: early blocks hold their memory longest."""
+    """The block whose option it changes, or that uses the tensor first: early blocks hold their memory longest."""
     option: OptionName | None = None
     tensor: int = -1
     reading: Reading = Reading()
@@ -72,6 +72,7 @@ def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[S
     for index, (tensor, reading) in enumerate(zip(profile.tensors, given.readings, strict=True)):
         if reading.leaves or (reading.zero_copy and len(tensor.blocks) == 1) or tensor.bytes == 0:
             continue
+        # One that is always there is copied for the forward and the backward then, any other once more than before.
         copy_price, copies = link_price * tensor.bytes / rate, 2 if reading.always else 1
         ways = [(copies * copy_price, replace(reading, leaves=True, always=False))]
         if given.zero_copy and tensor.zero_copy is not None:
@@ -82,6 +83,7 @@ def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[S
             if not tied:
                 ways.append((sum(prices), Reading(zero_copy=steps)))
                 if not reading.always and len(steps) > 1:
+                    # In the backward alone: the copy for the forward stays as it is, and may go after it.
                     ways.append((prices[-1], Reading(zero_copy=steps[-1:])))
             elif steps and not reading.zero_copy:  # the other uses share a copy
                 ways.append((sum(prices) + (copies - 1) * copy_price, Reading(zero_copy=steps)))

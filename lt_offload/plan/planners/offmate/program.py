@@ -63,6 +63,7 @@ class RelaxedPrograms:
         """
         search = self._search
         search.limit(budget_bytes, host_budget_bytes, time_limit)
+        # Interior points are faster from nothing; from a basis of almost the same program the simplex method is.
         method, self._method = self._method, "again"
         if not search.relax(method):
             raise _infeasible(search.program.profile, search.config, Program)
@@ -139,8 +140,10 @@ class _ProgramSearch:
         if not self.relax():
             return False
         fractions = self.round()
+        # The relaxation has whole options by itself, so that it is the optimum.
         if all(weights[index] > 1 - _SNAP for weights, index in zip(fractions, self.chosen, strict=True)):
             return True
+        # Options are whole now, and everything that flows is found anew for them: a linear program without branching.
         rounded = self._solve_fixed(self.chosen)
         if rounded <= self.bound * (1 + self.config.gap):
             return True
@@ -227,6 +230,7 @@ class _ProgramSearch:
         for index, weights in zip(chosen, self.program.comp, strict=True):
             for position, weight in enumerate(weights):
                 if not isinstance(weight, float):
+                    # By bounds, which branching sets free again.
                     weight.lowBound = weight.upBound = float(position == index)
         return self._objective() if self._solved(self._solve(None)) else math.inf
 
@@ -239,6 +243,8 @@ class _ProgramSearch:
         if outcome == "solved":
             best = tuple(int(np.argmax([_value(weight) for weight in weights])) for weights in self.program.comp)
             found = self._solve_fixed(best)
+        # The variables hold the last program that was solved, so the
+        # better options may have to be solved for once more.
         if found < rounded:
             self.chosen = best
         elif rounded < math.inf:

@@ -56,6 +56,7 @@ def round_options(
         share /= share.sum()
         size = np.asarray(sizes, dtype=np.float64)
         relaxed_held += float(share @ size)
+        # Error diffusion: what this block gets too much or too little of, the next of its kind makes up for.
         wish = share + carry.get(kind, 0.0)
         allowed = chosen_held + size <= relaxed_held * (1 + _SLACK)
         # The smallest option always keeps the promise; the explicit term only guards against floating point.
@@ -168,7 +169,7 @@ class _Rounding:
     def _moves(self) -> dict[int, list[int]]:
         """Return, per tensor that leaves, the taus in which the program lets it go and brings it, gap by gap.
 
-        What moves at different times travels in different copies.
+        Tensors that move at different times travel in different copies.
         """
         found: dict[int, list[int]] = defaultdict(list)
         for (use, following), staying in zip(self.gaps, self.staying, strict=True):
@@ -234,7 +235,7 @@ class _Rounding:
     def _gap_set(self, ordinal: int, use: int, following: int, before: frozenset[int]) -> frozenset[int]:
         """Return the tensors that stay on the device from ``use`` to ``following``.
 
-        What stayed through the gap before is preferred: a tensor that always stays needs no copy to the host.
+        Tensors that stayed through the gap before are preferred: a tensor that always stays needs no copy to the host.
         """
         stale = self._stale(use)
         candidates = [t for t in self.group.tensors if t not in stale]
@@ -249,9 +250,11 @@ class _Rounding:
         target = share * self.group.bytes + self.carry.gaps.get(ordinal, 0.0)
         preferred = [t for t in candidates if t in before]
         others = [t for t in candidates if t not in before]
+        # Only once all of those stay may others join them.
         staying = self._subset(preferred, target)
         if len(staying) == len(preferred):
             staying |= self._subset(others, target - self._bytes(preferred))
+        # What is kept too much or too little through one gap, the same gap of the next group makes up for.
         self.carry.gaps[ordinal] = target - self._bytes(staying)
         return staying | self.tiny
 

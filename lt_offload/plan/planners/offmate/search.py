@@ -17,15 +17,16 @@ from lt_offload.units import format_bytes
 
 _SOLVED_BLOCKS = 200
 _SOLVED = (6, 14)
-"""The program is solved for so many budgets: as often as this number of blocks takes, at least and at most."""
+"""Numbers of budgets that the program is solved for, at least and at most; between them, as many as make this number of
+blocks together."""
 _SHORT = 1.003
-"""A schedule that takes so many times as long as the program says is short of room."""
+"""A schedule is short of room if it takes more than this times as long as the program says."""
 _SCHEDULED = 2
-"""Of so many of those the schedule is looked for with care."""
+"""Number of proposals, the fastest by estimate, that are scheduled with care."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
-"""So long the first program may take even if there is no time left, where nothing else has given a plan."""
+"""Seconds for the first program even if there is no time left, where nothing else has given a plan."""
 _FIRST = 1.0
 _LARGEST = 1.35
 _STEP = 0.07
@@ -45,7 +46,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
     request = candidates.request
     search = _BudgetSearch(request.budget_bytes)
     ram = _RamSearch(request.host_budget_bytes)
-    # What is on its way is the schedule's to see to.
+    # The program leaves out what is on its way: the schedule finds room for that.
     programs = RelaxedPrograms(
         request.profile,
         replace(config, budget_bytes=search.next, lag=0, lookahead=0, phi=1.0, host_budget_bytes=ram.next),
@@ -54,6 +55,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
     least, most = _SOLVED
     for turn in range(min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)):
         left = request.deadline - time.monotonic()
+        # The first program is solved even late if nothing else has fitted: any plan is better than none.
         if left <= 0 and (turn or candidates.fitting):
             candidates.cut_short("more budgets of the program" if turn else "the program")
             break
@@ -79,8 +81,11 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
                 break
             continue
         found.append((seconds, proposal))
+        # A schedule that takes longer than its program says was short of
+        # room: with a smaller budget the plan may then be faster.
         if seconds <= enough_s or not search.note(seconds, short=seconds > _SHORT * solution.iteration_s):
             break
+    # Estimates tell neighbours apart well enough to schedule only the best of them with care.
     for _, proposal in sorted(found, key=lambda item: item[0])[:_SCHEDULED]:
         candidates.add(proposal)
         if candidates.fastest_s <= enough_s:
@@ -126,7 +131,7 @@ class _BudgetSearch:
         self._tried: dict[float, float] = {_LARGEST * budget: math.inf}
         """By budget: the seconds of its plan, infinity if it does not fit."""
         self._short: set[float] = set()
-        """Those whose plans lose time because room is short."""
+        """Budgets whose plans lose time because room is short."""
 
     def raise_to(self, needed: int | None) -> bool:
         """Go up to the smallest budget with a solution; returns False if that is too far or was tried."""
@@ -154,6 +159,7 @@ class _BudgetSearch:
         best = min(self._tried, key=lambda budget: self._tried[budget])
         above = min(budget for budget in self._tried if budget > best)
         below = max((budget for budget in self._tried if budget < best), default=0)
+        # Beside the best only, where gaps are widest: plans get faster with the budget until they stop fitting.
         guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
         if best in self._short:
             guesses.append((best - below, best - min(_STEP * best, (best - below) / 2)))
@@ -162,6 +168,7 @@ class _BudgetSearch:
 
     def _go_to(self, guess: float) -> bool:
         if guess < self._least:
+            # Below that no program has a solution; so halfway to the next one that was tried.
             guess = (self._least + min(budget for budget in self._tried if budget > self._least)) / 2
         self.next = int(guess)
         return all(abs(self.next - budget) > _NEAR / 2 * self.budget for budget in self._tried)

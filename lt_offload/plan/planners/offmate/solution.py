@@ -32,6 +32,7 @@ class Group:
 def groups(profile: Profile) -> tuple[Group, ...]:
     """Return the parameter groups of ``profile``, in order of first use."""
     steps = timeline(profile)
+    # Tensors with the same uses need the same rows: one variable for all of them keeps the program small.
     members: dict[tuple[int, ...], list[int]] = {}
     for index, tensor in enumerate(profile.tensors):
         members.setdefault(tensor.blocks, []).append(index)

@@ -93,12 +93,12 @@ class SlotSizes(NamedTuple):
     saved: NDArray[np.int64]
     gradient: NDArray[np.int64]
     needs_saving: NDArray[np.int64]
-    """Of a forward that saves all."""
+    """Needs of a forward that saves all."""
     needs_backward: NDArray[np.int64]
     needs_first: NDArray[np.int64]
-    """Of a forward that saves nothing and reads the stored input."""
+    """Needs of a forward that saves nothing and reads the stored input."""
     needs_next: NDArray[np.int64]
-    """Of a forward that saves nothing and reads the output of the one before."""
+    """Needs of a forward that saves nothing and reads the output of the one before."""
     last: NDArray[np.int64]
     """The last layer that may be run again from the stored input of this one; smaller than it: none."""
     input_travels: NDArray[np.bool_]
@@ -110,9 +110,9 @@ def in_slots(
 ) -> SlotSizes:
     """Return ``chain`` in slots of ``slot_bytes``; layer L + 1 is the loss.
 
-    Sizes, and data that wait for the link, are rounded up. That adds up over the layers; with ``nearest`` sizes, and
-    what the link moves during a computation, are rounded to the nearest slot, and what is lost or gained is carried to
-    the next layer. Data that wait are whole slots then.
+    Sizes, and data that wait for the link, are rounded up. The errors add up over the layers; with ``nearest`` sizes,
+    and what the link moves during a computation, are rounded to the nearest slot, and what is lost or gained is carried
+    to the next layer. Data that wait are whole slots then.
     """
     layers = (*chain.layers, chain.loss)
     count = len(chain.layers)
@@ -166,6 +166,7 @@ def _last(chain: Chain, recompute: bool) -> list[int]:
     count = len(chain.layers)
     found = [count]  # the loss is never run again
     reach = count
+    # From the back: a layer whose forward must leave something ends every part that would run through it.
     for at in range(count, 0, -1):
         layer = chain.layers[at - 1]
         found.append(reach if recompute and layer.checkpoints else at - 1)
@@ -189,7 +190,7 @@ class Item:
     """One stored output, or all that one forward saved, from its first to its last operation."""
 
     layer: int
-    """That made it."""
+    """The layer that made it."""
     bytes: int
     uses: list[int] = field(default_factory=list)
     """Positions of the computations that make, read or hold on to it, ascending; it is gone after the last."""

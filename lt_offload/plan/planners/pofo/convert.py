@@ -1,8 +1,8 @@
 """A profile as the chain of POFO (NeurIPS 2021), and sequences on that chain as decisions about blocks.
 
 The blocks between the first one that matters and the loss become layers, one block each, or several where there are
-many blocks. What stands before them keeps its activations, as does the loss: the last block, or everything behind the
-last layer. What the paper calls the input of a layer is, in a plan, saved by two parties: what a block saved travels
+many blocks. Blocks before them keep their activations, as does the loss: the last block, or everything behind the
+last layer. The paper's input of a layer is, in a plan, saved by two parties: what a block saved travels
 with its option ``offload``, the input of a block that runs again with ``reload``. The memory of a plan therefore is not
 quite that of its sequence; it has to be counted again.
 """
@@ -27,7 +27,7 @@ _RERUN: dict[str, tuple[Save, Save]] = {
     "checkpoint": ("input", "nothing"),
     "none": ("nothing", "nothing"),
 }
-"""What the first block of a layer saves when it runs again, and what the others do."""
+"""By operation, what the first block of a layer saves when it runs again, and what its other blocks save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +89,8 @@ def as_decisions(
             run.append(operation)
             continue
         blocks = layout.layers[operation.layer - 1]
+        # A single block that runs again right before its backward does
+        # so by its option: that is no rerun of the plan.
         if run and not (len(run) == len(blocks) == 1):
             recomputations[timeline(profile).backward(blocks[-1])] = tuple(_reruns(run, layout))
         run = []
@@ -113,6 +115,7 @@ def _layer(profile: Profile, blocks: range, names: Sequence[set[OptionName]]) ->
     inside = [profile.blocks[at] for at in blocks]
     keeps = [block.option("keep") for block in inside]
     reads, output = inside[0].input_bytes, inside[-1].output_bytes
+    # The paper counts a layer's output among what it saves; a profile counts it as the next block's input.
     saved = sum(keep.saved_bytes + block.output_bytes for keep, block in zip(keeps, inside, strict=True))
     light = max(
         rerun_option(block, "input").forward_peak_bytes + block.output_bytes + (block.input_bytes if at else 0)
@@ -166,6 +169,7 @@ def _backward_bytes(profile: Profile, blocks: range) -> int:
 
 def _update_s(profile: Profile, blocks: range) -> float:
     """Return the time of the updates that follow the backwards of ``blocks``: copies run on beside them."""
+    # A tied tensor is updated behind the last of its backwards, which is that of its first block.
     nbytes = sum(t.bytes for t in profile.tensors if t.trainable and t.blocks[0] in blocks)
     return nbytes / profile.optimizer.device_bytes_per_s
 
@@ -180,6 +184,7 @@ def _options(
         if operation.kind == "loss":
             return found
         blocks = layout.layers[operation.layer - 1]
+        # An offload is of the input of a layer, which is what the layer before has saved.
         if operation.kind == "all" and operation.layer + 1 in moved:
             for at in blocks:
                 found[at] = "offload"

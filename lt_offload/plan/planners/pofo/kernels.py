@@ -11,7 +11,7 @@ Corrected where the printed equations are wrong (the checks against enumeration 
 Times are in units of the time that the link needs for one slot, so data and times are the same numbers; what the link
 moves during a computation is kept apart from its time only because it may have been rounded to whole slots. Memory is
 counted as what is free (``N - A`` of the paper): one table answers for every memory up to the largest.
-What was chosen is not stored; walking down from the root, it is found again.
+Choices are not stored; walking down from the root, they are found again.
 
 Slots that are free, to offload and to prefetch are arrays that broadcast against each other: the axes of a table, or
 single numbers for a walk. Where an equation does not hold its index into a table may lie outside; it is clipped, and
@@ -95,6 +95,7 @@ def backward_part(s: SlotSizes, table: Table, i: int, j: int, free: Slots, due: 
         choice.offer(fits, both + wait, moved=moves + wait, split=0, left=0)
         return
     wait = np.maximum(0, back - free + due)
+    # What the link does not bring during this backward has to come before it, while the layers above run backward.
     left, rest, row = _pending(due - s.moved_backward[i] - wait), free - s.saved[i], pair(i + 1, j, count)
     inner = _entry(table[1, row], rest, left)
     late = wait + np.maximum(0.0, saving - free + np.maximum(0.0, left - inner))
@@ -113,8 +114,11 @@ def _with_checkpoint(s: SlotSizes, table: Table, i: int, j: int, free: Slots, du
         moves += s.moved_forward[split]
         needs = s.needs_first[i] if split == i else s.needs_next[split]
         highest = max(highest, needs)
+        # The forward that needs the most at its time, less what the link moves during the forwards behind it.
         later = max(later - s.moved_forward[split], float(needs))
         rest = free - s.output[split]
+        # Even without any wait it would take longer than what was found:
+        # such entries are closed, and most loops end early.
         open_ &= (s.gradient[j] + highest <= free) & (rest >= 0) & (single + again < choice.value)
         if not open_.any():
             return

@@ -50,6 +50,7 @@ class ChainProgram:
         count, free, travelling = len(chain.layers), slots + 1, slots + 1 if moves else 1
         rows = count * (count + 1) // 2 if recompute else 1
         self._parts: Table = np.full((2, rows, free, travelling), inf, dtype=np.float32)
+        # In single precision, as the tables have up to a hundred megabytes all the same; _NOISE allows for it.
         self._table: Table = np.full((2, count + 2, free, travelling, travelling), inf, dtype=np.float32)
         if recompute:
             fill_backward(self._in_slots, self._parts)
@@ -70,6 +71,7 @@ class ChainProgram:
 
     def sequences(self) -> Iterator[tuple[Operation, ...]]:
         """Yield the different sequences for every memory, from the largest down."""
+        # Many memories have one sequence: each is worth one trial.
         found: set[tuple[Operation, ...]] = set()
         for free in range(self.slots, -1, -1):
             if self._seconds(free) == inf:
@@ -88,6 +90,7 @@ class ChainProgram:
     def _forward(self, free: int) -> Iterator[Operation]:
         """Yield the operations of the whole chain; prefetches stand behind the loss in the order of need."""
         count, s = len(self.chain.layers), self._in_slots
+        # The tables hold values only; on the way down each choice is found again by the equation that it came from.
         x, i, out, due = 0, 1, 0, 0
         backward: list[list[Operation]] = []
         prefetches: list[Operation] = []

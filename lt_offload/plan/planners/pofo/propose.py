@@ -57,6 +57,7 @@ def propose_pofo(request: Request) -> list[Proposal]:
             if needed <= request.capacity_bytes and enough_ram:
                 yield decisions
 
+    # If everything fits there is nothing to decide, and no program to solve.
     for kept in fitting([sequential(layout.chain)]):
         return [Proposal(name="pofo, everything kept", sets=Sets(kept, profile))]
     found: list[tuple[float, Sets]] = []
@@ -88,6 +89,7 @@ def _allowed(request: Request) -> Allowed:
 def _sequences(chain: Chain, capacity_bytes: int, request: Request) -> Iterator[Iterator[tuple[Operation, ...]]]:
     """Yield sequences for one mix after the other; within a mix, those for more memory, which are faster, first."""
     high = max(memory(walk(sequential(chain), chain)))
+    # The finest slots for which there is time: it grows with their third power and the square of the layers.
     most = (min(_SOLVE_SECONDS, request.settings.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
     for offload, recompute in _MIXES:
         if (request.settings.activation_offload or not offload) and (request.settings.recompute or not recompute):

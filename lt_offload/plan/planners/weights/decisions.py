@@ -16,7 +16,7 @@ from lt_offload.schema.profile import OptionName, Profile
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is decided before gaps are chosen."""
+    """The decisions that come before gaps are chosen."""
 
     profile: Profile
     options: tuple[OptionName, ...]
@@ -77,13 +77,14 @@ class Setting:
     def decisions(self, gaps: Iterable[Gap]) -> Decisions:
         """Return the decisions by which weights are absent in ``gaps``.
 
-        What the host updates is absent after its backward in any case: from then on it is of no use.
+        Weights that the host updates are absent after their backward in any case: from then on the copy is of no use.
         """
         phases: dict[int, set[Phase]] = {}
         for gap in gaps:
             phases.setdefault(gap.layer, set()).add(gap.after)
         found = [TensorDecision(place=self.place(index, leaves=False)) for index in range(len(self.profile.tensors))]
         for layer, gone in phases.items():
+            # Once any of its weights leaves, a layer is updated on the host, after which the device's copy is stale.
             if self.host and layer and any(self.profile.tensors[index].trainable for index in self.tensors[layer]):
                 gone.add("backward")
             for index in self.tensors[layer]:
@@ -96,6 +97,7 @@ class Setting:
         forward, backward = steps.forward(layer), steps.backward(layer)
         # A block without backward is not used between its forwards.
         uses = (forward, backward) if self.profile.blocks[layer].has_backward else (forward,)
+        # One gap is one long stay around the other end of the iteration; two gaps leave a stay at each use.
         if len(gone) == 1:
             first, last = (uses[0], uses[-1]) if "backward" in gone else (uses[-1], uses[0])
             stays = [Interval(start=first, end=last)]

@@ -70,6 +70,7 @@ class WeightChain:
         for name in ("changed", "states", "states_return"):
             if not getattr(self, name):
                 default = self.weights if name == "changed" else (0 if name == "states" else True,) * count
+                # The class is frozen, and defaults depend on the other fields.
                 object.__setattr__(self, name, default)
         if not count:
             raise ConfigError("layers=[]: at least one layer is needed")
@@ -112,6 +113,8 @@ class WeightChain:
         found = []
         for layer, nbytes in enumerate(self.weights):
             phases: tuple[Phase, ...] = ("forward", "backward")
+            # The first layer's backward and next forward follow each
+            # other, as do the last one's two: no steps lie between.
             found += [gap for after in phases if nbytes and (gap := Gap(layer, after)).steps(self.layers)]
         return found
 
@@ -132,11 +135,13 @@ def select_gaps(chain: WeightChain, *, margin: int = 0, discount: bool = True) -
     freed = np.array([_freed(chain, gap, first=True) for gap in gaps]).reshape(len(gaps), chain.steps)
     copied = np.array([_copied(chain, gap, states=True, discount=False) for gap in gaps], dtype=float)
     chosen: list[Gap] = []
+    # What frees nothing where memory is short counts for nothing: bytes beyond the excess are cut off.
     while excess.max() > 0:
         profits = np.minimum(np.maximum(excess, 0), freed).sum(axis=1) / copied
         best = int(profits.argmax())
         chosen.append(gaps[best])
         excess -= freed[best]
+        # Chosen once; the other gap of the layer frees less from now on, as states have left, and costs less.
         freed[best] = 0
         for other, gap in enumerate(gaps):
             if gap.layer == gaps[best].layer and gap not in chosen:

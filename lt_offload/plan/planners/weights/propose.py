@@ -1,6 +1,6 @@
 """The planners ``greedy`` and ``l2l``: weight offloading (2022) applied to a profile. They propose sets.
 
-The paper knows weights only. What it leaves open is decided here:
+The paper knows weights only. It leaves open what is decided here:
 
 - A layer is a block with the parameters that it alone uses. Parameters of several blocks stay on the device.
 - Optimizer states stay on the device for layers whose weight never leaves. For the others they are fetched for the
@@ -88,6 +88,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
     found: list[tuple[float, Proposal]] = []
     least = math.inf
     failed: Counter[str] = Counter()
+    # By what no schedule can beat, so that the search ends where even that is too long.
     for selection in sorted(fitting, key=lambda selection: selection.least_s):
         if found and (selection.least_s >= min(least, request.beat_s) or request.late):
             break
@@ -95,6 +96,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
             continue
         seconds = estimated_s(selection.proposal.sets, request)
         found.append((seconds, selection.proposal))
+        # Places of updates are given up one by one: where one leads nowhere, the other may still get better.
         failed[selection.place] = 0 if seconds < least else failed[selection.place] + 1
         least = min(least, seconds)
     best: dict[str, Proposal] = {}
