@@ -60,6 +60,7 @@ def averaged(callback: Any) -> list[Tensor]:
 WINDOWS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), sampling.grid(AVERAGES, WINDOWS, count=3))
 def test_averages_of_lightning_equal_stock(name: str, settings: dict[str, Any]) -> None:
     expected = AVERAGES[name]()

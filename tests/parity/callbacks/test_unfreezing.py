@@ -172,6 +172,7 @@ def test_changes_in_hooks_equal_stock(name: str) -> None:
     require_equal(lambda: [At(hook, at, act, before)], options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", sampling.some([{}, {"gradient_clip_val": 0.1}], 1), ids=str)
 def test_thawing_in_the_middle_of_a_window_keeps_the_gradients_so_far(clip: dict[str, Any]) -> None:
     thawing = ("on_train_batch_start", 2, thaw, body_frozen)
@@ -185,6 +186,7 @@ def test_freezing_in_the_middle_of_a_window_is_refused() -> None:
         fit(OffmateStrategy(memory="200MB"), module_, callbacks=[callback], accumulate_grad_batches=4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_written_after_thawing(tmp_path: Path) -> None:
     def thawing() -> Any:
         return At("on_train_epoch_start", 2, thaw, body_frozen)
@@ -209,6 +211,7 @@ def test_a_run_goes_on_from_a_checkpoint_written_after_thawing(tmp_path: Path) -
         assert ours.trainer.global_step == expected.trainer.global_step == 9
 
 
+@pytest.mark.slow
 def test_lightnings_callback_takes_its_groups_up_again(tmp_path: Path) -> None:
     """What stock does with frozen weights then, it does, too: its checkpoint has a group for each thawed layer."""
     ordered = {**OPTIONS, "shuffle": False}

@@ -55,6 +55,7 @@ def test_windows_with_a_last_short_one_equal_stock(options: dict[str, Any], prec
         assert ours.trainer.strategy.plan.window == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", sampling.some([3, 4], 1))
 def test_windows_of_several_lengths_over_several_epochs(window: int) -> None:
     options: dict[str, Any] = {"dropout": 0.1, "layers": 6, "batch_size": 1}  # 6 batches per epoch
@@ -66,6 +67,7 @@ def test_windows_of_several_lengths_over_several_epochs(window: int) -> None:
         assert all(torch.equal(value, ours.trainer.callback_metrics[name]) for name, value in logged.items())
 
 
+@pytest.mark.slow
 def test_a_schedule_of_windows_equals_stock() -> None:
     options = {"layers": 6, "batch_size": 1}
     for memory in budgets(options):
@@ -84,6 +86,7 @@ def test_a_schedule_of_windows_equals_stock() -> None:
         assert runs[1].trainer.strategy.plan.window == 4
 
 
+@pytest.mark.slow
 def test_validation_in_the_middle_of_a_window() -> None:
     options = {"layers": 6, "batch_size": 1}
     for memory in budgets(options):

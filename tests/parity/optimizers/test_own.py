@@ -318,6 +318,7 @@ def test_one_that_needs_a_closure_is_refused_when_it_is_measured() -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [150_000, 100_000_000])
 def test_states_in_lists_are_in_checkpoints(memory: int, tmp_path: Path) -> None:
     class Module(trainers.Module):
