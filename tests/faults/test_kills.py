@@ -1,4 +1,4 @@
-"""kill -9 in real training: a seeded sample of what ``scripts.kill_training`` does a hundred times."""
+"""kill -9 in real training: a seeded sample of what ``tests.faults.kill_training`` does a hundred times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_killed_runs_end_like_a_run_that_nobody_killed(options: list[str], tmp_p
     command = [
         sys.executable,
         "-m",
-        "scripts.kill_training",
+        "tests.faults.kill_training",
         "--kills",
         "2",
         "--seed",

@@ -1,4 +1,4 @@
-"""A seeded sample of ``scripts/fuzz.py``: every broken input is answered by success or one sentence."""
+"""A seeded sample of ``tests/faults/fuzz.py``: every broken input is answered by success or one sentence."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from random import Random
 import pytest
 
 from lt_offload.errors import ConfigError
-from scripts import fuzz, fuzz_mutations
+from tests.faults import fuzz, fuzz_mutations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice about settings nobody would choose
 ]
 
 
+@pytest.mark.slow
 def test_a_sample_of_every_kind(tmp_path: Path) -> None:
     shares = fuzz.shares_of(150)
     said: list[str] = []

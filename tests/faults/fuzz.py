@@ -1,8 +1,8 @@
 """Broken input by the thousand: whatever a user's file or flag says, the answer is success or one clear sentence.
 
-    python -m scripts.fuzz                       10,000 inputs and more, a quarter of an hour on two cores
-    python -m scripts.fuzz --count 300           a sample
-    python -m scripts.fuzz --only plans:17       one input again, with the traceback of what it led to
+    python -m tests.faults.fuzz                       10,000 inputs and more, a quarter of an hour on two cores
+    python -m tests.faults.fuzz --count 300           a sample
+    python -m tests.faults.fuzz --only plans:17       one input again, with the traceback of what it led to
 
 Every input is made from the seed, its kind and its number alone, and handed over in this process: to a function, or to
 ``lt-finetune``. An outcome is *accepted* (success, exit code 0), *refused* (an ``OffloadError`` or exit code 2, with
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.errors import OffloadError
-from scripts.fuzz_kinds import KINDS, Kind, Refused
+from tests.faults.fuzz_kinds import KINDS, Kind, Refused
 
 SEED = 9
 LONGEST = 1500

@@ -25,8 +25,8 @@ from lt_offload.schema.files import to_json
 from lt_offload.strategy.checkpoint.files import load, load_optimizer_state
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.units import parse_bytes
-from scripts import fuzz_mutations as broken
 from scripts.common import ROOT
+from tests.faults import fuzz_mutations as broken
 
 
 class Refused(Exception):

@@ -1,6 +1,6 @@
 """Kills real training with SIGKILL at seeded moments, resumes it, and compares with a run that nobody killed.
 
-``python -m scripts.kill_training --kills 100 --seed 0 [--asynchronous]``
+``python -m tests.faults.kill_training --kills 100 --seed 0 [--asynchronous]``
 
 Every second kill is inside a save: at a byte of the file, before or after an fsync, around the renaming. The others
 come at a random time, in whatever the training then does. After each, every checkpoint of the folder must be complete,
