@@ -49,6 +49,7 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
     measured: dict[int, Profile] = {}
 
     def profile(parts: int) -> Profile:
+        # Solving again, with more in reserve, asks for the same figures.
         if parts not in measured:
             measured[parts] = measure(
                 run.model,

@@ -126,6 +126,7 @@ class Run:
 
     def begin(self, model: nn.Module, loader: Any) -> None:
         """Take model, optimizer and data of a training that begins."""
+        # A Trainer may train more than once, with another model or optimizer.
         self._close()
         self._around.close()
         self.plan = self.profile = None

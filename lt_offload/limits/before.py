@@ -160,6 +160,7 @@ def _fabric(run: Setup) -> str | None:
 )
 def _collected_outputs(run: Setup) -> str | None:
     for name, module in _modules(run):
+        # A model that is made of others has several configurations, and each of them may ask for it.
         for setting in ("output_hidden_states", "output_attentions"):
             if getattr(getattr(module, "config", None), setting, False) is True:
                 return f"config.{setting}=True of {name}"
@@ -173,6 +174,7 @@ def _collected_outputs(run: Setup) -> str | None:
     instead="load the model in bfloat16 or float32",
 )
 def _half(run: Setup) -> str | None:
+    # Here, as the table is also read where torch is not loaded.
     import torch
 
     return next((f"parameter {n} of dtype float16" for n, p in _parameters(run) if p.dtype == torch.float16), None)
@@ -279,6 +281,7 @@ def _averaging_without_validation(run: Setup) -> str | None:
     # The last epoch is validated if its number is a multiple of this, and then gradients are cleared in time.
     every = trainer.check_val_every_n_epoch or 1
     validated = trainer.enable_validation and trainer.max_epochs % every == 0
+    # Without an end there is no last epoch.
     return None if validated or trainer.max_epochs == -1 else "StochasticWeightAveraging of a model with batch norm"
 
 

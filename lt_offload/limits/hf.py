@@ -9,6 +9,7 @@ from lt_offload.limits.table import Setup, limit
 
 def _argument(run: Setup, name: str) -> str | None:
     """Return the argument ``name`` as the user wrote it, None if it is off or there is none."""
+    # Empty texts and lists switch these off, like None and False.
     value = getattr(run.trainer.args, name, None)
     return f"{type(run.trainer.args).__name__}({name}={value!r})" if value else None
 

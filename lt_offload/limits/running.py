@@ -90,6 +90,7 @@ def check_call(block: str, kwargs: Mapping[str, Any]) -> None:
         value = kwargs.get(name)
         if name == "cache" and not hasattr(value, "get_seq_length"):
             continue  # a word that others use for other things
+        # Layers hand such arguments on as None or False where nobody has asked for anything.
         if value is not None and value is not False:
             shown = value if isinstance(value, (bool, int)) else type(value).__name__
             raise CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")

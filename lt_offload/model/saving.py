@@ -158,6 +158,7 @@ class SparseParts:
         with DisableTorchDispatch():  # views: no mode has to see them
             self._parts = [pack(part.detach()) for part in tensors_in(tensor)]
         self._shape, self._layout = tensor.shape, tensor.layout
+        # Noted, as a tensor that is made of indices and values counts as not coalesced.
         self._sorted = self._layout is torch.sparse_coo and tensor.is_coalesced()
 
     def unpack(self, unpack: Callable[[Any], Tensor]) -> Tensor:

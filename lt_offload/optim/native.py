@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("adamw.cpp")
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
-    # Off: a product and a sum in one instruction are rounded once, and would give other last bits than two operations.
-    # The others let the loop be vectorised and change no number.
+    # Off: the source says itself where a product and a sum are one instruction, as in torch's kernel; more of them
+    # would give other last bits. The other two let the loop be vectorised and change no number.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 _BUILD_SECONDS = 120
@@ -241,6 +241,7 @@ def build(folder: Path | None = None, source: Path | None = None) -> Path:
 def _private(folder: Path) -> Path:
     """Return ``folder``, closed to others, or one of this process alone if it is not the user's: code is kept there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # It may have been there before, and open to others.
     if folder.stat().st_uid == os.geteuid():
         folder.chmod(0o700)
     if _only_mine(folder):
@@ -276,6 +277,7 @@ def agrees(compiled: Kernel) -> bool:
     """Return whether ``compiled`` rounds as torch's kernel does on this processor, tried on random numbers."""
     generator = torch.Generator().manual_seed(0)
     for dtype, seed in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 1 << 31)):
+        # Below and above one half torch interpolates in two ways.
         for beta1, step in ((0.9, 1.0), (0.25, 7.0)):
             options = Options(lr=1e-2, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.3)
             left = _sample(dtype, step, seed, generator)

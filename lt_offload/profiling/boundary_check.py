@@ -328,6 +328,7 @@ class BoundaryCheck:
             uses[id(node), number] += used
         for node, number, _ in self._inputs:
             at = id(node), number
+            # More edges lead to it than blocks have: somebody else uses it as well.
             if uses[at] > 1 and consumers[at] > blocks[at]:
                 index = getattr(node, "index", None)
                 name = "an operation" if index is None else f"block {self._blocks[index].name}"

@@ -117,6 +117,7 @@ def fitted(slowdowns: Sequence[Slowdown]) -> Contention:
             total += (np.log(factors(shares[:, together])[:, 0]) - target) ** 2
         return total
 
+    # A coarse grid first, as there may be several valleys; then smaller and smaller moves around its best point.
     grid = np.linspace(0.0, 1.0, 11)
     points = np.array(list(itertools.product(grid, repeat=len(SHARING))))
     size = points.sum(axis=1)

@@ -148,6 +148,7 @@ class Readers:
         """Return the costs of ``tensor``; None if the reads of one of the blocks that use it cannot be told."""
         calls = [self._reads.get((tensor, block), []) for block in self._uses[tensor]]
         parameter = self._tensors[tensor][1]
+        # Host memory can be a tensor of the device only where it is contiguous.
         if not all(calls) or not parameter.is_contiguous():
             return None
         return ZeroCopyProfile(

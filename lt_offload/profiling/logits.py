@@ -90,6 +90,7 @@ class LogitsWatch(TorchFunctionMode):
         if vocabulary != head.out_features or call.contexts.autocasts:
             return {}
         chunk = chunk_tokens(vocabulary)
+        # With one chunk all logits would exist after all, in another order of sums for nothing.
         sizes: dict[OptionName, int] = {"fused": 0, "chunked": chunk} if rows > chunk else {"fused": 0}
         leaves, spec = tree_flatten(((call.leaves[0], labels), others))
         return {

@@ -501,6 +501,7 @@ def _silent(_message: str) -> None:
 
 @contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    # The trial's backward would add to the gradients that a user has, in place.
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
         parameter.grad = None

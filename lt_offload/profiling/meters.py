@@ -132,6 +132,7 @@ class Roofline(TorchDispatchMode):
                 read = [args[0]]
             work = self._flops(func, args, kwargs or {}, out) / self._rate(read)
             self.traffic += traffic
+            # Arithmetic and memory work at the same time: the slower of them tells.
             self._seconds += max(work, traffic / self._memory_rate)
             self._launch_s += LAUNCH_SECONDS
         return out

@@ -182,6 +182,7 @@ def _flops(dtype: torch.dtype, device: torch.device) -> float:
 def product_size(dtype: torch.dtype, device: torch.device) -> int:
     """Return how large matrices have to be for a product on a CUDA ``device`` to take a millisecond, within limits."""
     size = _LEAST
+    # From small to large, as the largest would keep a slow card busy for seconds.
     while size < _MOST:
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         a @ b  # loads the kernel

@@ -148,6 +148,7 @@ def setting_differences(found: RunComparison) -> list[Row]:
 
 def _setting(run: RunFolder, name: str) -> str:
     value = run.settings.get(name)
+    # A class has its arguments below it: the end of its path says enough.
     is_class = isinstance(value, str) and any(other.startswith(f"{name}.") for other in run.settings)
     return plainly(value).rpartition(".")[2] if is_class else plainly(value)
 

@@ -153,6 +153,7 @@ def read_run(path: str | Path) -> RunFolder:
             return None
         try:
             return kind.load(folder / name)
+        # A file that is broken costs the page what it would have told, and no more.
         except PlanError as error:
             warnings.append(str(error))
             return None
@@ -177,6 +178,7 @@ def read_parts(folder: Path) -> list[RunPart]:
     needed = {"first_step", "last_step", "ended"}
     written = _object(folder / SUMMARY).get("parts")
     parts = [part for part in written or () if isinstance(part, dict) and needed <= part.keys()]
+    # A later version of this package may have written more.
     return [RunPart(**{name: value for name, value in part.items() if name in known}) for part in parts]
 
 

@@ -42,6 +42,7 @@ def _curves(sweep: Sweep) -> str:
     points = sweep.points
     sizes = [float(p.memory_bytes if sweep.axis == "memory" else p.host_memory_bytes) for p in points]
     least = None
+    # Sizes ascend: where nothing fits, that is at the beginning.
     if points[0].iteration_s is None:
         first = next((x for x, point in zip(sizes, points, strict=True) if point.iteration_s is not None), sizes[-1])
         least = float(sweep.smallest_bytes or first) if sweep.axis == "memory" else first

@@ -99,6 +99,7 @@ def _holders(owner: Any) -> list[Any]:
     """Return the mappings in which ``owner`` has its batch size."""
     holders: list[Any] = [_SizeAttributes(owner)] if hasattr(owner, "batch_size") else []
     hyperparameters = getattr(owner, "hparams", None)
+    # Both, as a loader may be made from either.
     if isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:
         holders.append(hyperparameters)
     return holders
@@ -213,6 +214,8 @@ def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
     """Yield an optimizer like the one that will be used; no loader is made for its schedules."""
     strategy, loop = trainer.strategy, trainer.fit_loop
     before, batches = combined_loader(loop), loop.max_batches
+    # A schedule may ask how many steps there are, for which Lightning would make the loader: it is told that there is
+    # one.
     set_combined_loader(loop, SimpleNamespace(iterables=[]))
     loop.max_batches = _SOME_BATCHES
     try:

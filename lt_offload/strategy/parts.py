@@ -65,6 +65,7 @@ def profile_and_plan(
             return sample.measure(trainer, optimizer, batch, micro_batches=parts)
 
     if path is not None:
+        # In the plan's own number of parts, which the setting may leave open.
         profile = measure(replay.load_plan(path, budget, micro_batches=count).parts)
         warn_of_change(before.batch_size, profile.batch_size)
         return profile, replay.replay(path, profile, budget)

@@ -83,6 +83,7 @@ class SampleBatch:
         if _asked(trainer):
             with untouched(trainer):
                 wanted = named_batch(trainer)
+                # A copy: hooks may write to it, and the method may return the same one again.
                 batch = batch if wanted is None else as_seen(trainer, copy.deepcopy(wanted))
         return cls(copy.deepcopy(_moved(trainer, batch, torch.device("cpu"))), index)
 

@@ -135,6 +135,7 @@ def prepare(trainer: Any, engine: Engine) -> None:
     """Let ``engine`` clamp gradients if ``trainer`` always does, and keep them if a hook looks at them afterwards."""
     engine.keeps_gradients = looks_at_gradients(trainer, ["on_before_zero_grad"]) is not None
     value = trainer.gradient_clip_val
+    # A module with a hook decides itself, each time, whether anything is clipped.
     if engine.plan is not None and value and _by_value(trainer) and not _clips_by_hook(trainer):
         engine.clip_value = float(value)
 

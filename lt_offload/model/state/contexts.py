@@ -87,6 +87,7 @@ def within(contexts: Ambient) -> Iterator[None]:
                 if value != now:
                     stack.callback(write, now)
                     write(value)
+        # Entered also where the first run had none: a context that is around now cannot be left from within.
         if contexts.device != present.device:
             stack.enter_context(torch.device(contexts.device or "cpu"))
         if contexts.autocasts:

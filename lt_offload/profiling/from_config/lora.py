@@ -106,6 +106,7 @@ def with_planned_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Modu
     Raises:
         ConfigError: if no layer is meant, or the arguments are some that only peft understands, and it is not there.
     """
+    # None and False are what an argument that is left out means.
     asked = {key: value for key, value in arguments.items() if value not in (None, False)}
     rank, names = asked.get("r", 8), asked.get("target_modules")
     if names is None or not set(asked) <= _KNOWN:

@@ -73,6 +73,7 @@ def repeatable(loader: object) -> object:
     if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
         return loader
     kind: Any = type(loader)
+    # Not by a constructor: a class of the user's may take any arguments.
     made: Any = object.__new__(_class(kind))
     vars(made).update(vars(loader))
     return made

@@ -64,6 +64,7 @@ def prepare(folder: Path) -> None:
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Only trying shows it: the rights of a folder say nothing of a disk that can only be read.
         probe.touch()
         probe.unlink()
         for path in absent:  # whoever saves something makes them
@@ -139,6 +140,7 @@ def make_room(records: Iterable[Record], path: str | Path) -> None:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Before the first byte is written: a disk that is full is a trouble for others, too.
         needed, free = sum(record.nbytes for record in records), shutil.disk_usage(target.parent).free
         if needed > free:
             raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)}")

@@ -167,6 +167,7 @@ class Checkpoints(_Base):
         check_checkpoint(checkpoint, checkpoint_path)
         if (file := local(checkpoint_path)) is not None:
             training = self._module.trainer.state.fn == "fit"
+            # Without training only weights are needed, and reading the states as well would take most of the time.
             sums.check(file, checkpoint, only=None if training else "state_dict")
         return checkpoint
 

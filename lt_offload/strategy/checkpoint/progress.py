@@ -41,6 +41,7 @@ def rewrite(counts: dict[str, Any], moment: Moment) -> None:
         validation["is_last_batch"] = False
     elif moment == "last batch":
         _complete(training)
+        # Lightning counts this batch after the hooks in which checkpoints are made.
         counts["epoch_loop.state_dict"][BATCHES_THAT_STEPPED] += 1
     elif moment == "epoch end":
         _complete(counts["epoch_progress"])

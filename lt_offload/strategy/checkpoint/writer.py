@@ -66,6 +66,7 @@ class Writer:
             try:
                 job()
             except BaseException as error:  # it belongs to whoever asks next
+                # The first one: those behind it mostly follow from it.
                 self._error = self._error or error
             del job  # or an idle thread would keep a checkpoint
             with self._moved:
