@@ -38,8 +38,8 @@ _tensor: Any = torch.Tensor
 # -- tensors and storages ----------------------------------------------------------------------------------------------
 
 address_of: Callable[[Any], int] = attrgetter("_cdata")
-"""The address of the C++ object behind a tensor or a storage: the same for all Python objects of it. Whose memory a
-tensor is, is told by the address of its storage: the guard, snapshots and accounting see nothing without it."""
+"""The address of the C++ object behind a tensor or a storage: the same for all Python objects of it. The address
+of its storage tells whose memory a tensor is: the guard, snapshots and accounting see nothing without it."""
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written. Arguments of blocks that are written to, and a user's tensors that a measured step
 changes, are found by it."""
@@ -84,14 +84,14 @@ top_function_mode: Callable[[], Any] = _overrides._get_current_function_mode
 all_function_modes: Callable[[], list[Any]] = _overrides._get_current_function_mode_stack
 """The same for function modes, of which the guard and the watch of the logits are."""
 functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
-"""What of ``torch.func`` the thread is in, None outside: it cannot see through blocks, and is refused by name."""
+"""The transform of ``torch.func`` that the thread is in, None outside: it cannot see through blocks, and is refused."""
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Name, arguments and what an operation writes. Without it every operation on a weight would count as a write."""
 packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
-"""What overloads are of, by which torch counts floating point operations."""
+"""The operation that an overload belongs to, by which torch counts floating point operations."""
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
@@ -125,7 +125,7 @@ backward_class_of: Callable[[Any], Any] = attrgetter("_backward_cls")
 tensor_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 """Hooks that ``register_hook`` has put on a tensor; None without any. They would not see the gradient of a block."""
 accumulated_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
-"""Those of ``register_post_accumulate_grad_hook``."""
+"""Hooks that ``register_post_accumulate_grad_hook`` has put on a tensor."""
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -153,12 +153,12 @@ forward_hooks_of: Callable[[Any], tuple[dict[int, Any], dict[int, Any]]]
 forward_hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")
 """Hooks before and behind a module's forward: what they keep and change belongs to a block's run."""
 FORWARD_PRE_HOOKS = "_forward_pre_hooks"
-"""Where a module's own dictionary has them, for copies of the model that leave ours out."""
+"""The name under which a module's dictionary has them, for copies of the model that leave ours out."""
 COMPILED_CALL = "_compiled_call_impl"
 MODULE_PARTS = frozenset({"_modules", "_parameters", "_buffers", COMPILED_CALL})
 """Attributes of modules that a forward does not change, or that are looked at as a part of their own."""
 HOOKS = frozenset({"_forward_hooks", FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks"})
-"""Of the dictionaries of a module's bookkeeping, those that a run depends on."""
+"""The dictionaries of a module's bookkeeping that a run depends on."""
 compiled_call_of: Callable[[Any], Any] = attrgetter(COMPILED_CALL)
 """What ``module.compile()`` has made of its call; None without it."""
 plain_call_of: Callable[[Any], Callable[..., Any]] = attrgetter("_call_impl")
@@ -169,7 +169,7 @@ GLOBAL_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_forward_pre_hooks,
     torch.nn.modules.module._global_forward_hooks,
 )
-"""Those of every module."""
+"""Hooks of every module."""
 step_pre_hooks_of: Callable[[Any], OrderedDict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
 step_post_hooks_of: Callable[[Any], OrderedDict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
 """Hooks of an optimizer's step. The engine's have to be the last before it and the first behind it."""

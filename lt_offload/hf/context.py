@@ -23,7 +23,7 @@ from lt_offload.schema.plan import PlannerName
 
 Trainer: Any = import_module("transformers").Trainer  # a type checker would have to read all of transformers
 _settings: ContextVar[HFSettings | None] = ContextVar("lt_offload_hf_trainer", default=None)
-"""Of the innermost context that is open here."""
+"""The settings of the innermost context that is open here."""
 _changing = threading.RLock()
 _open: list[Callable[..., None]] = []
 """The constructor that was there before, once per open context."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lt_offload.hf.run import Run
 
 FOLDER = "lt_offload"
-"""In the Trainer's ``output_dir``."""
+"""The folder of reports in the Trainer's ``output_dir``."""
 _NAMES = {"loss": "train_loss", "learning_rate": "lr", "eval_loss": "val_loss"}
-"""What a report calls what a Trainer logs."""
+"""The names in a report of what a Trainer logs."""
 _KEPT = ("grad_norm", "tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb")
 
 

@@ -61,9 +61,9 @@ class Run:
         self._speed = report.Speed()
         self._beside_open = False
         self._around = ExitStack()
-        """Of a training."""
+        """Ends what surrounds a training."""
         self._installed = ExitStack()
-        """Of an engine."""
+        """Ends what an engine has put in place."""
 
     # -- the accelerator ---------------------------------------------------------------------------------------------
 

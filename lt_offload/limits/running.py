@@ -67,7 +67,7 @@ _EXACT_HOOKS = (
     ("torch.autograd.graph", "save_on_cpu."),
     ("trl.models.activation_offloading", "OffloadActivations."),
 )
-"""Module and class of hooks that give back the numbers they were given."""
+"""Hooks that give back the numbers they were given: module, and beginning of the qualified name."""
 
 
 def check_call(block: str, kwargs: Mapping[str, Any]) -> None:

@@ -182,7 +182,7 @@ class _HasTorchFunction:
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self._modes: list[WatchingMode] = []
-        """In place, once per thread."""
+        """The modes that are in place, once per thread."""
         self._original: Callable[[Any], bool] = _OVERRIDES[_ASKED]
 
     def ask(self, mode: WatchingMode) -> None:

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-"""Of ``mallopt``, see ``malloc.h``."""
+"""Parameters of ``mallopt``, see ``malloc.h``."""
 _NEVER = -1
 _GIVEN_BY = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.mmap_max", "glibc.malloc.trim_threshold")

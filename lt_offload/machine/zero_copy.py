@@ -144,11 +144,11 @@ class Speeds:
     """Bytes per second between a device and page-locked host memory, nothing else going on."""
 
     copy_in: float
-    """By a copy to the device."""
+    """The speed of a copy to the device."""
     read: float
-    """By kernels that read there."""
+    """The speed of kernels that read there."""
     write: float
-    """By copies of the compute stream that write there."""
+    """The speed of copies that the compute stream writes there."""
 
     @property
     def too_slow(self) -> str:

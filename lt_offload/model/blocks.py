@@ -99,7 +99,7 @@ def _stack(
 def _encoder(model: nn.Module, path: str) -> tuple[str, ModuleSequence] | None:
     """Return path and layers of the encoder of an encoder-decoder model whose decoder's layers are at ``path``.
 
-    That is what the module that holds both calls its encoder, as Hugging Face models and ``nn.Transformer`` do.
+    The module that holds both calls it its encoder, as Hugging Face models and ``nn.Transformer`` do.
     """
     parts = path.split(".")
     if "decoder" not in parts:

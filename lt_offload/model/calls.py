@@ -28,7 +28,7 @@ class FirstRun:
     draws: list[Tensor]
     """States of the generators before it ran, by :meth:`Call.draws`."""
     sums: list[int]
-    """Of its outputs' bits."""
+    """Sums of its outputs' bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Call:
     """Per slot."""
     has_backward: bool
     contexts: Ambient
-    """In which it was called."""
+    """The contexts in which it was called."""
     reached: set[int]
     """Positions of the floating-point outputs that a loss has given gradients, as far as that is known.
 
@@ -64,7 +64,7 @@ class Call:
     kernels: set[str] = field(default_factory=set)
     """``{"graph"}`` once it is known that without a graph the numbers are others, of other kernels."""
     seen: list[Rest] = field(default_factory=list)
-    """What it has seen of its modules, which others may have changed since, if that is known."""
+    """The state of its modules as it has seen it, which others may have changed since; empty if that is not known."""
     state: list[StateBytes] = field(default_factory=list)
     """What remembering the state of its modules takes for a second run, if that is known."""
     given: list[FirstRun] = field(default_factory=list)

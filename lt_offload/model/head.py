@@ -31,7 +31,7 @@ IGNORED = -100
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """What a model may tell its loss beside logits, labels and the size of the vocabulary; it takes no notice of others."""
 _PART_BYTES = 32 << 20
-"""Of logits in fp32 that are treated together, more or less."""
+"""Bytes of logits in fp32 that are treated together, more or less."""
 _LEAST_TOKENS = 128
 """Products of fewer rows read the weight more often than their arithmetic takes."""
 

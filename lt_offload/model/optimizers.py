@@ -30,7 +30,7 @@ _FEWEST = 3
 _GROUPS = 4
 _STEPS = 2
 _SCALES = (1e-3, 1.0, 1e3)
-"""Of the gradients: what depends on all of them depends on the largest."""
+"""Sizes of the gradients: a step that depends on all of them then depends on the largest."""
 _PLAIN = (int, float, str, type(None))
 _OWN = ("params", "param_groups", "state", "step", "defaults")
 STATE_ALIGNMENT = 8
@@ -302,7 +302,7 @@ def overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
             start = tensor.data_ptr()
             spans.append((start, start + (last + 1) * tensor.element_size(), name, tensor.requires_grad))
     furthest: dict[bool, tuple[int, str]] = {}
-    """By whether tensors are trained: the furthest end of one so far, and its name."""
+    """For trained tensors and for others: the furthest end of one so far, and its name."""
     for start, end, name, trained in sorted(spans):
         for other in (True, False):
             if (trained or other) and other in furthest and furthest[other][0] > start:

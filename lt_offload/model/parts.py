@@ -222,7 +222,7 @@ class Joint:
 
 
 class Outputs:
-    """What parts return, without graphs, put together one after the other."""
+    """Puts together what parts return, without graphs, one after the other."""
 
     def __init__(self, cutter: Cutter, sizes: Sequence[int]) -> None:
         self._cutter = cutter

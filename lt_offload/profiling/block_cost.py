@@ -46,7 +46,7 @@ class BlockCost:
     slack_bytes: int = 0
     """Device memory that torch's allocator has held beyond what it has allocated, at most."""
     scatter: float = 0.0
-    """Of its repeated measurements; see ``Profile.scatter``."""
+    """The scatter of its repeated measurements; see ``Profile.scatter``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -407,7 +407,7 @@ class _PartTrial:
         self.option = option
         self._inputs: list[Tensor] = []
         self._roots: dict[int, GradientEdge] = {}
-        """By output: what one needs stays until the backward, whether or not the loss uses it."""
+        """The edge of each output: what that needs stays until the backward, whether or not the loss uses it."""
         self._noted: list[_Noted] = []
         """Per saved tensor: whether it still is there, the key of its storage, its bytes, and whether it may travel."""
         self._cache = CacheCostly(partial(_note, self._noted))

@@ -49,10 +49,10 @@ class Tail:
     backward: Lap = Lap(seconds=0.0, launch_s=0.0)
     forward_peak: int = 0
     saved: int = 0
-    """In use when the backward begins."""
+    """Bytes in use when the backward begins."""
     backward_peak: int = 0
     left: int = 0
-    """In use when the last block's backward begins: the gradient of its output, and what the caller still holds."""
+    """Bytes in use when the last block's backward begins: the gradient of its output, and what the caller holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +276,7 @@ class _ModelCall:
         self._outputs: list[weakref.ref[Tensor]] = []
         """What blocks have returned, as the model sees it."""
         self._handed_on: list[weakref.ref[Tensor]] = []
-        """Of these, the previous block's."""
+        """The previous block's among these."""
         self._handed: list[Tensor] = []
         """Outputs of the last block but one, held until the loss's backward has been run."""
         self._copies: set[int | None] = set()
@@ -291,7 +291,7 @@ class _ModelCall:
 
     @property
     def input_bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of the inputs of all blocks."""
         return sum(tensor.nbytes for call in self.calls for tensor in call.inputs)
 
     @property

@@ -31,7 +31,7 @@ _HOST_FIELDS = (
     "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
     "staged_bytes_per_s", "source",
 )  # fmt: skip
-"""What a description of a host may say."""
+"""The fields that a description of a host may have."""
 
 
 def hardware_names() -> list[str]:

@@ -39,7 +39,7 @@ class LogitsWatch(TorchFunctionMode):
         self._logits: Tensor | None = None
         self._used = False
         self._arguments: list[tuple[Any, int, dict[str, Any]]] = []
-        """Of the calls of the loss: labels, size of the vocabulary, others."""
+        """Arguments of the calls of the loss: labels, size of the vocabulary, others."""
 
     def install(self) -> Callable[[], None]:
         """Watch the calls of the model's loss; return a function that ends all watching."""

@@ -227,7 +227,7 @@ def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What the blocks of a model cost, and what lies outside them."""
+    """The cost of a model's blocks, and of what lies outside them."""
 
     captured: Capture
     costs: list[BlockCost]

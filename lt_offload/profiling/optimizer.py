@@ -54,7 +54,7 @@ _ESTIMATE_SHAPE = (256, 256)
 _HOST_ELEMENTS = 1 << 25
 """With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
 _TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
-"""In all a quarter of a gigabyte, for an fp32 AdamW, in steps of milliseconds."""
+"""Tensors of a trial: for an fp32 AdamW a quarter of a gigabyte in all, and steps of milliseconds."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""

@@ -145,9 +145,9 @@ def _speeds(ends: Sequence[Sequence[float]]) -> list[float]:
 
 
 _SIZE = 1024
-"""Of the matrices that the processor multiplies."""
+"""Size of the matrices that the processor multiplies."""
 _LEAST, _MOST = 256, 8192
-"""The same for a GPU; which size is right depends on how fast it is."""
+"""The sizes of those for a GPU; which one is right depends on how fast it is."""
 _LONG_ENOUGH = 1e-3
 """A product of so many seconds is long beside what it takes to launch it and to wait for it."""
 _SECONDS = 0.2
@@ -158,7 +158,7 @@ class Rates:
     """How fast one device and the host compute and move memory, each by itself."""
 
     flops_per_s: dict[str, float]
-    """Of matrix products on the device, by dtype."""
+    """The speed of matrix products on the device, by dtype."""
     device_bytes_per_s: float
     host_bytes_per_s: float
 

@@ -21,9 +21,9 @@ from typing import Any
 OUT_OF_VIEW = 3.0
 """A limit that is so many times higher than a curve is told and not drawn; it would flatten the curve."""
 MAX_POINTS = 1500
-"""Of a curve; more are thinned out, keeping the extremes."""
+"""Points of a curve; more are thinned out, keeping the extremes."""
 COLORS = tuple(f"var(--series-{number})" for number in range(1, 7))
-"""Of curves that are side by side."""
+"""Colours of curves that are side by side."""
 _DASHED = {"color": "var(--accent)", "width": 1.4, "dash": "dash"}
 """The line of a limit."""
 _FIGURE = '<div class="plot"'

@@ -30,7 +30,7 @@ PHASES = {
 _FEW = 20
 """Points of a curve from which on a smoothed one is drawn."""
 _ROWS = 12
-"""Of the table beside the curves."""
+"""Rows of the table beside the curves."""
 _NOTICEABLE = 0.01
 """A difference of two times that is worth a word."""
 

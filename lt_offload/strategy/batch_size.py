@@ -30,7 +30,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.strategy import sample
 
 _KEY = "lt_offload"
-"""Of what the strategy adds to a checkpoint."""
+"""The key of what the strategy adds to a checkpoint."""
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 """Hooks that are called after the size was chosen."""
 _SOME_BATCHES = 1000

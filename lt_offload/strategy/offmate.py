@@ -139,10 +139,10 @@ class OffmateStrategy(OneProcess, Checkpoints):
         self.explain = False
         """Whether the whole plan is shown before training, and not just one paragraph about it."""
         self.profile: Profile | None = None
-        """Of the first batch; None before it has come, as is ``plan``, unless ``batch_size="auto"`` needs both."""
+        """Made with the first batch, as ``plan`` is; before that only ``batch_size="auto"`` makes both."""
         self.plan: Plan | None = None
         self.trace: Trace | None = None
-        """Of the last iteration, once training has ended; of the one before it if its batch was smaller than others."""
+        """The last iteration, once training has ended; the one before it if its batch was smaller than others."""
         self.engine: Engine | None = None
         """Present between ``setup`` and ``teardown``."""
         self.sample: sample.SampleBatch | None = None

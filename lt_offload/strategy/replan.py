@@ -74,7 +74,7 @@ class Replanning:
         self._seen = 0
         self._traces: list[Trace] = []
         self._lengths: list[int] = []
-        """Of the batches that were trained on, in tokens."""
+        """The lengths of the batches that were trained on, in tokens."""
         self._corrections = self._plans = 0
 
     def saw(self, batch: Any) -> None:

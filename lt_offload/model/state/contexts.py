@@ -24,7 +24,7 @@ from lt_offload.compat.torch import (
 from lt_offload.errors import UnsupportedError
 
 _LIBRARIES = ("torch", "lt_offload")
-"""Whose modes count, or watch, and change no number."""
+"""Packages whose modes count, or watch, and change no number."""
 
 
 class Ambient(NamedTuple):

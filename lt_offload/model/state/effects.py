@@ -71,7 +71,7 @@ class Location:
 
     @property
     def value(self) -> Any:
-        """What is there."""
+        """The tensor, or the tuple with some, that is there."""
         return objects.item_of(self.holder, self.key)
 
     def holds(self, value: object) -> bool:
@@ -165,12 +165,12 @@ class Snapshot:
     def __init__(self, items: list[tuple[_Part, Any]], graded: dict[Owner, bool]) -> None:
         self.items = items
         self.rest = Rest([])
-        """What it has not changed."""
+        """The state that it has not changed."""
         self.graded = graded
         """By attribute: whether tensors that the last run with a graph has put there, or in containers there, required
         grad."""
         self.copied_bytes = 0
-        """Of buffers, within the first run."""
+        """Bytes of copies of buffers, within the first run."""
 
     @property
     def held_bytes(self) -> int:

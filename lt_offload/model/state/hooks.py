@@ -12,7 +12,7 @@ from lt_offload.compat.torch import GLOBAL_FORWARD_HOOKS, forward_hooks_of
 from lt_offload.model.compiled import is_compiled
 
 _LIBRARIES = ("torch", "transformers", "peft", "lt_offload")
-"""Whose own hooks may be called any number of times: they compute weights from others, cast, or count nothing."""
+"""Packages whose hooks may be called any number of times: they compute weights from others, cast, or count nothing."""
 
 
 class InnerHooks:

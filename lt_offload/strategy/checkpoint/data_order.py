@@ -1,8 +1,8 @@
 """The order of a plain DataLoader, taken up in the middle of an epoch.
 
 A DataLoader has no position that could be saved: its order, and the seeds of its workers, come from random states when
-an epoch begins. Those states are kept, and to resume, the epoch begins again from them and the batches that training
-has seen are fetched once more and dropped. That is exact for whatever the states decide, at the price of fetching.
+an epoch begins. These states are kept. To resume, the epoch begins again from them, and the batches that training has
+seen are fetched once more and dropped. This is exact for everything that the states decide, at the price of fetching.
 """
 
 from __future__ import annotations

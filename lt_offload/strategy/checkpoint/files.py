@@ -46,7 +46,7 @@ Reading = Callable[[torch.UntypedStorage], AbstractContextManager[torch.UntypedS
 """Encloses reading what is in a storage; yields where it is."""
 _as_it_is: Reading = nullcontext
 _SUFFIX = ".lt_offload-partial"
-"""Of files that are being written, by this package: what others call partial is not touched."""
+"""Ends the names of files that this package is writing: files that others call partial are not touched."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LITTLE_MEMORY = 16 << 20
 """Bytes: copies of that much are made wherever a checkpoint is written later."""

@@ -26,7 +26,7 @@ else:
     _Base = object
 
 KEY = "exact_resume"
-"""Of what a checkpoint holds beside Lightning's own."""
+"""The key of what a checkpoint holds beside Lightning's own."""
 FILE = "interrupted.ckpt"
 """The checkpoint of an interrupted run, beside those of its ModelCheckpoint."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
