@@ -101,8 +101,8 @@ class Engine(Controls):
         self._elsewhere = ExitStack()
         """While the model runs on another device than its parameters are on."""
         self._anchor = torch.zeros((), requires_grad=True)
-        self._frames = BlockRuns(device, self.pool, self.structure, plan)
-        checks.check_hooks(self.structure, self._frames.repeated, parted=self._frames.parted)
+        self._runs = BlockRuns(device, self.pool, self.structure, plan)
+        checks.check_hooks(self.structure, self._runs.repeated, parted=self._runs.parted)
         self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
@@ -119,9 +119,9 @@ class Engine(Controls):
         self._staying = False
         """Somebody held memory of a weight when the engine was installed."""
         self._backward = Backward(self._anchor)
-        self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._frames.uses)
+        self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._runs.uses)
         self._deferred: DeferredForwards | None = None
-        self._iteration = Iteration(plan, lambda: self._frames.open, lambda: self._waiting)
+        self._iteration = Iteration(plan, lambda: self._runs.open, lambda: self._waiting)
         self._window = self._iteration.window
         self._rest = RestClipping([param for _, param in self.structure.rest])
         self._accounting = ExitStack()
@@ -158,13 +158,13 @@ class Engine(Controls):
             self._presence = {
                 op.id: BoundWeights(device, self._blocks[op.block], op, plan) for op in plan.ops if op.computes
             }
-            self._deferred = DeferredForwards(plan, self._frames, self.streaming, self._blocks, self._consumers.watch)
+            self._deferred = DeferredForwards(plan, self._runs, self.streaming, self._blocks, self._consumers.watch)
             self._walk = Walk(
                 plan,
                 self.weights,
                 residency=self.residency,
                 gradients=self.gradients,
-                frames=self._frames,
+                runs=self._runs,
                 recorder=self.recorder,
             )
         runs = [self._wrapped(index, called(block.module)) for index, block in enumerate(self.structure.blocks)]
@@ -175,9 +175,7 @@ class Engine(Controls):
             self._undo.append(intercept(block.module, without_gradients(block.module, run)))
         unseen = [self.weights[index] for index in aliases.unseen]
         self._guard = Guard(self.weights, self.residency, self.updates, self._check_read, self._check_write, unseen)
-        self._fixed = InstalledSetup(
-            self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted
-        )
+        self._fixed = InstalledSetup(self.structure, self.weights, self.updates, self._runs.repeated, self._runs.parted)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
@@ -216,7 +214,7 @@ class Engine(Controls):
         try:
             self.drain()
         finally:
-            self._frames.close()
+            self._runs.close()
             self._forget_deferred()
             for weight in self.weights:
                 weight.param.data = weight.host
@@ -248,7 +246,7 @@ class Engine(Controls):
         self._iteration.enter(Transition.FAIL)
         with self._guard.suspended:
             self._gradient_view.shown.drop()
-            self._frames.close()
+            self._runs.close()
             self._forget_deferred()
             try:
                 self.device.drain()
@@ -306,8 +304,8 @@ class Engine(Controls):
             if self._walk.begun:
                 self._restart()
             return
-        checks.check_reached(self.weights, self._frames)
-        self._frames.clear()
+        checks.check_reached(self.weights, self._runs)
+        self._runs.clear()
         self._walk.finish()
         self._iteration.enter(Transition.ADD)
 
@@ -360,8 +358,8 @@ class Engine(Controls):
             return
         else:
             self._walk.finish()
-            checks.check_reached(self.weights, self._frames)
-            self._frames.clear()
+            checks.check_reached(self.weights, self._runs)
+            self._runs.clear()
         self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
         self.updates.end_iteration(self.weights)
         self._iteration.enter(Transition.UPDATED)
@@ -426,16 +424,16 @@ class Engine(Controls):
         if deferred.running:
             return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)
         with self._computed(index):
-            frame = self._make_frame(index, forward, args, kwargs)
+            run = self._make_run(index, forward, args, kwargs)
             del args, kwargs
-            if frame.needs_backward:
-                inputs = frame.take_inputs()
+            if run.needs_backward:
+                inputs = run.take_inputs()
                 self._consumers.watch(index, inputs)
-                out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
-                out = frame.unflatten(out)
+                out = BlockFunction.apply(run, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
+                out = run.unflatten(out)
             else:
-                out = frame.run_frozen()
-            self._frames.returned(out)
+                out = run.run_frozen()
+            self._runs.returned(out)
         return out
 
     @contextmanager
@@ -447,55 +445,55 @@ class Engine(Controls):
             yield
         self._walk.end()
 
-    def _make_frame(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
-        frame = self._frames.make(index, forward, self._blocks[index], args, kwargs)
-        if frame.needs_backward:
+    def _make_run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
+        run = self._runs.make(index, forward, self._blocks[index], args, kwargs)
+        if run.needs_backward:
             for weight in self._blocks[index]:
-                weight.uses += len(frame.parts) * weight.param.requires_grad
-        return frame
+                weight.uses += len(run.parts) * weight.param.requires_grad
+        return run
 
-    def _run_backward(self, frame: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _run_backward(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with self._guard.suspended:
-            self._backward.check(frame)
+            self._backward.check(run)
             if not self._iteration.ran_backward:
                 self._begin_backward()
-            return self._backward_of(frame, anchor, grads)
+            return self._backward_of(run, anchor, grads)
 
     def _run_deferred(
-        self, forward: DeferredForward, frame: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]
+        self, forward: DeferredForward, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Run the backward of a block whose forward had to wait, and that forward again if this is the first."""
         with self._guard.suspended:
-            self._backward.check(frame)
+            self._backward.check(run)
             if not forward.passed:
                 self._run_forward_again(forward)
             if not self._iteration.ran_backward:
                 self._begin_backward()
-            passed = forward.passed[frame.index]
-            passed.totals = frame.totals
+            passed = forward.passed[run.index]
+            passed.totals = run.totals
             found = self._backward_of(passed, anchor, grads)
-            forward.runs[frame.index].end()
+            forward.runs[run.index].end()
             return found
 
     def _run_forward_again(self, forward: DeferredForward) -> None:
         assert self._deferred is not None
-        if self._frames.open:
+        if self._runs.open:
             raise limits.FORWARDS.error("a forward had its backward before a later one")
         self._end_pass()
         self._gradient_view.begin_backward(cleared=self.own_loop is not None)
         self._begin_pass(self._deferred.waiting - 1)
 
-        def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
+        def again(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
             with self._computed(index):
-                frame = self._make_frame(index, original, args, kwargs)
-                if frame.needs_backward:
-                    out: Any = frame.run(self._anchor, [x.detach() for x in frame.take_inputs()])[0]
+                run = self._make_run(index, original, args, kwargs)
+                if run.needs_backward:
+                    out: Any = run.forward(self._anchor, [x.detach() for x in run.take_inputs()])[0]
                 else:
-                    out = frame.run_frozen()
-                self._frames.returned(out)
-            return frame, tensors_of(out)
+                    out = run.run_frozen()
+                self._runs.returned(out)
+            return run, tensors_of(out)
 
-        self._deferred.run_again(forward, run)
+        self._deferred.run_again(forward, again)
 
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
@@ -506,20 +504,20 @@ class Engine(Controls):
             self.own_loop.begin_backward(updating=self._window.which == "updating")
         self._step.enclose()
 
-    def _backward_of(self, frame: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _backward_of(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
-        index = frame.index
+        index = run.index
         step = self._walk.timeline.backward(index)
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)
         op = self._computing[step]
-        if frame.offloader is not None:
-            frame.offloader.fetch(op)
+        if run.offloader is not None:
+            run.offloader.fetch(op)
         with self._presence[op]:
             self.gradients.begin_block(self._blocks[index])
-            found = frame.backward(anchor, grads)
-            self._consumers.given(index, found, frame.totals)
+            found = run.backward(anchor, grads)
+            self._consumers.given(index, found, run.totals)
             self.gradients.end_block(self._blocks[index])
         self._walk.end()
         return found
@@ -533,12 +531,12 @@ class Engine(Controls):
                 handed = None
             block = op.block
             with self._presence[op.id]:
-                handed = self._frames.recompute(op, self._anchor, handed)
+                handed = self._runs.recompute(op, self._anchor, handed)
 
     def _begin_micro_batch(self) -> None:
         """A forward begins; others of the same micro-batch may wait for their backward."""
         self._iteration.check(Transition.FORWARD)
-        if self._walk.begun or self._frames:
+        if self._walk.begun or self._runs:
             self._restart()
         self._guard.check_thread()
         self._fixed.check()
@@ -587,7 +585,7 @@ class Engine(Controls):
     def _restart(self) -> None:
         """Forget a forward that no backward followed."""
         self._iteration.enter(Transition.FORGET)
-        self._frames.close()
+        self._runs.close()
         self._reset()
         self.residency.unsettle()
 

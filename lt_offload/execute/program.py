@@ -31,15 +31,15 @@ class Walk:
         *,
         residency: Residency,
         gradients: Gradients,
-        frames: BlockRuns,
+        runs: BlockRuns,
         recorder: Recorder,
     ) -> None:
         self._programs: dict[Pass, list[StepOps]] = {which: program(plan, which) for which in plan.passes}
         self._steps = self._programs[plan.passes[0]]
         self._weights = weights
         self._residency, self._gradients = residency, gradients
-        self._frames, self._recorder = frames, recorder
-        frames.gradients = gradients
+        self._runs, self._recorder = runs, recorder
+        runs.gradients = gradients
         self._plan, self._ops = plan, len(plan.ops)
         self.timeline = Timeline(plan.timeline)
         self._deadlines = deadlines(plan.ops)
@@ -127,13 +127,13 @@ class Walk:
         if op.payload != "activation":
             self._residency.issue(op)
             return
-        frame = self._frames.find(op.block)
-        if frame is None or frame.offloader is None:
+        run = self._runs.find(op.block)
+        if run is None or run.offloader is None:
             return
         if op.kind == "prefetch":
-            frame.offloader.fetch(op.id)
+            run.offloader.fetch(op.id)
         else:
-            self._residency.leave(op, frame.offloader)
+            self._residency.leave(op, run.offloader)
 
 
 @dataclass(slots=True)

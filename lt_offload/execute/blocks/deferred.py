@@ -34,11 +34,11 @@ class DeferredForward:
 
     def __init__(self) -> None:
         self.runs: list[BlockRun] = []
-        """Of the blocks, when they ran first."""
+        """The first run of each block."""
         self.originals: list[Callable[..., Any]] = []
-        """What runs the blocks."""
+        """The forward of each block."""
         self.passed: list[BlockRun] = []
-        """Their second runs, once the backward has begun."""
+        """The second run of each block, once the backward has begun."""
         self.last_output: BlockOutput | None = None
         self.shared = SharedInputs()
 
@@ -46,6 +46,7 @@ class DeferredForward:
         """Run all blocks once more by ``run``, under ``options``."""
         outputs: list[Tensor] = []
         for waiting, original, option in zip(self.runs, self.originals, options, strict=True):
+            # A run that waits is always of the whole batch; the second one may be in parts.
             (whole,), (inputs,) = waiting.parts, waiting.take_again(outputs)
             with whole.repeated(inputs, graph=option in RECORDED) as (args, kwargs):
                 del inputs
@@ -61,7 +62,7 @@ class DeferredForward:
 
 
 class DeferredForwards:
-    """Those of an engine that have not had their backward.
+    """The deferred forwards of an engine, until they have had their backward.
 
     Args:
         plan: says how many there may be at a time.
@@ -82,6 +83,7 @@ class DeferredForwards:
         self._count, self._options = plan.deferred_forwards, plan.options
         self._runs, self._streaming, self._blocks = runs, streaming, blocks
         self._watch = watch
+        # Weakly: a loss that is dropped takes the outer graph with it, and with that what the forward has saved.
         self._known: list[weakref.ref[DeferredForward]] = []
         self._present: DeferredForward | None = None
 

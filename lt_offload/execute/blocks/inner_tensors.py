@@ -27,6 +27,7 @@ class _Sentinel(torch.autograd.Function):
     @override
     def forward(ctx: Any, anchor: Tensor, box: list[Tensor], reached: Callable[[], None]) -> Tensor:
         ctx.reached = reached
+        # Out of a list, where autograd has not seen it: an argument that is returned comes back as a view of itself.
         return box.pop()
 
     @staticmethod
@@ -42,14 +43,14 @@ class _Marked:
 
     location: Location
     plain: Any
-    """What was there."""
+    """The value that the run has left."""
     made: Any
-    """What is there now."""
+    """The same with sentinels, which is there now."""
     reached: bool = False
 
 
 class InnerTensors:
-    """What one run of a block has left in attributes.
+    """The tensors that one run of a block has left in attributes.
 
     Args:
         block: its name.

@@ -64,7 +64,7 @@ class PlannedBlock:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Of its modules, at present: they are on the device anyway, so that sending them away would free nothing."""
+        """The buffers of its modules at present: they are on the device anyway, and sending them away frees nothing."""
         return [buffer for held in self.held for buffer in held.values() if buffer is not None]
 
 
@@ -97,7 +97,7 @@ class BlockCall:
                 else:
                     self.shared.append(leaf)
         self.needs_grad: list[bool] = [leaves[slot].requires_grad for slot in self.slots]
-        # Views of a tensor have its version, so that this holds for the rows of a part, too.
+        # Views of a tensor share its version counter, so that this holds for the rows of a part, too.
         self.shared_versions = [version(x) for x in self.shared]
         self.first_input = block.index == 0 and block.recomputed
         """Its input is part of the batch, which stays for the whole iteration anyway."""
@@ -129,7 +129,7 @@ class PartRun:
         self._inputs: list[Tensor | Moved] | None = None
         """Saved, to recompute from."""
         self._versions: list[int] = []
-        """Of the inputs, before the forward."""
+        """Versions of the inputs before the forward."""
         self._rng: list[Tensor] = []
         self._cache: CacheCostly | None = None
         self._roots: list[GradientEdge | None] | None = None
@@ -139,12 +139,14 @@ class PartRun:
         self._in_backward = False
         self._input_grads: list[Tensor | None] = [None] * len(call.slots)
         self.out: list[Any] = []
-        """What the first run has returned, leaf by leaf, with None for tensors."""
+        """The output of the first run, leaf by leaf, with None for tensors."""
         self.out_slots: list[int] = []
         """Positions of the tensors among these."""
         self.out_spec: TreeSpec | None = None
 
-    def run(self, anchor: Tensor, inputs: Sequence[Tensor], option: OptionName) -> tuple[list[Tensor], list[Tensor]]:
+    def forward(
+        self, anchor: Tensor, inputs: Sequence[Tensor], option: OptionName
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
         call, graphed, recorded = self.call, self.call.block.graphed, option in RECORDED
         if recorded:

@@ -34,6 +34,8 @@ class Repeats:
     def begin(self) -> None:
         """A pass begins."""
         self._passes += 1
+        # Passes 1, 2, 4, 8 and so on: what differs mostly does so at once, and sums cost a pass over all outputs.
+        # Kernels that add in no fixed order differ by themselves, so that on a GPU nothing could be said of them.
         few = self._passes & (self._passes - 1) == 0
         self.watching = few and (self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled())
 

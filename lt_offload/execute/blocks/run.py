@@ -34,7 +34,7 @@ TRAVELLING: tuple[OptionName, ...] = ("offload", "mixed", "reload")
 
 
 class BlockRun:
-    """What one forward of a block leaves behind for its backward, and for being recomputed before that.
+    """One forward of a block: all that its backward needs, and its recomputation before that.
 
     It lives as long as the outer graph: a forward whose loss is dropped leaves nothing behind.
 
@@ -73,9 +73,10 @@ class BlockRun:
         """The activation inputs of the whole batch, until they have been taken."""
         for slot in call.slots:
             self.inputs.append(leaves[slot])
-            leaves[slot] = None
+            leaves[slot] = None  # nobody but the option decides how long an input stays
         self.needs_backward = True in call.needs_grad or any(weight.param.requires_grad for weight in weights)
         """Whether a gradient can reach the block's weights or inputs."""
+        # Cut only now: a part's own view of an activation would keep the whole of it.
         self.parts = [PartRun(call, part) for part in ([leaves] if self._cut is None else self._cut.parts(leaves))]
         self.sources: tuple[int, ...] | None = None
         """Per activation input, which output of the previous block it is; None if one of them is something else."""
@@ -92,14 +93,14 @@ class BlockRun:
         inputs, self.inputs = self.inputs, []
         return inputs
 
-    def run(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def forward(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
         if self._cut is None:
-            return self.parts[0].run(anchor, inputs, self.option)
+            return self.parts[0].forward(anchor, inputs, self.option)
         joint = Joint(self._cut.sizes, self._cutter)
         reached: set[int] = set()
         for at, part in enumerate(self.parts):
-            out, unreached = part.run(anchor, self._rows(at, inputs), self.option)
+            out, unreached = part.forward(anchor, self._rows(at, inputs), self.option)
             joint.put(at, out)
             dead = {id(tensor) for tensor in unreached}
             reached |= {position for position, tensor in enumerate(out) if id(tensor) not in dead}
@@ -158,6 +159,7 @@ class BlockRun:
         inputs = self.take_again(outputs)
         if outputs is not None:
             outputs.clear()
+        # Only now: what was saved of the inputs may be on the way back, and closing gives up what nobody has taken.
         self._release()
         if self._cut is None:
             return self.parts[0].recompute(anchor, inputs.pop(), save)
@@ -225,7 +227,8 @@ class BlockRun:
             mine = [None if grad is None else cut.of(at, grad) for grad in grads]
             joint.put(at, self.parts[at].backward(anchor, mine, sums))
             if at:
-                # The gradients of a part are complete, and those of the next are added to them.
+                # Each part is a use of every weight: one that gave no gradient is counted as such, and one that did may
+                # give another.
                 self._gradients.end_block(weights)
                 self._gradients.begin_block(weights)
         pairs = zip(joint.results(), sums, strict=True)
@@ -278,7 +281,7 @@ class BlockFunction(torch.autograd.Function):
         # another number than -0).
         ctx.set_materialize_grads(False)
         # Detached: the private graph must not go on into the outer one, whose backward is another call.
-        out, unreached = run.run(anchor, [x.detach() for x in inputs])
+        out, unreached = run.forward(anchor, [x.detach() for x in inputs])
         ctx.mark_non_differentiable(*unreached)
         return tuple(out)
 

@@ -64,7 +64,7 @@ class BlockRuns:
         self._runs: dict[int, weakref.ref[BlockRun]] = {}
         """They live as long as the outer graph: a forward whose loss is dropped leaves nothing behind."""
         self._frozen: dict[int, BlockRun] = {}
-        """Of frozen blocks, which are not in that graph, those that are recomputed."""
+        """Runs of frozen blocks that are recomputed; these blocks are not in that graph."""
         self._last_output: BlockOutput | None = None
         self._shared = SharedInputs()
 
@@ -176,6 +176,7 @@ class BlockRuns:
                 "the op before; the plan has to save it (option 'recompute' or 'reload') or run the block before again"
             )
         if run.offloader is not None:
+            # A prefetch op has done this as a rule. A plan without one pays here: nothing runs beside the copy.
             run.offloader.fetch(op.id)
         return run.recompute(anchor, outputs, op.save)
 
@@ -188,6 +189,7 @@ class BlockRuns:
         """Drop every run and what it has saved."""
         for run in (*self._frozen.values(), *(ref() for ref in self._runs.values())):
             if run is not None:
+                # The outer graph may live on: a backward that comes all the same is told why there is nothing to run.
                 run.forgotten = not run.done
                 run.close()
         self.clear()
@@ -227,6 +229,7 @@ def planned_blocks(structure: Structure, plan: Plan, device: Device, repeats: Re
 
 def _steady(structure: Structure, plan: Plan) -> set[int]:
     """Return the blocks whose weights stay at one address from the forward to the backward, by ``plan``."""
+    # An offload without a release is a write-back: the device copy stays where it is.
     moves = [op for op in plan.ops if op.payload == "weight" and (op.kind != "offload" or op.release_after is not None)]
     moving = {tensor for op in moves for tensor in plan.tensors(op)}
     zero_copy = {op.block for op in plan.ops if op.zero_copy}

@@ -43,6 +43,7 @@ class SharedInputs:
         return [self._total(block, tensor) if tensor.requires_grad else None for tensor in inputs]
 
     def _total(self, block: int, tensor: Tensor) -> RunningTotal:
+        # The identity of a tensor that is gone may be another's by now; the reference tells.
         ref, total = self._known.get(id(tensor), (None, None))
         if total is None or ref is None or ref() is not tensor:
             total = RunningTotal(block)

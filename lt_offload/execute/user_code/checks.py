@@ -63,15 +63,15 @@ def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
     return all(inner.find() is None for inner in _inner_hooks(structure, blocks))
 
 
-def check_reached(weights: Iterable[Weight], frames: BlockRuns) -> None:
+def check_reached(weights: Iterable[Weight], runs: BlockRuns) -> None:
     """Raise ``RuntimeError`` if a backward has ended that did not reach every block."""
     unfinished = [weight.label for weight in weights if weight.seen]
-    if unfinished or frames.open:
+    if unfinished or runs.open:
         raise RuntimeError(
             f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
             "the loss must depend on the output of the whole model"
         )
-    frames.check()
+    runs.check()
 
 
 class InstalledSetup:
@@ -219,22 +219,22 @@ class Backward:
     def __init__(self, anchor: Tensor) -> None:
         self._end = get_gradient_edge(anchor).node
 
-    def check(self, frame: BlockRun) -> None:
+    def check(self, run: BlockRun) -> None:
         """Refuse what a block's backward cannot do, from within it.
 
         Raises:
             UnsupportedError: naming the block.
         """
         if torch.is_grad_enabled():
-            raise limits.PARTIAL_BACKWARD.error(f"block {frame.name} was differentiated with create_graph=True")
+            raise limits.PARTIAL_BACKWARD.error(f"block {run.name} was differentiated with create_graph=True")
         if not will_run(self._end):
             raise limits.PARTIAL_BACKWARD.error(
-                f"block {frame.name} was differentiated by torch.autograd.grad or backward(inputs=...)"
+                f"block {run.name} was differentiated by torch.autograd.grad or backward(inputs=...)"
             )
-        if frame.forgotten:
+        if run.forgotten:
             raise limits.FORWARDS.error("the model was called again between a forward and its backward")
-        if frame.done:
-            raise limits.ONE_BACKWARD.error(f"the backward of block {frame.name} ran a second time")
+        if run.done:
+            raise limits.ONE_BACKWARD.error(f"the backward of block {run.name} ran a second time")
 
 
 class Consumers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,3 +85,31 @@ def test_another_engine_finds_the_arena_of_the_same_device_free() -> None:
         engine.close()
     device.close()
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("option", ["keep", "recompute"])
+def test_what_blocks_have_saved_is_gone_with_the_graph_and_after_the_backward(option: str, parts: int) -> None:
+    case = engines.Case(options=(option,), places=("host",))
+    model = engines.build(case)
+    optimizer = engines.make_optimizer(model, "sgd")
+    plan = plans.streamed(find_blocks(model), optimizer, options=case.options, places=case.places)
+    device = EmulatedDevice(engines.BUDGET, "lazy")
+    engine = Engine(model, optimizer, replace(plan, parts=parts), device)
+    engine.install()
+    installed = device.memory()
+    try:
+        with engine.iteration():
+            loss = model(**models.batch(model)).loss
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        assert device.memory() == installed + loss.nbytes  # with the outer graph, which the loss holds
+        with engine.iteration():
+            loss = model(**models.batch(model)).loss
+            assert device.memory() > installed + loss.nbytes
+            del loss
+            assert device.memory() == installed
+    finally:
+        engine.close()
+        device.close()
