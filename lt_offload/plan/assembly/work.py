@@ -6,7 +6,11 @@ from collections import defaultdict
 
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.computations import computations
+from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.profile import Profile
+
+CLOCKED: tuple[LaneName, ...] = ("compute", "h2d", "d2h", "host")
+"""The lanes that the clock of the schedule and the linear program know of."""
 
 
 class LaneWork:

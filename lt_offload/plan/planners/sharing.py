@@ -11,14 +11,14 @@ from itertools import combinations
 
 import numpy as np
 
+from lt_offload.plan.assembly.work import CLOCKED
 from lt_offload.plan.verify.lanes import D2H, H2D, READ, WRITE, rates
-from lt_offload.schema.lanes import LANES
 from lt_offload.schema.profile import Contention
 
 Row = tuple[float, float, float, float]
 """Factors of the seconds of work, alone, of computations, copies to the device, to the host, and updates there."""
 
-_LANES = len(LANES)
+_LANES = len(CLOCKED)
 _TOLERANCE = 1e-9
 
 
@@ -52,8 +52,9 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
 def _points(contention: Contention, *, direct: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Return the different vectors of rates."""
     found = set()
-    for busy in range(1, 1 << (_LANES + 2 if direct else _LANES)):
-        rate = rates(contention, busy)
+    working = [*range(_LANES), *((READ, WRITE) if direct else ())]
+    for chosen in range(1, 1 << len(working)):
+        rate = rates(contention, sum(1 << lane for bit, lane in enumerate(working) if chosen >> bit & 1))
         vector = list(rate[:_LANES])
         vector[H2D] += rate[READ]
         vector[D2H] += rate[WRITE]

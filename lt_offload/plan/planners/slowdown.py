@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from lt_offload.plan.assembly.work import CLOCKED
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
-from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -75,8 +75,8 @@ def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> Lan
         profile: what lanes take from each other.
         busy_s: seconds of work alone: computations, copies to the device, copies to the host, updates on the host.
     """
-    slow = [1.0] * len(_LANES)
-    busy = [rates(profile.contention, mask) for mask in range(1 << len(_LANES))]
+    slow = [1.0] * len(CLOCKED)
+    busy = [rates(profile.contention, mask) for mask in range(1 << len(CLOCKED))]
     for _ in range(_ROUNDS):
         taken = [seconds * factor for seconds, factor in zip(busy_s, slow, strict=True)]
         part = [seconds / max(taken) if max(taken) else 0.0 for seconds in taken]
@@ -85,23 +85,23 @@ def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> Lan
             for mask, rate in enumerate(busy):
                 if mask >> lane & 1:
                     # The chance that just these lanes are busy, if each is at moments of its own.
-                    others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(_LANES)) if o != lane)
+                    others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(CLOCKED)) if o != lane)
                     mean += rate[lane] * math.prod(others)
             slow[lane] = 1 / mean if alone else 1.0
-    return LaneSlowdown(**dict(zip(_LANES, slow, strict=True)))
+    return LaneSlowdown(**dict(zip(CLOCKED, slow, strict=True)))
 
 
 def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
     """Return how much longer the work of each lane took in ``trace``, a simulation of ``plan``."""
-    alone, taken = dict.fromkeys(_LANES, 0.0), dict.fromkeys(_LANES, 0.0)
+    alone, taken = dict.fromkeys(CLOCKED, 0.0), dict.fromkeys(CLOCKED, 0.0)
     for op in plan.ops:
-        if op.lane != "none":
+        if op.lane in alone:
             alone[op.lane] += op.seconds
     for span in trace.spans:
-        taken[span.lane] += span.end - span.start
-    return LaneSlowdown(**{lane: max(1.0, taken[lane] / alone[lane]) if alone[lane] else 1.0 for lane in _LANES})
+        if span.lane in taken:
+            taken[span.lane] += span.end - span.start
+    return LaneSlowdown(**{lane: max(1.0, taken[lane] / alone[lane]) if alone[lane] else 1.0 for lane in CLOCKED})
 
 
-_LANES = tuple(lane.name for lane in LANES)
 _ROUNDS = 6
 """Rounds towards a fixed point: how busy lanes are depends on how slow they are."""
