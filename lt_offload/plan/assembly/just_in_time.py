@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lt_offload.plan.assembly.ranges import Policy
-from lt_offload.plan.assembly.schedule import Timetable, schedule, schedule_in_place
+from lt_offload.plan.assembly.schedule import schedule, schedule_in_place
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.schema.profile import Profile
 

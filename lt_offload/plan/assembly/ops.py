@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lt_offload.plan.assembly.copies import PlacedCopy
-from lt_offload.plan.assembly.schedule import Timetable
+from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.lanes import LaneName, OpKind

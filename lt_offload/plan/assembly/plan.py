@@ -12,7 +12,7 @@ from dataclasses import replace
 from lt_offload.plan.assembly.copies import PlacedCopy
 from lt_offload.plan.assembly.groups import group_tensors, own_slots
 from lt_offload.plan.assembly.ops import Emitter, link
-from lt_offload.plan.assembly.schedule import Timetable
+from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.iteration.timeline import timeline

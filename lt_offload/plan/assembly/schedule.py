@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from lt_offload.plan.assembly.copies import CopyGroup, DeviceCopy, PlacedCopy
 from lt_offload.plan.assembly.placement import place
 from lt_offload.plan.assembly.ranges import ArenaRanges, Key, Policy, Reserved
-from lt_offload.plan.assembly.sets import Sets, Stay
+from lt_offload.plan.assembly.sets import Stay
+from lt_offload.plan.assembly.timetable import ActivationTimes, Timetable
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.schema.plan import ALIGNMENT
 
@@ -34,34 +35,6 @@ _AHEAD = 12
 """Steps of which the needs are looked at."""
 _REPAIRS = 4
 """How often what is crowded in some step gets its place before all others, too."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationTimes:
-    """When the activations of a block travel."""
-
-    release_after: int
-    """The step at whose end they have left the device."""
-    prefetch_at: int
-    """The step in which they are fetched back."""
-    turn: int
-    """Orders the copies of that step; see ``PlacedCopy.turn``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timetable:
-    """When everything travels, and where it lies."""
-
-    sets: Sets
-    copies: tuple[PlacedCopy, ...]
-    arena_bytes: int
-    """Extent of the arena."""
-    activations: Mapping[int, ActivationTimes]
-    """Per block whose activations are offloaded."""
-    gradients: Mapping[int, int]
-    """Per tensor whose gradient is copied to the host: the step at whose end its device memory is free."""
-    seconds: float
-    """How long the iteration takes, by the clock of the schedule."""
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
 from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.assembly.schedule import Timetable
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Request, cannot_win

@@ -13,8 +13,8 @@ from lt_offload.plan.assembly.copies import runs
 from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
 from lt_offload.plan.assembly.placement import Lifetime, place
 from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.assembly.schedule import ActivationTimes, Timetable
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.timetable import ActivationTimes, Timetable
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import budget_for

@@ -1,0 +1,40 @@
+"""When everything travels, and where it lies: what a schedule is, and what ops are written from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lt_offload.plan.assembly.copies import PlacedCopy
+
+if TYPE_CHECKING:
+    from lt_offload.plan.assembly.sets import Sets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationTimes:
+    """When the activations of a block travel."""
+
+    release_after: int
+    """The step at whose end they have left the device."""
+    prefetch_at: int
+    """The step in which they are fetched back."""
+    turn: int
+    """Orders the copies of that step; see ``PlacedCopy.turn``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timetable:
+    """When everything travels, and where it lies."""
+
+    sets: Sets
+    copies: tuple[PlacedCopy, ...]
+    arena_bytes: int
+    """Extent of the arena."""
+    activations: Mapping[int, ActivationTimes]
+    """Per block whose activations are offloaded."""
+    gradients: Mapping[int, int]
+    """Per tensor whose gradient is copied to the host: the step at whose end its device memory is free."""
+    seconds: float
+    """How long the iteration takes, by the clock of the schedule."""
