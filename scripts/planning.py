@@ -11,7 +11,6 @@ from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.planners.baselines import streaming_decisions
 
 
@@ -32,16 +31,16 @@ def floor_bytes(profile: Profile) -> int:
 
 
 def scheduled(name: str, decisions: Decisions, profile: Profile) -> Plan:
-    """Return the plan of ``decisions`` with the whole machine as its budget."""
-    room = profile.hardware.device_bytes
-    found = just_in_time(Sets(decisions, profile), profile, room_within(room, profile))
+    """Return the plan of ``decisions`` that has room for what a step needs and for what the next one does."""
+    sets = Sets(decisions, profile)
+    found = just_in_time(sets, profile, sets.room_needed + sets.least_arena)
     assert not isinstance(found, Misfit), f"{name} needs {found.bytes} more bytes"
-    ram = profile.hardware.host_bytes
+    room, ram = profile.hardware.device_bytes, profile.hardware.host_bytes
     return build(found, profile, planner=name, budget_bytes=room, host_budget_bytes=ram)
 
 
 def stream_all(profile: Profile) -> Plan:
-    """Return the plan in which every weight travels and the host updates all; activations are kept."""
+    """Return the plan in which every weight travels and the host updates all, one step ahead; activations are kept."""
     options = ("keep",) * len(profile.blocks)
     plan = scheduled("stream all", streaming_decisions(profile, options, host_update=True), profile)
     trace = simulate(plan, profile)
