@@ -52,7 +52,7 @@ class HFSettings:
         return self.device.nbytes
 
     def planning(self, accumulate: int) -> Settings:
-        """Return what plans for so many micro-batches per update are made with."""
+        """Return the settings of plans for windows of ``accumulate`` micro-batches."""
         return Settings(
             memory=self.memory,
             host_memory=self.host_memory,

@@ -127,20 +127,20 @@ class HostMemory:
         pages, start = self._take(nbytes)
         return self._tensor(pages, start, shape, dtype)
 
-    def group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def group(self, members: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the bytes of uninitialised tensors of the given (shape, dtype) side by side, and the tensors.
 
         Each begins at a multiple of ``ALIGNMENT`` and has a storage of its own.
         """
         starts = [0]
-        for shape, dtype in parts:
+        for shape, dtype in members:
             starts.append(round_up(starts[-1] + math.prod(shape) * dtype.itemsize, ALIGNMENT))
         if starts[-1] == 0:
-            return torch.empty(0, dtype=torch.uint8), [torch.empty(tuple(s), dtype=d) for s, d in parts]
+            return torch.empty(0, dtype=torch.uint8), [torch.empty(tuple(s), dtype=d) for s, d in members]
         pages, base = self._take(starts[-1])
         tensors = [
             self._tensor(pages, base + start, shape, dtype)
-            for (shape, dtype), start in zip(parts, starts, strict=False)
+            for (shape, dtype), start in zip(members, starts, strict=False)
         ]
         return pages.view(torch.uint8, starts[-1], base), tensors
 

@@ -66,8 +66,8 @@ class Staging:
         self._event = event
         self._use = use
         self._copy = copy
-        parts = () if memory is None else memory.chunk(2 * BUFFERS)
-        buffers = [_StagingBuffer(part, event()) for part in parts]
+        chunks = () if memory is None else memory.chunk(2 * BUFFERS)
+        buffers = [_StagingBuffer(chunk, event()) for chunk in chunks]
         # Every second one, so that each direction has a share of what there is.
         self._down, self._up = deque(buffers[0::2]), deque(buffers[1::2])
         self._down_lock, self._up_lock = threading.Lock(), threading.Lock()
@@ -117,7 +117,7 @@ def _plain(target: Tensor, source: Tensor) -> bool:
 
 
 def _pieces(tensor: Tensor, ring: deque[_StagingBuffer]) -> tuple[Tensor, ...]:
-    """Return the bytes of ``tensor`` in parts that fit into a buffer of ``ring``."""
+    """Return the bytes of ``tensor`` in pieces that fit into a buffer of ``ring``."""
     return torch.split(tensor.view(-1).view(torch.uint8), ring[0].memory.numel()) if tensor.numel() else ()
 
 

@@ -163,7 +163,7 @@ def _signed(bits: int) -> int:
 
 
 def _pieces(entry: Entry) -> Iterator[Entry]:
-    """Cut an entry into parts of bounded size, if its tensors have one order in memory that allows it."""
+    """Cut an entry into pieces of bounded size, if its tensors have one order in memory that allows it."""
     length = _HOST_PIECE if entry.param.device.type == "cpu" else _DEVICE_PIECE
     if entry.param.numel() <= length or not all(t is None or t.is_contiguous() for t in entry.tensors):
         yield entry

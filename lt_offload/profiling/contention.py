@@ -27,7 +27,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.zero_copy import locked
-from lt_offload.profiling.optimizer import trial_steps
+from lt_offload.profiling.optimizer import trial_updates
 from lt_offload.profiling.rates import product_size
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.profile import Contention, Slowdown
@@ -250,8 +250,8 @@ def _products(device: torch.device) -> Piece:
 
 def _updates(optimizer: Optimizer, device: torch.device) -> Piece:
     """Return updates on the host that walk through more memory than caches hold."""
-    steps = itertools.cycle(trial_steps(optimizer, mapped=device.type == "cuda"))
-    return lambda: next(steps)()
+    updates = itertools.cycle(trial_updates(optimizer, mapped=device.type == "cuda"))
+    return lambda: next(updates)()
 
 
 def _on_stream(work: Piece, device: torch.device) -> Piece:

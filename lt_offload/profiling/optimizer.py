@@ -388,7 +388,7 @@ def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _ParameterStandIn:
     return _ParameterStandIn(sample, torch.device("cpu"), copies=max(1, copies))
 
 
-def trial_steps(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
+def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
     """Return updates on the host that ``optimizer`` might do, each of other tensors, in all of more than caches hold.
 
     Args:

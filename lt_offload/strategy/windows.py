@@ -43,7 +43,7 @@ def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
 
 
 def batches_per_update(trainer: Any) -> int:
-    """Return how many micro-batches an update of ``trainer`` may have: the most that a schedule of them says."""
+    """Return the longest window of ``trainer``, in micro-batches: the most that a schedule of them says."""
     # Of Lightning's ``GradientAccumulationScheduler``, which changes the Trainer's number from epoch to epoch.
     schedules = (getattr(callback, "scheduling", None) for callback in trainer.callbacks)
     counts = [count for schedule in schedules if isinstance(schedule, dict) for count in schedule.values()]

@@ -123,7 +123,7 @@ def test_an_error_in_one_lane_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
     def broken() -> None:
         raise ValueError("this optimizer cannot")
 
-    monkeypatch.setattr(measured, "trial_steps", lambda *_, **__: [broken])
+    monkeypatch.setattr(measured, "trial_updates", lambda *_, **__: [broken])
     with pytest.raises(ValueError, match="this optimizer cannot"):
         measure_contention(optimizer(), torch.device("cpu"))
 
