@@ -274,6 +274,7 @@ def total_host_bytes() -> int:
 def _cgroup_bytes(root: Path) -> list[int]:
     """Return what the control group leaves, per version that is mounted; empty without a limit."""
     left: list[int] = []
+    # Control groups of version 2, and of version 1: containers may have either.
     for limit_file, used_file, cache_key in (
         (root / "memory.max", root / "memory.current", "inactive_file"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),

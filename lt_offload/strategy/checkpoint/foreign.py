@@ -96,6 +96,7 @@ def check_optimizer(optimizer: Optimizer, saved: Any) -> None:
             f"the checkpoint's optimizer has groups of {counts} tensors, {kind} has groups of {mine} here: another "
             f"model, other adapters or other groups; {hint}"
         )
+    # A checkpoint does not name the class of its optimizer: the names of options tell one from another.
     theirs, ours = ({str(key) for group in each for key in group} for each in (groups, optimizer.param_groups))
     alien = sorted((theirs ^ ours) - _OF_SCHEDULERS)
     if alien:
