@@ -35,21 +35,21 @@ class Sampler:
             refuse_unused(Sampler, "", {"top_p": top_p, "seed": seed}, beside, instead="set a temperature, such as 0.7")
         self._draws = temperature > 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._steps: list[Any] = []
+        self._warpers: list[Any] = []
         if self._draws:
-            # The library's own steps, so that the same seed draws what its generate() draws.
+            # The library's own warpers, so that the same seed draws what its generate() draws.
             from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
-            self._steps = [TemperatureLogitsWarper(float(temperature))]
-            self._steps += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
+            self._warpers = [TemperatureLogitsWarper(float(temperature))]
+            self._warpers += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
 
     def __call__(self, logits: Tensor) -> int:
         """Return a token for ``logits`` of shape (vocabulary,)."""
         if not self._draws:
             return int(logits.argmax())
         scores = logits.float()[None].cpu()
-        for step in self._steps:
-            scores = step(None, scores)
+        for warper in self._warpers:
+            scores = warper(None, scores)
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
 
 
@@ -142,7 +142,7 @@ def continuation(
 ) -> list[int]:
     """Return the tokens that follow ``ids``, up to and without an ``end``.
 
-    Each step runs the whole model once for one token, so weights that are streamed travel once per token.
+    The whole model runs once for each token, so weights that are streamed travel once per token.
 
     Args:
         model: a Hugging Face model, possibly with adapters.
@@ -159,20 +159,20 @@ def continuation(
     remembered = remembered or Remembered()
     prompt: list[int] = ids[0].tolist()
     known = remembered.begin(prompt)
-    step, cache = ids[:, known:], remembered.cache
+    unseen, cache = ids[:, known:], remembered.cache
     remembered.cache, remembered.ids = None, []  # an error on the way would leave it half written
     ends = {end} if isinstance(end, int) else set(end or ())
     last, held_in = _last_logits_only(model), _name_of_cache(model)
     new: list[int] = []
     try:
         while len(new) < max_new_tokens:
-            output = model(input_ids=step, use_cache=True, **{held_in: cache}, **last)
+            output = model(input_ids=unseen, use_cache=True, **{held_in: cache}, **last)
             cache = getattr(output, held_in)
             token = choose(output.logits[0, -1])
             if token in ends:
                 break
             new.append(token)
-            step = ids.new_tensor([[token]])
+            unseen = ids.new_tensor([[token]])
             if heard is not None and not heard(token):
                 break
     except (OverBudget, torch.OutOfMemoryError) as error:

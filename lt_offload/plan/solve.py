@@ -158,7 +158,7 @@ def least_s(profile: Profile, settings: Settings) -> float:
     if profile.forwards > 1 or has_windows(settings):
         profile, settings = without_gradients(profile), for_one(settings)
     request = _request(profile, settings)
-    selection = _Selection(request, offmate_config(profile, settings, window=_window(profile)), settings.planner)
+    selection = _Selection(request, offmate_config(profile, settings, reach=_reach(profile)), settings.planner)
     return passes * selection.bound if selection.may_fit() else math.inf
 
 
@@ -195,11 +195,11 @@ def _fits(profile: Profile, settings: Settings) -> bool:
 
 
 def _plan(profile: Profile, settings: Settings) -> Plan:
-    config = offmate_config(profile, settings, window=_window(profile))
+    config = offmate_config(profile, settings, reach=_reach(profile))
     return _Selection(_request(profile, settings), config, settings.planner).run()
 
 
-def _window(profile: Profile) -> int:
+def _reach(profile: Profile) -> int:
     """Return in how many steps around a use its transfers may run."""
     return 6 if len(profile.blocks) <= _MANY_BLOCKS else 4
 
@@ -215,8 +215,8 @@ def _request(profile: Profile, settings: Settings) -> Request:
     )
 
 
-def offmate_config(profile: Profile, settings: Settings, *, window: int) -> OffmateConfig:
-    """Return the linear program's configuration; ``window``: the steps around a use in which its transfers may run."""
+def offmate_config(profile: Profile, settings: Settings, *, reach: int) -> OffmateConfig:
+    """Return the linear program's configuration; ``reach``: the steps around a use in which its transfers may run."""
     return OffmateConfig(
         budget_bytes=settings.device_budget(profile.hardware),
         host_budget_bytes=settings.host_budget(profile.hardware),
@@ -224,7 +224,7 @@ def offmate_config(profile: Profile, settings: Settings, *, window: int) -> Offm
         activation_offload=settings.activation_offload,
         recompute=settings.recompute,
         time_limit=settings.time_limit,
-        window=window,
+        reach=reach,
     )
 
 
@@ -386,7 +386,7 @@ class _Selection:
             lag=0,
             lookahead=0,
             optimistic=True,
-            window=2 * len(self.profile.blocks) if self._any_time else self.config.window,
+            reach=2 * len(self.profile.blocks) if self._any_time else self.config.reach,
             time_limit=min(self._left, self._bounding_s),
         )
         began = time.monotonic()
@@ -405,7 +405,7 @@ class _Selection:
 
         Blocks without a backward leave steps without computations.
         """
-        hardware, near_s = self.profile.hardware, self.config.window * self.bound / (2 * len(self.profile.blocks))
+        hardware, near_s = self.profile.hardware, self.config.reach * self.bound / (2 * len(self.profile.blocks))
         link = min(hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s)
         if len(self.profile.blocks) > _MANY_BLOCKS:
             return True  # to count all copies takes longer than to plan

@@ -44,12 +44,12 @@ class Examples(Sequence[Example]):
 
     Args:
         dataset: with lists of integers in the columns ``ids`` and ``labels``.
-        parts: for each source its name of rows, its layout, and the numbers of the rows that are here.
+        origins: for each source its name of rows, its layout, and the numbers of the rows that are here.
     """
 
-    def __init__(self, dataset: Dataset, parts: Sequence[Origin]) -> None:
+    def __init__(self, dataset: Dataset, origins: Sequence[Origin]) -> None:
         self.dataset = dataset
-        self.parts = parts
+        self.origins = origins
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -67,16 +67,16 @@ class Examples(Sequence[Example]):
 
     def name(self, number: int) -> str:
         """Return the file and the row, counted from 1, that example ``number``, counted from 0, is from."""
-        for part in self.parts:
-            if number < len(part.rows):
-                return part.places.name(int(part.rows[number]))
-            number -= len(part.rows)
+        for origin in self.origins:
+            if number < len(origin.rows):
+                return origin.places.name(int(origin.rows[number]))
+            number -= len(origin.rows)
         raise IndexError(number)
 
     @property
     def bad(self) -> int:
         """Rows that were left out."""
-        return sum(part.bad for part in self.parts)
+        return sum(origin.bad for origin in self.origins)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +126,8 @@ class Preparation:
         """
         from datasets import concatenate_datasets
 
-        tables, parts = zip(*(self._of_source(source) for source in sources), strict=True)
-        return Examples(tables[0] if len(tables) == 1 else concatenate_datasets(list(tables)), parts)
+        tables, origins = zip(*(self._of_source(source) for source in sources), strict=True)
+        return Examples(tables[0] if len(tables) == 1 else concatenate_datasets(list(tables)), origins)
 
     def stream(self, source: Source) -> Stream:
         """Return the examples of ``source`` one after the other, without holding them all."""

@@ -45,7 +45,7 @@ _MOST_PLANS = 3.5
 """Time that a choice may take, in plans of the mean duration; profiles not counted."""
 _LEAST_S = 4.0
 """Seconds that are always allowed: plans of small models take no time."""
-_WINDOW = 3
+_REACH = 3
 """Steps around a use in which relaxed programs may copy: fewer than for a plan, because many are solved."""
 
 
@@ -316,7 +316,7 @@ class _BatchSearch:
         if size not in self.relaxed:
             self.relaxed[size] = math.inf
             profile = self._estimate(size)
-            program = offmate_config(profile, self.settings, window=_WINDOW)
+            program = offmate_config(profile, self.settings, reach=_REACH)
             # Copies that need a step of their own may find no room where
             # memory is tight; then they are hidden altogether.
             for lag in (1, 0):

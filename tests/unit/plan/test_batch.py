@@ -20,7 +20,7 @@ from scripts.papers.offmate import PAPER, PaperProgram
 from tests.support.profiles.fixtures import GB, llama7b_b4
 from tests.support.profiles.small import READ, small_profile, with_zero_copy
 
-CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB), window=3, **PAPER)
+CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB), reach=3, **PAPER)
 """Figure 4's setting: everything that depends on the batch is proportional to it."""
 
 

@@ -54,7 +54,7 @@ def bound_s(profile: Profile, plan: Plan) -> float:
         lag=0,
         lookahead=0,
         optimistic=True,
-        window=len(profile.blocks) * 2,
+        reach=len(profile.blocks) * 2,
     )
     return lower_bound(profile, config)
 

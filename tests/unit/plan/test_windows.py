@@ -99,8 +99,8 @@ def test_the_bound_of_a_model_that_is_frozen_at_first_is_one_for_copies_at_any_t
     assert caught.value.needed_bytes is not None
     settings = Settings(memory=int(1.02 * caught.value.needed_bytes))
     bounds = []
-    for window in (6, 2 * len(profile.blocks)):
-        config = offmate_config(profile, settings, window=window)
+    for reach in (6, 2 * len(profile.blocks)):
+        config = offmate_config(profile, settings, reach=reach)
         loose = replace(config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True)
         bounds.append(lower_bound(profile, loose))
     assert bounds[0] > 1.01 * bounds[1]

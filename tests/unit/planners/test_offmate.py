@@ -105,8 +105,8 @@ def test_random_models_obey_the_rules(seed: int, model: str) -> None:
         phi=float(rng.choice([0.0, 0.25, 1.0])),
         lag=int(rng.integers(0, 3)),
         lookahead=int(rng.integers(0, 3)),
-        window=int(rng.integers(2, 9)),
-        gradient_window=int(rng.integers(1, 4)),
+        reach=int(rng.integers(2, 9)),
+        gradient_reach=int(rng.integers(1, 4)),
         host_update=bool(rng.random() < 0.8),
     )
     program = PaperProgram if rng.random() < 0.5 else Program
@@ -141,8 +141,8 @@ def test_more_of_anything_never_hurts() -> None:
     profile = llama7b_b4(6)
     assert non_increasing(bounds(profile, [paper(m) for m in (5.5, 6, 7, 8, 9, 10, 12, 16, 40)]))
     assert non_increasing(bounds(profile, [paper(7, host_budget_bytes=int(h * GB)) for h in (18.3, 18.5, 19, 20, 30)]))
-    assert non_increasing(bounds(profile, [paper(7, window=k) for k in (2, 3, 4, 6, 14)]))
-    assert non_increasing(bounds(profile, [paper(7, gradient_window=k) for k in (1, 2, 3, 6)]))
+    assert non_increasing(bounds(profile, [paper(7, reach=k) for k in (2, 3, 4, 6, 14)]))
+    assert non_increasing(bounds(profile, [paper(7, gradient_reach=k) for k in (1, 2, 3, 6)]))
     assert non_increasing([lower_bound(with_bandwidth(profile, b), paper(8), PaperProgram) for b in (2, 4, 8, 16, 64)])
     speeds = [
         replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=s * GB)) for s in (0.1, 0.5, 1, 2, 9)
@@ -220,7 +220,7 @@ def test_unlimited_memory_leaves_computation_and_update() -> None:
 @pytest.mark.parametrize("budget", [6, 8, 10])
 def test_windows_cost_nothing_that_matters(budget: int) -> None:
     profile = llama7b_b4(8)
-    dense = lower_bound(profile, paper(budget, window=20, gradient_window=20), PaperProgram)
+    dense = lower_bound(profile, paper(budget, reach=20, gradient_reach=20), PaperProgram)
     assert dense <= lower_bound(profile, paper(budget), PaperProgram) * (1 + 1e-6)
     assert lower_bound(profile, paper(budget), PaperProgram) <= dense * 1.001
 
@@ -459,7 +459,7 @@ def test_a_time_limit_that_is_too_short_is_named() -> None:
         solve_offmate(llama7b_b4(16), paper(8, time_limit=0.01), PaperProgram)
 
 
-@pytest.mark.parametrize("setting", [{"window": 1}, {"gradient_window": 0}, {"lookahead": -1}, {"phi": -0.1}])
+@pytest.mark.parametrize("setting", [{"reach": 1}, {"gradient_reach": 0}, {"lookahead": -1}, {"phi": -0.1}])
 def test_settings_out_of_range(setting: dict[str, Any]) -> None:
     (name,) = setting
     with pytest.raises(ConfigError, match=f"^{name}="):

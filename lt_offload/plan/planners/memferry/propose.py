@@ -108,7 +108,7 @@ class _Attempt:
     sets: Sets
     seconds: float
     given_up: int
-    """How many steps it took."""
+    """How many savings it took."""
     least_bytes: int
     """Bytes that are needed after all of them."""
 
@@ -173,16 +173,16 @@ class _Planner:
     def _attempt(self, given: Given, manner: _Manner) -> _Attempt:
         """Give up what has to be, the cheapest first."""
         profile, capacity_bytes = self.profile, self.request.capacity_bytes
-        steps = savings(profile, given, self.allowed, link_price=manner.link_price)
+        offers = savings(profile, given, self.allowed, link_price=manner.link_price)
 
         def sets(count: int) -> Sets:
-            now = with_savings(given, steps[:count])
+            now = with_savings(given, offers[:count])
             return Sets(to_decisions(profile, now.options, now.readings, written=manner.written), profile)
 
-        least_bytes = sets(len(steps)).room_needed
-        # Not below what is needed with everything given up, or no number of steps would be enough.
+        least_bytes = sets(len(offers)).room_needed
+        # Not below what is needed with everything given up, or no number of savings would be enough.
         room = max(int(manner.share * capacity_bytes), min(least_bytes, capacity_bytes))
-        low, high = 0, len(steps)
+        low, high = 0, len(offers)
         # By halves: the more is given up, the less room is needed.
         while low < high:
             middle = (low + high) // 2

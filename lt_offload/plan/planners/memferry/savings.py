@@ -41,14 +41,14 @@ class Saving:
     reading: Reading = Reading()
 
 
-def with_savings(given: Given, steps: Sequence[Saving]) -> Given:
-    """Return ``given`` after ``steps``."""
+def with_savings(given: Given, chosen: Sequence[Saving]) -> Given:
+    """Return ``given`` with the ``chosen`` savings made, one after the other."""
     options, readings = list(given.options), list(given.readings)
-    for step in steps:
-        if step.option is not None:
-            options[step.block] = step.option
+    for saving in chosen:
+        if saving.option is not None:
+            options[saving.block] = saving.option
         else:
-            readings[step.tensor] = step.reading
+            readings[saving.tensor] = saving.reading
     return replace(given, options=tuple(options), readings=tuple(readings))
 
 
@@ -64,7 +64,7 @@ def savings(profile: Profile, given: Given, allowed: Allowed, *, link_price: flo
     rungs = ladder(profile, allowed, link_price=link_price).rungs
     found = [Saving(price=rung.price, block=rung.block, option=rung.option) for rung in rungs]
     found += _of_tensors(profile, given, link_price)
-    return sorted(found, key=lambda step: (step.price, step.block, step.tensor))
+    return sorted(found, key=lambda saving: (saving.price, saving.block, saving.tensor))
 
 
 def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[Saving]:

@@ -39,9 +39,9 @@ class OffmateConfig:
     optimistic: bool = False
     """For bounds of any planner's plans: also allow for activations that are dropped and computed again, at the cost of
     one forward, and let embeddings that can be read in host memory cost neither copies nor device memory."""
-    window: int = 6
+    reach: int = 6
     """Steps before and after a use in which its transfers may run."""
-    gradient_window: int = 3
+    gradient_reach: int = 3
     """Steps in which gradients are copied to the host."""
     traffic_weight: float = 1e-4
     """Weight of a second of copying in the objective; without it the solver returns pointless traffic."""
@@ -52,8 +52,8 @@ class OffmateConfig:
 
     def __post_init__(self) -> None:
         least = {
-            "window": 2,
-            "gradient_window": 1,
+            "reach": 2,
+            "gradient_reach": 1,
             "lag": 0,
             "lookahead": 0,
             "traffic_weight": 0,

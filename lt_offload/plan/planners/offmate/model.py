@@ -37,9 +37,9 @@ A group whose first forward directly follows its last backward (``tau_f = 1``, t
 which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
 wait: ``OP`` and the fetch belong to that step and are counted in C11, C12 and C14.
 
-Transfers are allowed in windows around the uses only; between two windows one variable says what stays. This makes the
-program small enough to solve in seconds and costs less than 0.1 % with the default window. The windows after a use are
-as necessary as those before: without them everything that leaves would have to leave within the step that uses it.
+Transfers are allowed in steps near the uses only (the ``reach``); between them one variable says what stays. This makes
+the program small enough to solve in seconds and costs less than 0.1 % with the default. Steps after a use are as
+necessary as those before: without them everything that leaves would have to leave within the step that uses it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class GroupBuilder:
         # The host needs a step to receive gradients, one to update and one to send the result back.
         on_host = config.host_update and trainable and first_use >= 3
         late = config.host_update and late_update and trainable and first_use < 3
-        release = config.window + config.gradient_window if trainable else 0
+        release = config.reach + config.gradient_reach if trainable else 0
         resident, fetched = self._residency("R", uses, release)
         state, state_fetched = self._residency("S", (0,), release) if paged else ([0.0] * steps, [])
         self.terms = GroupTerms(
@@ -137,7 +137,7 @@ class GroupBuilder:
             self._require_states()
 
     def _gradient_steps(self, first_use: int) -> int:
-        return first_use if self.config.optimistic else min(self.config.gradient_window, first_use - 2)
+        return first_use if self.config.optimistic else min(self.config.gradient_reach, first_use - 2)
 
     def _update_steps(self, first_use: int) -> range:
         return range(first_use) if self.config.optimistic else range(1, first_use - 1)
@@ -151,14 +151,14 @@ class GroupBuilder:
     def _residency(self, name: str, uses: tuple[int, ...], release: int) -> tuple[list[Term], list[int]]:
         """Return the residency per tau, 1 at uses (C2), and the taus of possible prefetches.
 
-        There is a variable for each of the ``release`` steps after a use and the ``window - 1`` steps before the next
+        There is a variable for each of the ``release`` steps after a use and the ``reach - 1`` steps before the next
         one, and a common one for all steps between.
         """
         resident: list[Term] = [1.0] * self.steps
         fetched: list[int] = []
         for use, following in zip(uses, (*uses[1:], uses[0] + self.steps), strict=True):
             gap = [tau % self.steps for tau in range(use + 1, following)]
-            late = gap[max(0, len(gap) - self.config.window + 1) :]
+            late = gap[max(0, len(gap) - self.config.reach + 1) :]
             fetched += late
             middle: Term | None = None
             for position, tau in enumerate(gap):
@@ -174,7 +174,7 @@ class GroupBuilder:
         """Return the taus in which updated weights may leave: after the update, and around every further use."""
         taus = set(range(release))
         for use in uses[1:]:
-            taus.update(range(use - self.config.window, use + self.config.window))
+            taus.update(range(use - self.config.reach, use + self.config.reach))
         return sorted(taus & set(range(self.steps - 1)))
 
     def _require_weights(self) -> None:
@@ -200,7 +200,7 @@ class GroupBuilder:
     def _require_host_update(self) -> None:
         v, problem, last = self.terms, self.problem, self.terms.first_use - 1
         self._require_all_on_host()
-        arriving = last + 1 if self.config.optimistic else min(self.config.gradient_window, last)
+        arriving = last + 1 if self.config.optimistic else min(self.config.gradient_reach, last)
         for tau in range(1 - self.same, arriving):
             updated = [(1.0, flow) for flow in v.host_update[: tau + 1]]
             # C7; C6 implies it for later steps.
@@ -481,7 +481,7 @@ class Program:
         peak, scratch = self.gradient_peak(v.group), self._scratch_ratio(v.group)
         add(self.other[update], [(size * peak, 1.0), (size * (1 - peak), v.host_share)])
         add(self.other[update], [(size * peak * scratch, 1.0), (-size * peak * scratch, v.host_share)])
-        for tau in range(1, min(self.config.gradient_window, v.first_use - 2)):
+        for tau in range(1, min(self.config.gradient_reach, v.first_use - 2)):
             left = [(-size, flow) for flow in v.grad_offload[:tau]]
             add(self.other[(update + tau) % self.steps], [(size, v.host_share), *left])
         backwards = [self.timeline.backward(block) for block in reversed(v.group.blocks)]

@@ -72,7 +72,7 @@ class RelaxedPrograms:
 
 
 def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> float:
-    """Return the seconds that no iteration within the budgets and the transfer windows can beat.
+    """Return the seconds that no iteration can beat within the budgets, with transfers within reach of the uses.
 
     Solves the relaxation only.
 

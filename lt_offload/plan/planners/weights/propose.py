@@ -37,7 +37,7 @@ _MARGINS = {"device": (0, 1, 2, 3, 4), "host": (0, 2)}
 """Numbers of layers, by the place of updates. The paper's own excess amounts to one; whole steps need more memory than
 moments do. Where the host updates, it mostly sets the pace, and margins matter little."""
 _LEVELS = 20
-"""In how many steps activations are given up."""
+"""In how many stages activations are given up."""
 _PATIENCE = 10
 """How many selections in a row that are no better end the search for one place of updates; those with the least work
 for any lane come first."""
