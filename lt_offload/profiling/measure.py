@@ -106,6 +106,7 @@ def profile(
     target = device_for(device)
     structure = structure or find_blocks(model, blocks)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
+    limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
     if target.type == "cuda":
         use_expandable_segments(target)  # as the device does: what the allocator wastes is measured below
     machine = hardware or _with_model(measure_hardware(target, on_progress=on_progress), model, optimizer)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lt_offload
-from lt_offload.errors import ConfigError, ModelError
+from lt_offload.errors import ConfigError, ModelError, UnsupportedError
 from lt_offload.machine.accounting import Account
 from lt_offload.profiling.hardware import TakenHostBytes, load_hardware
 from lt_offload.profiling.measure import extent, profile
@@ -417,3 +417,9 @@ def test_what_the_model_takes_of_the_ram_is_there_for_the_plan(monkeypatch: pyte
     assert (found.host_bytes, found.pinnable_bytes) == (1000, 300)
     assert found.process_bytes == 10_000_000 - taken
     assert lt_offload.profile(model, models.batch(model), optimizer=optimizer, hardware=machine).hardware == machine
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = models.build("llama"), models.build("llama")
+    with pytest.raises(UnsupportedError, match=r"trainable parameter \S+ that the optimizer does not hold"):
+        profile(model, models.batch(model), optimizer=torch.optim.SGD(other.parameters(), lr=0.1), device="cpu")
