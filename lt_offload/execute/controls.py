@@ -11,26 +11,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.execute.blocks.runs import repeated
+from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
+from lt_offload.execute.handover import Handover
 from lt_offload.execute.iteration import HALFWAY, Iteration, Transition
+from lt_offload.execute.memory.activations import ROUNDING
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot
-from lt_offload.execute.memory.streaming import room
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import first_changes
 from lt_offload.execute.updates.clipping import RestClipping, require_positive
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.window import CarriedWindow, Window
-from lt_offload.execute.user_code.checks import InstalledSetup, may_repeat
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard, TrackedTensor
 from lt_offload.execute.user_code.step_hooks import ManualLoop
 from lt_offload.model.blocks import Structure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
+from lt_offload.units import format_bytes
 
 
 class Controls(ABC):
@@ -39,6 +40,8 @@ class Controls(ABC):
     model: nn.Module
     structure: Structure
     plan: Plan | None
+    """What is carried out. Another may stand here whose times alone are others, as a correction makes it: walk, window
+    and residency go on with the one that they were made of."""
     device: Device
     weights: list[Weight]
     updates: Updates | None
@@ -48,13 +51,12 @@ class Controls(ABC):
     gradients: Gradients | None
     _window: Window
     _guard: Guard
-    _fixed: InstalledSetup
     _gradient_view: GradientView
+    _handover: Handover
     _blocks: list[list[Weight]]
     _updated_on_host: set[int]
     _grad_norm: Tensor | None
     _rest: RestClipping
-    _staying: bool
     _iteration: Iteration
     _undo: list[Callable[[], None]]
     own_loop: ManualLoop | None = None
@@ -275,8 +277,7 @@ class Controls(ABC):
         Args:
             optimizer: the one that is in use now.
         """
-        with self._guard.suspended:
-            return self._fixed.changed(optimizer)
+        return self._handover.changed(optimizer)
 
     def leave_window(self, optimizer: Optimizer) -> CarriedWindow:
         """Return what the micro-batches of the present window have left, for another engine; to be closed afterwards.
@@ -287,40 +288,13 @@ class Controls(ABC):
         Raises:
             UnsupportedError: if plain PyTorch would update a weight with it that is frozen now.
         """
-        self._iteration.enter(Transition.LEAVE, "another plan was to go on")
-        with self._guard.suspended:
-            self.drain()
-            held = [weight.total for weight in self.weights if weight.total is not None and weight.total.filled]
-            cleared, shown = self._gradient_view.cleared, self._gradient_view.used
-            if self._window.added:
-                shown = {total.weight.param: total.host for total in held}
-            sums = {param: total.clone() for param, total in shown.items()}
-            members = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
-            gone = sums.keys() - members if self._window.added else ()
-            for frozen in (weight for weight in self.weights if weight.param in gone):
-                raise limits.FROZEN_HALFWAY.error(f"{frozen.label} was frozen after {self._window.added} micro-batches")
-            rest = {param: param.grad.cpu() for _, param in self.structure.rest if param.grad is not None}
-            for param in rest:
-                param.grad = None
-        return CarriedWindow(added=self._window.added, cleared=cleared, sums=sums, rest=rest)
+        return self._handover.leave_window(optimizer)
 
     def enter_window(self, begun: CarriedWindow) -> None:
         """Go on in a window that another engine has begun."""
-        with self._guard.suspended:
-            for weight in self.weights:
-                if weight.param in begun.sums and weight.total is not None:
-                    weight.total.host.copy_(begun.sums[weight.param])
-                    weight.total.fill() if begun.added else weight.total.use_up()
-            if begun.sums and not begun.added:
-                self._gradient_view.shown.use(begun.sums)
-            for param, grad in begun.rest.items():
-                param.grad = grad.to(param.device)
-            self._window.added = begun.added
-            self._iteration.enter(Transition.CARRY)
-            if begun.added:
-                self.recorder.begin()
-            if not begun.cleared:
-                self._gradient_view.leave()
+        self._handover.enter_window(begun)
+        if begun.added:
+            self.recorder.begin()
 
     @abstractmethod
     def finish(self) -> None:
@@ -334,11 +308,7 @@ class Controls(ABC):
         Raises:
             UnsupportedError: if something was changed since the last iteration that cannot be, as the next would.
         """
-        with self._guard.suspended:
-            self._guard.check_thread()
-            self._fixed.check()
-            self._guard.begin()  # what was assigned to parameters is in the host copies from now on
-        return self._iteration.allows(Transition.LEAVE) and not self._staying and not self._guard.held
+        return self._handover.may_be_replaced()
 
     def take_in(self) -> None:
         """Let host copies be what users have assigned to parameters: the engine is about to be closed.
@@ -346,8 +316,7 @@ class Controls(ABC):
         Raises:
             UnsupportedError: if a parameter was given other values than it can have.
         """
-        with self._guard.suspended:
-            self._guard.begin()
+        self._handover.take_in()
 
     def may_run(self, plan: Plan) -> bool:
         """Return whether ``plan`` can do what users do beside training.
@@ -357,11 +326,7 @@ class Controls(ABC):
         in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
         """
         assert self.plan is not None
-        here, there = ([place == "host" for place in p.update_places] for p in (self.plan, plan))
-        if self.device.torch_device.type != "cpu" and here != there:
-            return False
-        arena = min(room(self._blocks, 0), self.plan.arena_bytes)
-        return plan.arena_bytes >= arena and may_repeat(self.structure, repeated(plan))
+        return self._handover.may_run(self.plan, plan, on_gpu=self.device.torch_device.type != "cpu")
 
     @property
     def stats(self) -> EngineStats:
@@ -375,6 +340,18 @@ class Controls(ABC):
         states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
         own = self.plan.process_bytes if self.plan is not None else 0
         return own + self.device.host_bytes + states + self.residency.snapshots.nbytes
+
+    def _check_host(self) -> None:
+        assert self.plan is not None
+        used = self.host_bytes
+        if used > self._host_limit(self.plan):
+            raise OverBudget(
+                f"training takes {format_bytes(used)} ({used} bytes) of host memory, states of the optimizer included, "
+                f"more than host_memory={self.plan.host_budget_bytes}; set host_memory={used} or more and plan again"
+            )
+
+    def _host_limit(self, plan: Plan) -> int:
+        return plan.host_budget_bytes + ROUNDING * len(self._blocks)
 
     def trace(self) -> Trace:
         """Return the last complete iteration, measured."""

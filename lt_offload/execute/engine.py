@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.torch import functorch_level
-from lt_offload.errors import OverBudget, UnsupportedError
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.blocks.run import BlockFunction, BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.controls import Controls
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
+from lt_offload.execute.handover import Handover
 from lt_offload.execute.iteration import Iteration, State, Transition
-from lt_offload.execute.memory.activations import ROUNDING, HostPool
+from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.bound_weights import BoundWeights, expose
 from lt_offload.execute.memory.groups import Layout, move_rest
 from lt_offload.execute.memory.residency import Residency
@@ -52,7 +53,6 @@ from lt_offload.model.calls import tensors_of
 from lt_offload.model.compiled import called, intercept, without_gradients
 from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
-from lt_offload.units import format_bytes
 
 _HOST = torch.device("cpu")
 
@@ -116,8 +116,7 @@ class Engine(Controls):
         self._fixed: InstalledSetup
         self._gradient_view: GradientView
         self._own: list[OwnParameters]
-        self._staying = False
-        """Somebody held memory of a weight when the engine was installed."""
+        self._handover: Handover
         self._backward = Backward(self._anchor)
         self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._runs.uses)
         self._deferred: DeferredForwards | None = None
@@ -137,7 +136,6 @@ class Engine(Controls):
         assert not self.installed
         device, plan = self.device, self.plan
         aliases = held_by_others(self.model, self.structure, device.torch_device)
-        self._staying = bool(aliases.held)
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
         layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
@@ -178,6 +176,17 @@ class Engine(Controls):
         self._fixed = InstalledSetup(self.structure, self.weights, self.updates, self._runs.repeated, self._runs.parted)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
+        self._handover = Handover(
+            self.structure,
+            self.weights,
+            self._blocks,
+            residency=self.residency,
+            iteration=self._iteration,
+            guard=self._guard,
+            setup=self._fixed,
+            view=self._gradient_view,
+            staying=bool(aliases.held),
+        )
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
         self._place = Place(device)
@@ -373,18 +382,6 @@ class Engine(Controls):
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
             self._check_host()
-
-    def _check_host(self) -> None:
-        assert self.plan is not None
-        used = self.host_bytes
-        if used > self._host_limit(self.plan):
-            raise OverBudget(
-                f"training takes {format_bytes(used)} ({used} bytes) of host memory, states of the optimizer included, "
-                f"more than host_memory={self.plan.host_budget_bytes}; set host_memory={used} or more and plan again"
-            )
-
-    def _host_limit(self, plan: Plan) -> int:
-        return plan.host_budget_bytes + ROUNDING * len(self._blocks)
 
     # -- one block ---------------------------------------------------------------------------------------------------
 

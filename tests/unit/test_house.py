@@ -56,6 +56,7 @@ ROOMS_OF_EXECUTE = (
     ("blocks",),
     ("user_code",),
     ("program", "iteration"),
+    ("handover",),
     ("controls",),
     ("engine",),
     ("execute",),  # __init__.py

@@ -1,0 +1,120 @@
+"""Another engine goes on: whether one has to, whether one may, and what a window that has begun leaves for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload import limits
+from lt_offload.execute.blocks.runs import repeated
+from lt_offload.execute.iteration import Iteration, Transition
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.streaming import room
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.execute.user_code.checks import InstalledSetup, may_repeat
+from lt_offload.execute.user_code.gradient_view import GradientView
+from lt_offload.execute.user_code.guard import Guard
+from lt_offload.model.blocks import Structure
+from lt_offload.schema.plan import Plan
+
+
+class Handover:
+    """What an engine does for the one that follows it, or for the one that it follows.
+
+    Args:
+        structure: the model's blocks.
+        weights: all of the engine.
+        blocks: those of each block.
+        residency: has their device copies.
+        iteration: says where it is.
+        guard: stands before users' code.
+        setup: as it was when the engine was installed.
+        view: what ``param.grad`` is.
+        staying: somebody held memory of a weight when the engine was installed.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        weights: Sequence[Weight],
+        blocks: Sequence[Sequence[Weight]],
+        *,
+        residency: Residency,
+        iteration: Iteration,
+        guard: Guard,
+        setup: InstalledSetup,
+        view: GradientView,
+        staying: bool,
+    ) -> None:
+        self._structure, self._weights, self._blocks = structure, weights, blocks
+        self._residency, self._iteration, self._window = residency, iteration, iteration.window
+        self._guard, self._setup, self._view, self.staying = guard, setup, view, staying
+
+    def changed(self, optimizer: Optimizer) -> str | None:
+        """See ``Engine.changed``."""
+        with self._guard.suspended:
+            return self._setup.changed(optimizer)
+
+    def leave_window(self, optimizer: Optimizer) -> CarriedWindow:
+        """See ``Engine.leave_window``."""
+        self._iteration.enter(Transition.LEAVE, "another plan was to go on")
+        added = self._window.added
+        with self._guard.suspended:
+            self._residency.complete_host()
+            sums = {param: total.clone() for param, total in self._sums().items()}
+            members = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+            gone = sums.keys() - members if added else ()
+            for frozen in (weight for weight in self._weights if weight.param in gone):
+                raise limits.FROZEN_HALFWAY.error(f"{frozen.label} was frozen after {added} micro-batches")
+            rest = {param: param.grad.cpu() for _, param in self._structure.rest if param.grad is not None}
+            cleared = self._view.cleared
+            for param in rest:
+                param.grad = None
+        return CarriedWindow(added=added, cleared=cleared, sums=sums, rest=rest)
+
+    def _sums(self) -> dict[nn.Parameter, Tensor]:
+        """Return the sums of the present window, or what the last updates have used, where it is kept."""
+        if not self._window.added:
+            return self._view.used
+        totals = [weight.total for weight in self._weights if weight.total is not None]
+        return {total.weight.param: total.host for total in totals if total.filled}
+
+    def enter_window(self, begun: CarriedWindow) -> None:
+        """See ``Engine.enter_window``."""
+        with self._guard.suspended:
+            for weight in self._weights:
+                if weight.param in begun.sums and weight.total is not None:
+                    weight.total.host.copy_(begun.sums[weight.param])
+                    weight.total.fill() if begun.added else weight.total.use_up()
+            if begun.sums and not begun.added:
+                self._view.shown.use(begun.sums)
+            for param, grad in begun.rest.items():
+                param.grad = grad.to(param.device)
+            self._window.added = begun.added
+            self._iteration.enter(Transition.CARRY)
+            if not begun.cleared:
+                self._view.leave()
+
+    def may_be_replaced(self) -> bool:
+        """See ``Engine.may_be_replaced``."""
+        with self._guard.suspended:
+            self._guard.check_thread()
+            self._setup.check()
+            self._guard.begin()  # what was assigned to parameters is in the host copies from now on
+        return self._iteration.allows(Transition.LEAVE) and not self.staying and not self._guard.held
+
+    def take_in(self) -> None:
+        """See ``Engine.take_in``."""
+        with self._guard.suspended:
+            self._guard.begin()
+
+    def may_run(self, present: Plan, other: Plan, *, on_gpu: bool) -> bool:
+        """Return whether ``other`` can do what users do beside training; see ``Engine.may_run``."""
+        here, there = ([place == "host" for place in plan.update_places] for plan in (present, other))
+        if on_gpu and here != there:
+            return False
+        arena = min(room(self._blocks, 0), present.arena_bytes)
+        return other.arena_bytes >= arena and may_repeat(self._structure, repeated(other))
