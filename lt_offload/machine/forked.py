@@ -84,7 +84,8 @@ def _answer(work: Callable[[], Any]) -> bytes:
     try:
         value = work()
     except BaseException as error:
-        # CUDA does not survive a fork, and its error would not say so: the way out is named instead.
+        # CUDA does not survive a fork: what it says about that is no error of the user's, and the way out is named
+        # instead.
         described = f"{type(error).__name__}: {error}"
         return pickle.dumps(("failed", described)) if "CUDA" in described else _pickled("raised", error, described)
     devices = {leaf.device for leaf in tree_leaves(value) if isinstance(leaf, Tensor)} - {torch.device("cpu")}

@@ -152,7 +152,8 @@ def _state_after_steps(sample: _Sample) -> int:
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
     part = replace(sample, shape=_cut(sample.shape))
-    # Fake tensors have shown the size after one step; by how much that grows is seen on a few real rows.
+    # Fake tensors came no further than into the first step, which had made the state by then: by how much that grows is
+    # seen on a few real rows.
     grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
     return round_up(held * max(grown) // max(1, grown[0]), STATE_ALIGNMENT) if most > 1 else held
 

@@ -205,7 +205,7 @@ def lines(
         return ""
     drawn = Drawing(traces=[_trace(curve, suffix) for curve in curves])
     top = max(known)
-    # A budget far above all that was used would press the curves to the ground: the caption names it.
+    # A limit far above the curves would press them to the ground.
     if limit is not None and limit[0] <= OUT_OF_VIEW * top:
         top = max(top, limit[0])
         drawn.traces.append(_limit(*limit, curves))

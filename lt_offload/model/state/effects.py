@@ -448,7 +448,7 @@ class _NumPy(_Part):
     @override
     def differs(self, before: Any, closely: bool) -> bool:
         now = self.save()
-        # Position, words, and the normal number that is left over: any draw moves the position, mostly.
+        # The position first, which nearly every draw moves; then the words, and the normal number that is left over.
         return bool(now[2] != before[2] or (now[1] != before[1]).any() or now[3:] != before[3:])
 
     @override

@@ -42,7 +42,7 @@ class _Lora(nn.Module):
         result: Tensor = self.base_layer(x)
         dtype = result.dtype
         if self.packed:
-            # As peft does, which clones here so that autograd lets nobody write into a view.
+            # As peft does, which is wary of backwards through a view that is written to.
             result = result.clone()
         down: Any = self.lora_A["default"]
         up, dropout = self.lora_B["default"], self.lora_dropout["default"]
