@@ -1,4 +1,4 @@
-"""What becomes of what a block saves for its backward: the rules, for the code that measures and the code that trains.
+"""Rules about what a block saves for its backward, for the code that measures and the code that trains.
 
 The activation options:
 

@@ -35,7 +35,7 @@ Option = Literal["keep", "recompute", "mixed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """What one block costs on its own."""
+    """The cost of one block on its own."""
 
     input_bytes: int
     output_bytes: int

@@ -1,4 +1,4 @@
-"""Whether a block's second run gives the numbers of its first.
+"""Checks whether a block's second run gives the numbers of its first.
 
 What a block sees of its own modules, arguments and contexts is put back for a second run. What it finds elsewhere, in
 global variables or closures, nobody can know; but its outputs tell. In a few iterations their bits are summed up in

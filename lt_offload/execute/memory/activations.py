@@ -36,33 +36,33 @@ ROUNDING = 2 * _PAGE
 """Bytes that the host copies of one block's activations may take beyond their size: whole pages, storages aligned."""
 
 
-Part = tuple[torch.Size, torch.dtype]
-"""What a storage is copied as."""
+Form = tuple[torch.Size, torch.dtype]
+"""Shape and dtype as which a storage is copied."""
 
 
 class HostBuffer(Cell):
     """Host memory for the activations of one block; whoever uses it next waits for ``used``, the last task that did."""
 
-    __slots__ = ("_layout", "_parts", "data", "used")
+    __slots__ = ("_layout", "_places", "data", "used")
 
     def __init__(self, data: Tensor) -> None:
         super().__init__("host activation")
         self.data = data
         self.used: Event | None = None
-        self._layout: tuple[Part, ...] = ()
-        self._parts: list[Tensor] = []
+        self._layout: tuple[Form, ...] = ()
+        self._places: list[Tensor] = []
 
-    def parts(self, layout: Sequence[Part]) -> list[Tensor]:
+    def places(self, layout: Sequence[Form]) -> list[Tensor]:
         """Return one tensor per element of ``layout``, side by side; mostly it is the layout of the last time."""
         wanted = tuple(layout)
         if wanted != self._layout:
             at = 0
-            self._layout, self._parts = wanted, []
+            self._layout, self._places = wanted, []
             for shape, dtype in wanted:
                 nbytes = shape.numel() * dtype.itemsize
-                self._parts.append(self.data[at : at + nbytes].view(dtype).view(shape))
+                self._places.append(self.data[at : at + nbytes].view(dtype).view(shape))
                 at += round_up(nbytes, _HOST_ALIGNMENT)
-        return self._parts
+        return self._places
 
 
 class HostPool:
@@ -150,7 +150,7 @@ class Moved:
 class MovedStorage:
     """One storage that saved tensors share: on the device, on its way, or on the host."""
 
-    __slots__ = ("__weakref__", "device", "nbytes", "owner", "part", "taken", "users", "watched")
+    __slots__ = ("__weakref__", "device", "nbytes", "owner", "form", "taken", "users", "watched")
 
     def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.owner = owner
@@ -159,11 +159,11 @@ class MovedStorage:
             whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
             self.device: Tensor | None = tensor.detach() if whole else _bytes_of(tensor.device, storage)
             """All of it on the device; None while only the host has it."""
-        self.part: Part = self.device.shape, self.device.dtype
+        self.form: Form = self.device.shape, self.device.dtype
         self.taken: list[weakref.ref[Moved]] = []
         """Saved tensors that share it."""
         self.users = 0
-        """Those that have not been unpacked yet."""
+        """How many of these have not been unpacked yet."""
         self.watched: tuple[Tensor, int] | None = None
         """A tensor that nobody may write to before it has been copied, and its version when it was saved."""
 
@@ -205,7 +205,7 @@ class ActivationOffloader:
         """After it."""
         self._host: HostBuffer | None = None
         """Where all storages go, side by side."""
-        self._parts: list[Tensor] = []
+        self._places: list[Tensor] = []
         """The host memory of each storage."""
         self._nbytes = 0
         self._left: Event | None = None
@@ -256,13 +256,13 @@ class ActivationOffloader:
             sources.append(storage.device)
         self._take_host_memory()
         assert self._host is not None
-        parts, used = self._parts, self._host.used
+        places, used = self._places, self._host.used
         self._leaving = self._memory, sources
         # After the mark, as kernels of the forward may still be writing the sources; after ``used``, as the last
         # iteration's copies back may still be reading this host memory.
         self._left = self.device.submit(
             "d2h",
-            partial(self.device.copy_all, parts, sources),
+            partial(self.device.copy_all, places, sources),
             after=[self.device.mark(writes=[self._memory]), *([] if used is None else [used])],
             reads=[self._memory],
             writes=[self._host],
@@ -292,13 +292,13 @@ class ActivationOffloader:
             return
         assert self._left is not None and self._host is not None
         self._memory = Cell(f"fetched activations {self.label}")
-        targets = self.device.empty_all([storage.part for storage in self._storages])
+        targets = self.device.empty_all([storage.form for storage in self._storages])
         for storage, target in zip(self._storages, targets, strict=True):
             storage.device = target
         # After a new mark: the memory of ``empty`` may still be in use by kernels that were launched before.
         self._fetched = self.device.submit(
             "h2d",
-            partial(self.device.copy_all, targets, self._parts),
+            partial(self.device.copy_all, targets, self._places),
             after=[self._left, self.device.mark(writes=[self._memory])],
             reads=[self._host],
             writes=[self._memory],
@@ -326,7 +326,7 @@ class ActivationOffloader:
         if self._host is not None:
             self.pool.give(self._host, self._fetched or self._left)
             self._host = None
-        self._parts = []
+        self._places = []
         self._storages.clear()
 
     def _take_host_memory(self) -> None:
@@ -335,7 +335,7 @@ class ActivationOffloader:
         self._nbytes = sum(sizes)
         self._host = self.pool.take(sum(round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes))
         with _no_modes():
-            self._parts = self._host.parts([storage.part for storage in self._storages])
+            self._places = self._host.places([storage.form for storage in self._storages])
 
 
 def given_back(kept: Any) -> Any:
