@@ -1,8 +1,8 @@
 """Private names of torch: what each gives, and what breaks without it.
 
-All of them are, with the same parameters, in the sources of torch 2.11.0 (the oldest that is supported), 2.13.0 (which
-the tests run with) and 2.14.1. Names are torch's own objects where that is possible, and ``attrgetter`` is written in
-C: what stands on the path of every operation costs no frame of Python more than the private name itself.
+All of them are in torch 2.11.0 (the oldest that is supported), 2.13.0 (which the tests run with) and 2.14.1, those
+that are written in Python with the same parameters. Names are torch's own objects where that is possible, and
+``attrgetter`` is written in C: what stands on the path of every operation costs no frame of Python more.
 """
 
 from __future__ import annotations
