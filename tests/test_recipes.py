@@ -159,6 +159,7 @@ def quick() -> list[str]:
     return [n for n in PLANNED if "lora" not in n and "accumulate_grad_batches" not in settings(n)["trainer"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED if sampling.FULL else sampling.some(quick(), 1))
 def test_the_command_in_the_header_plans_the_recipe(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -205,6 +206,7 @@ def different() -> list[str]:
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", different())
 def test_a_scaled_down_model_trains_two_steps(
     name: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -58,6 +58,7 @@ def assert_same_bytes(found: Profile, expected: Profile) -> None:
             assert {name: getattr(a, name) for name in SIZES} == {name: getattr(b, name) for name in SIZES}, ours.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama-tied", "bloom"])
 def test_bytes_under_autocast_equal_those_with_weights(family: str) -> None:
     model = models.build(family)
@@ -75,6 +76,7 @@ def test_bytes_under_autocast_equal_those_with_weights(family: str) -> None:
     assert found.blocks != fake(model.config).blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_bytes_without_weights_equal_those_with_weights(family: str) -> None:
     model = models.build(family)
@@ -116,6 +118,7 @@ def test_without_padding_at_most_a_mask_is_counted_that_is_not_there(family: str
             assert b.offload_bytes <= a.offload_bytes <= b.offload_bytes + mask_and_heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(("dtype", "autocast"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
 def test_bytes_of_mixtures_of_experts_equal_those_with_weights(family: str, dtype: str, autocast: str | None) -> None:
@@ -136,12 +139,14 @@ def test_bytes_of_mixtures_of_experts_equal_those_with_weights(family: str, dtyp
     assert_same_bytes(fake(config, dtype=dtype, autocast=autocast), expected)
 
 
+@pytest.mark.slow
 def test_bytes_in_bfloat16_with_dropout() -> None:
     config = models.build("llama", dropout=0.1).config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     assert_same_bytes(fake(config, dtype="bfloat16"), real(model))
 
 
+@pytest.mark.slow
 def test_bytes_with_lora() -> None:
     config = models.build("llama").config
     found = fake(config, lora={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
