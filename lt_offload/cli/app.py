@@ -69,7 +69,7 @@ class App(LightningCLI):
     def __init__(self, verb: Callable[..., int], recipe: Path, files: Sequence[Path], args: Sequence[str]) -> None:
         self.verb = verb
         self.recipe = recipe
-        # Asked of the flags: once they are parsed, nothing tells a flag from what the recipe says.
+        # The flags are asked: once they are parsed, nothing tells them from what the recipe says.
         self._names_data = any(arg.startswith("--data.path") for arg in args)
         self.options: dict[str, Any] = {}
         self.summary = RunSummary()
@@ -192,7 +192,7 @@ class App(LightningCLI):
         kwargs["logger"] = trains and loggers(config.get("logger"), self.run_dir, self.options.get("wandb"))
         self.summary = RunSummary(self.run_dir)
         strategy = config.get("strategy")
-        # Only a strategy that has such a setting, and whose user has not set it to another folder.
+        # Other strategies have no such setting, and a folder that the user has named stays.
         if getattr(strategy, "report_dir", "none") is None:
             strategy.report_dir = self.run_dir
         callbacks = config.get("callbacks") or []

@@ -53,11 +53,10 @@ def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: 
     given = [*files]
     for index, file in enumerate(given):
         if _group(file, "model").get(setting) is not None:
-            # Before that file: what it says about the learning rate has to
-            # win over the piece, as what all later files say.
+            # The piece comes before that file, whose learning rate has to win, as those of all later files do.
             return [*given] if file.resolve() == piece.resolve() else [*given[:index], piece, *given[index:]]
     if any(_switches_on(arg, following, setting) for arg, following in pairwise([*args, ""])):
-        # Switched on by a flag: behind all files then, since flags override it anyway.
+        # A flag switches it on, so it comes behind all files: flags override it anyway.
         return [*given, piece]
     return given
 

@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     What the codes mean is in ``static/help.py``, and in ``--help``.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    # First of all: a shell waits at every press of the tab key, and whatever is printed besides would be an answer.
+    # This comes first: a shell waits at every press of the tab key, and takes whatever is printed for an answer.
     if args[:1] == [ASK]:
         print(*answers(args[1:]), sep="\n")
         return 0
-    # Taken out by hand, as they are valid at any place and for verbs that know nothing of them.
+    # They are taken out by hand, as they are valid at any place, and for verbs that know nothing of them.
     debug, quiet = "--debug" in args, "--quiet" in args or not processes.is_first()
     args = [arg for arg in args if arg not in ("--debug", "--quiet")]
     try:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OffloadError as error:
         return _fail(str(error), debug=debug, code=2)
-    # What a user can mend, and so no defect; other errors of the system may be either.
+    # A user can mend permissions, so this is no defect; other errors of the system may be either.
     except PermissionError as error:
         said = f"{str(error.filename)!r}: {error.strerror}" if error.filename else str(error)
         return _fail(said, debug=debug, code=2)

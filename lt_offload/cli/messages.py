@@ -110,6 +110,6 @@ def _without_bars() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    # By the environment, as datasets reads it when it is imported, which comes later and in workers again.
+    # datasets reads this from the environment when it is imported, which comes later, and in workers again.
     if quiet() or not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

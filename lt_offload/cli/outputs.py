@@ -40,7 +40,7 @@ def make_folder(path: str | Path, setting: str) -> Path:
     target = user_path(path)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        # Tried: bits of permission do not tell of a file system that is read-only or full.
+        # A file is written to find out: bits of permission do not tell of a file system that is read-only or full.
         with tempfile.TemporaryFile(dir=target):
             pass
     except OSError as error:

@@ -32,7 +32,7 @@ _OTHER_VERBS = {
     "merge": "adapters are merged into the model by lt-finetune export RUN",
     "preprocess": "what is trained on is shown by lt-finetune data RECIPE",
 }
-"""What to call here for verbs of other tools."""
+"""For verbs of other tools, what is called here instead."""
 _GROUPS = ("model", "data", "trainer")
 
 
@@ -53,7 +53,7 @@ def find(recipe: str) -> Path:
     if is_run(path):
         return path / "config.yaml"
     known = shipped()
-    # As people type it who look at the repository.
+    # People who look at the repository type the path that they see there.
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
     if name in known:
         return known[name]
@@ -96,7 +96,7 @@ def for_gpu(files: Sequence[Path]) -> list[Path]:
 
 
 def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:
-    # By what is above and not by all that were read: two bases may build on one file without a circle.
+    # Only the files above count: two bases may build on one file without a circle.
     if path.resolve() in above:
         raise ConfigError(f"base: {path} builds on itself")
     bases = [file for base in _named(path, "base") for file in _expand(base, (*above, path.resolve()))]

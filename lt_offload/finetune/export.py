@@ -87,7 +87,7 @@ def export(
     if format == "gguf":
         check_writable(base_of(whole).config, tokenizer)
     with _plain(whole), _stopping_at(ends, whole):
-        # Before adapters are merged: a merge into four bits would round away most of what was learned.
+        # This comes before adapters are merged: a merge into four bits would round away most of what was learned.
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
         if adapted:

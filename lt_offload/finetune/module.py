@@ -186,9 +186,9 @@ class FineTune(LightningModule):
         self._vocabulary: int | None = None
         """Tokens of the data's tokenizer, once it has been seen."""
         self._losses: list[Tensor] = []
-        """Of the batches of the present update so far."""
+        """Losses of the batches of the present update so far."""
         self._tokens: Tensor | None = None
-        """What their losses are divided by."""
+        """Tokens by which their losses are divided."""
         self._untold: Tensor | None = None
         """Tokens of the present update, while a step of a subclass runs that is not told."""
         self._optimizer_settings: dict[str, Any] | None = None

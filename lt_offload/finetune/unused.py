@@ -28,7 +28,7 @@ def refuse_unused(
     """
     for name, value in settings.items():
         default = default_of(owner, name)
-        # As written, since YAML has lists where a signature has tuples.
+        # Values are compared as they are written: YAML has lists where a signature has tuples.
         if as_written(value) != as_written(default):
             raise ConfigError(
                 f"{prefix}{name}={as_written(value)} changes nothing with {beside}; "

@@ -311,7 +311,8 @@ def _keys(item: _MeasuredOp, plan: Plan, profile: Profile, run: Mapping[int, Com
         option = what.option
         seconds = option.forward_s if op.kind == "forward" else option.backward_s
         yield op.kind, kind, option.name, seconds
-        # And under a coarser key, by which options that did not run are scaled like those of their kind that did.
+        # It counts under a coarser key, too, by which options that did not run are
+        # scaled like those of their kind that did.
         yield op.kind, kind
         yield from ((f"read {op.kind}", tensor, op.block) for tensor in plan.zero_copy(op))
     elif op.lane not in ("compute", "none"):

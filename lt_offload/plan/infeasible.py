@@ -124,7 +124,7 @@ def _smaller_inputs(profile: Profile, request: Request) -> Iterator[str]:
     """Yield the largest batch and sequence that fit, if activations are proportional to them."""
     for name, present in (("batch_size", profile.batch_size), ("sequence_length", profile.sequence_length)):
         low, high = 0, present
-        # By halves, and to a part of what was asked: the answer is an estimate.
+        # Halving ends at a part of what was asked: the answer is an estimate.
         while high - low > max(1, present // 64):
             middle = (low + high) // 2
             low, high = (middle, high) if _fits(_scaled(profile, middle / present), request) else (low, middle)

@@ -122,7 +122,7 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
         settings: budgets and switches.
         exact: no plan rather than one that sums in another order than plain PyTorch.
     """
-    # First of all: each of its forwards becomes a pass, and the plan of passes is made by the rules below.
+    # This comes first: each of its forwards becomes a pass, and the plan of passes is made by the rules below.
     if profile.deferred_forwards:
         return plan_forwards(profile, settings, partial(make_plan, exact=exact))
     if has_windows(settings):
@@ -140,7 +140,7 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
         try:
             plan = _plan(chunked, replace(settings, time_limit=left))
         except InfeasibleError as other:
-            # Of two that do not fit, the message that asks for less memory is the one that helps.
+            # Where neither fits, the error that asks for less memory helps more.
             if (other.needed_bytes or math.inf) < (error.needed_bytes or math.inf):
                 raise other from None
             raise error from None

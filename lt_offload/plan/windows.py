@@ -159,6 +159,6 @@ def priced(plan: Plan, profile: Profile) -> Plan:
 
 def _alone_s(plan: Plan, profile: Profile) -> float:
     """Return the seconds of an accumulating pass that follows others."""
-    # Of four and of five: the difference is a pass in the middle, without what the first and the last one do.
+    # The difference between four passes and five is one in the middle, without what the first and the last do.
     long, longer = (simulate(replace(plan, window=window), profile).iteration_time for window in (4, 5))
     return longer - long

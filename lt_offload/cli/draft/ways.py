@@ -48,7 +48,7 @@ class Method:
     pieces: tuple[str, ...] = ()
     """Files of ``configs`` that it builds on."""
     settings: tuple[tuple[str, Any, str], ...] = ()
-    """Of the model, with their meaning."""
+    """Settings of the model, with their values and meaning."""
 
 
 METHODS = (
@@ -180,8 +180,8 @@ class Drafts:
             if way.plan is not None and (way.good or split.accumulate > 1):
                 break
             try:
-                # Computed from one profile instead of estimated anew: a
-                # comparison needs no more, and takes a fraction.
+                # One profile is scaled instead of estimated anew: a comparison needs no more,
+                # and takes a fraction of the time.
                 part = in_parts(scaled(whole, BATCH // split.accumulate), split.parts)
                 found = self._plan(part, _PRICE_SECONDS, split.accumulate)
             except InfeasibleError as error:
@@ -278,7 +278,8 @@ class Drafts:
         file = self.folder / "draft.yaml"
         file.write_text(self.text(way), encoding="utf-8")
         with keeping_quiet(True):
-            # Through the file and the parser, as the user will run it: a recipe that is written has been read once.
+            # The draft goes through a file and the parser, as it will when the user runs it: a
+            # recipe that is written has been read.
             app = App(plan, file, recipes.chain(file), [])
             return estimate(app, self.machine.profile, micro_batches=way.split.parts)
 

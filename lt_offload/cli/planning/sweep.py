@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.profile import HardwareProfile, Profile
 
 _SECONDS = 90.0
-"""What the plans of a sweep may take together ..."""
+"""Seconds for all plans of a sweep together ..."""
 _LEAST_SECONDS = 4.0
 """... unless each of them has less than this."""
 
@@ -78,7 +78,8 @@ def _questions(app: App, asked: SweepRange, memory: Budget, hardware: str | None
 
     def question(machine: HardwareProfile, budget: int, ram: int, profile: Profile | None) -> Question:
         def plan_it() -> Plan:
-            # Raised when its turn comes: one machine without figures is a row of the table, not the end of the sweep.
+            # The error comes with the point's turn: one machine without figures is a row of
+            # the table, not the end of the sweep.
             if profile is None:
                 raise InfeasibleError(f"there are no figures for {app.model.model_dtype}")
             return solve(profile, budget, ram)

@@ -22,7 +22,7 @@ ASK = "--complete"
 FILES = ":files"
 """An answer: complete names of files, too."""
 OPTIONS = ("--help", "--version", "--quiet", "--debug")
-"""Of the program, without a verb."""
+"""Flags of the program, without a verb."""
 _WITH_RECIPE_AND_MORE = ("cp",)
 """Verbs without settings whose first word is a recipe all the same."""
 

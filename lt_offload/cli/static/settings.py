@@ -103,7 +103,7 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Documented) -> None:
     """
     own = _own(verb)
     more = [Path(text) for name, text in flags(args) if name == "config" and text is not None and is_file(text)]
-    # Which class the strategy is, decides whether settings below it can be known: so it is looked for first.
+    # The class of the strategy decides whether settings below it can be known, so it is looked for first.
     strategy = values([*files, *more]).get("trainer.strategy")
     for file in (*files, *more):
         for key, value in read(file).items():
@@ -165,7 +165,7 @@ def _objects() -> list[str]:
     plain = {"str", "int", "float", "bool", "Union", "Optional", "None", "list", "tuple", "dict", "Literal"}
 
     def is_object(annotation: str) -> bool:
-        # By the names in a type: whatever is none of Python's plain types may be a class that a recipe names.
+        # A name in a type that is none of Python's plain ones may be a class that a recipe names.
         names = {node.id for node in ast.walk(ast.parse(annotation)) if isinstance(node, ast.Name)}
         return bool(names - plain)
 
@@ -196,7 +196,7 @@ def _check_choice(setting: RecipeSetting, value: Any, where: str) -> None:
 def unknown(key: str, known: Sequence[str], where: str = "") -> str:
     """Return the error about a setting that is none of ``known``, with those that may have been meant."""
     prefix, _, last = key.rpartition(".")
-    # As of --data.path.x: the setting is there, and has no settings below.
+    # For --data.path.x the setting is there, and has no settings below it.
     if prefix in known and not any(name.startswith(f"{prefix}.") for name in known):
         return f"unknown setting {key!r}{where}; {prefix} is given as one value: --{prefix} VALUE"
     close = [name for name in known if name.rpartition(".")[2] == last]

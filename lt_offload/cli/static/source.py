@@ -184,7 +184,7 @@ def _path(module: str) -> Path | None:
     if outermost == PACKAGE:
         root = _PACKAGE_FOLDER
     else:
-        # Of the outermost package only, as to find a submodule imports all packages above it.
+        # Only the outermost package is looked for: to find a submodule imports all packages above it.
         spec = find_spec(outermost)
         if spec is None or spec.origin is None:
             return None

@@ -63,7 +63,7 @@ def export(
     target = check_target(output or _default_output(app, kind), format)
     check_form(format, merge=merge, quantize=quantize)
     parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
-    # Known from the settings; the export itself would notice it when the model is loaded, minutes later.
+    # The settings tell it already; the export itself would notice it once the model is loaded, minutes later.
     if (format == "adapter" or not merge) and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(
             f"--{'format adapter' if merge else 'merge false'}: the recipe has no adapters, neither model.lora nor "
@@ -79,7 +79,7 @@ def export(
     content = None
     if ckpt_path is not None:
         content = checkpoint.load(ckpt_path, weights_only=True)
-        # Of the weights only: states of the optimizer may be most of a checkpoint, and are not exported.
+        # Only weights are checked: states of the optimizer may be most of a checkpoint, and are not exported.
         sums.check(Path(ckpt_path), content, only="state_dict")
     if content is None:
         model = app.model.build()

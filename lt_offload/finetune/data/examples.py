@@ -307,8 +307,8 @@ class Stream:
                 if isinstance(each, RowFault):
                     self.bad += 1
                     if not preparation.skip_bad_rows:
-                        # Only where the first row of all fails are its keys looked at:
-                        # later, others have been read by the same keys.
+                        # Other keys are looked for only if the first row of all fails: later,
+                        # others have been read by the same keys.
                         hint = preparation.hint(rows[number - count], layout, source) if number == 0 else None
                         report_bad([(number, str(each))], None, source.places, skip=False, hint=hint)
                     if len(bad) <= MOST_NAMED:
@@ -434,7 +434,7 @@ def code_fingerprint() -> str:
 
     found = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
     here = Path(__file__).parent
-    # Not batches/: what makes rows of tokens does not change the tokens.
+    # batches/ is left out: it arranges tokens in rows, and does not change them.
     for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")]):
         found.update(file.read_bytes())
     return found.hexdigest()

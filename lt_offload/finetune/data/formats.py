@@ -165,7 +165,7 @@ class Encoder:
                 made.append(self.write(row, layout, from_table=from_table))
             except RowFault as fault:
                 made.append(fault)
-        # In two calls, as a tokenizer adds its own tokens to every text of a call or to none.
+        # There are two calls, as a tokenizer adds its own tokens to every text of a call or to none.
         for plain in (True, False):
             numbers = [i for i, each in enumerate(made) if isinstance(each, Written) and each.plain is plain]
             for number, example in zip(numbers, self._tokenize([made[i] for i in numbers], plain), strict=True):
@@ -253,7 +253,7 @@ class Encoder:
     def text_prompt(self, text: str) -> list[int]:
         """Return the tokens of a text to be continued."""
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        # Without the token that ends the text, behind which there is nothing to continue.
+        # The token that ends the text is left out: behind it there is nothing to continue.
         return ids[:-1] if self.closes_itself and ids else ids
 
     def alpaca_prompt(self, instruction: str) -> list[int]:
@@ -288,7 +288,8 @@ class Encoder:
         """Return a text of which the end is learned, as are the token that ends it and, without a prompt, all of it."""
         text = prompt + answer
         end = self.tokenizer.eos_token
-        # Written into the text, which a tokenizer makes its special token of. Some data end with it already.
+        # The token is written into the text, of which a tokenizer makes its special
+        # token. Some data end with it already.
         if end is not None and not self.closes_itself and not text.endswith(str(end)):
             text += str(end)
         begin = 0 if not prompt or self.train_on == "all" else len(prompt)

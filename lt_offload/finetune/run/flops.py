@@ -18,11 +18,11 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """What a device can do at most."""
+    """The most that a device can compute."""
 
     flops_per_s: float
     source: str
-    """What the number is, for people."""
+    """Where the number is from, for people."""
 
 
 def flops_per_token(model: nn.Module) -> float | None:

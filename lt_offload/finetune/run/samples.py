@@ -37,7 +37,7 @@ class Samples(Callback):
         self.clock = clock
         self.folder = folder
         self.written: list[RunSample] = []
-        """Of this part of the run."""
+        """Samples of this part of the run."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read every prompt, so that one that cannot be used is an error before training."""
@@ -74,7 +74,8 @@ class Samples(Callback):
         bar = trainer.progress_bar_callback
         if not (isinstance(bar, ProgressLine) and bar.note(what)):
             rank_zero_info(f"{what} ...")
-        # One by one: train() on the whole would wake up dropout in what a user keeps in evaluation mode.
+        # Modes are put back one by one: train() on the whole would wake up dropout in
+        # what a user keeps in evaluation mode.
         modes = [(module, module.training) for module in pl_module.modules()]
         pl_module.eval()
         try:

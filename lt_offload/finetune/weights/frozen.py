@@ -41,7 +41,7 @@ def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: 
 
 def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[int]:
     """Return the ids of the parameters that one of ``patterns`` names."""
-    # With every name of a tensor: tied embeddings are named once otherwise, and a pattern may mean the other one.
+    # Every name of a tensor counts: tied embeddings are named once otherwise, and a pattern may mean the other name.
     named = list(model.named_parameters(remove_duplicate=False))
     found: set[int] = set()
     for pattern in patterns:

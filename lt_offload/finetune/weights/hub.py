@@ -34,7 +34,8 @@ def _explained(name: str, error: BaseException) -> str:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    # By the names of all errors in the chain: the hub's own one is often wrapped in an OSError of transformers.
+    # The names of all errors in the chain are looked at: the hub's own one is often
+    # wrapped in an OSError of transformers.
     kinds = {type(link).__name__ for link in chain}
     if "GatedRepoError" in kinds or "gated repo" in str(error):
         return f"model {name!r} is gated: accept its licence on its page on the hub, then log in with 'hf auth login'"

@@ -21,7 +21,7 @@ from lt_offload.finetune.weights.vocabulary import has_grown
 KEY = "frozen_base"
 """In a checkpoint."""
 _PREFIX = "model."
-"""Of the names in a checkpoint: where the module has its model."""
+"""Beginning of names in a checkpoint: where the module has its model."""
 _SAMPLES = 64
 
 Description = tuple[str, tuple[int, ...], str | None]
@@ -77,14 +77,15 @@ def leave_out(
         optimizers: what they train, or have trained, stays in the checkpoint.
     """
     state = checkpoint["state_dict"]
-    # By what optimizers hold, too: a callback may have trained a tensor and frozen it again before this save.
+    # Parameters that an optimizer holds count as trained: a callback may have trained
+    # one and frozen it again before this save.
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     frozen = {
         _PREFIX + name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad and id(parameter) not in trained
     }
-    # And by what a digest of some numbers shows: a tensor that something else has written to stays in.
+    # A digest of some numbers is compared as well: a tensor that something else has written to stays in.
     out = {key: mine for key, mine in base.items() if key in frozen and key in state and describe(state[key]) == mine}
     if not out:
         return

@@ -49,7 +49,7 @@ class Candidates:
         """By name: proposals that have been estimated only."""
         self._unfinished: list[tuple[float, Proposal, PlanScheduler]] = []
         self.cut: list[str] = []
-        """What was not tried, or not to its end, for lack of time."""
+        """Searches that were not begun, or not brought to their end, for lack of time."""
         self.out_of_time: ConfigError | None = None
         """Set if a program was given up; only worth raising if nothing fits."""
 

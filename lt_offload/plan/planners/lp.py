@@ -22,7 +22,7 @@ _SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpCon
 def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
     """Add products of a number and a variable (or constant) to ``row``."""
     for factor, term in pairs:
-        # So that a variable may be replaced by a number where nothing is to be decided, and rows stay the same.
+        # A number may stand for a variable where nothing is to be decided, and rows stay the same.
         if isinstance(term, float):
             row.constant += factor * term
         elif factor:

@@ -123,7 +123,7 @@ def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
     """Return, per arrival, the last copy that begins before it has been used."""
     spans = {span.op: span for span in trace.spans}
     starts = [spans[arrival.op.id].start for arrival in arrivals]
-    # Twice: an update may end after copies of the next iteration have begun.
+    # Beginnings are listed twice: an update may end after copies of the next iteration have begun.
     begins = [*starts, *(start + trace.iteration_time for start in starts)]
     found = []
     for at, arrival in enumerate(arrivals):
@@ -144,7 +144,8 @@ def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int])
     found: set[int] = set()
     for ago in range(1, len(arrivals)):
         other = (at - ago) % len(arrivals)
-        # Backwards in time: whoever was there before the last one at an address was awaited by that one's copy.
+        # The walk is backwards in time: gradients that were there before the last
+        # ones were awaited by the copy of these.
         left = without(open_ranges, slots[other], slots[other] + arrivals[other].bytes)
         if left != open_ranges:
             open_ranges = left

@@ -208,7 +208,8 @@ def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
     pieces = Pieces(document=selected[owner], start=begins - offset, stop=ends - offset)
     counts = np.unique(begins // length, return_counts=True)[1]
     rows = Sequences(documents, pieces, np.cumsum(counts), apart=False)
-    # Made once to be looked at: a stretch of running text may lie within what is not learned, as in long prompts.
+    # Rows are made once to be looked at: a stretch of running text may lie within
+    # what is not learned, as in long prompts.
     learned = [number for number in range(len(rows)) if bool((rows[number][1][1:] != IGNORED).any())]
     return rows.take(np.asarray(learned, np.int64))
 

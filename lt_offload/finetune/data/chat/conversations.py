@@ -203,7 +203,7 @@ def other_keys(row: Row, layout: Columns, *, from_table: bool = False) -> dict[s
             texts[key] = texts.get(key, 0) + (sum(map(str.isalpha, text)) if isinstance(text, str) else 0)
     # What is said has more letters than times, names and numbers of messages.
     for content, role in itertools.permutations(sorted(texts, key=lambda key: -texts[key]), 2):
-        # Tried, not guessed: only keys with which the whole row can be used are worth telling.
+        # Keys are tried, not guessed: only those with which the whole row can be used are worth telling.
         keys = {"role": role, "content": content}
         try:
             from_chat(row, replace(layout, keys=keys), from_table=from_table)

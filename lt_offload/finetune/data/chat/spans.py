@@ -111,7 +111,7 @@ class Locator:
         for number, message in enumerate(messages):
             content = message["content"]
             core = content.strip()
-            # Around the words alone: templates trim messages, and would keep white space inside of marks.
+            # Marks stand around the words alone: templates trim messages, and would keep white space inside of marks.
             if core:
                 begin, end = chr(_FIRST_MARK + 2 * number), chr(_FIRST_MARK + 2 * number + 1)
                 left = len(content) - len(content.lstrip())

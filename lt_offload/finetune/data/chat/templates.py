@@ -143,7 +143,7 @@ class ChatTemplate:
     @cached_property
     def abilities(self) -> Abilities:
         """How much about functions it can write, tried out."""
-        # With sevens: words that no template writes of itself, so that what is found was handed through.
+        # No template writes words with a 7 of itself: those that are found were handed through.
         parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
         function = {"name": "name7", "description": "some function", "parameters": parameters}
         tools = [{"type": "function", "function": function}]

@@ -101,7 +101,7 @@ def write_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, *, rows: in
     others = [index for index in stops if index != tokenizer.eos_token_id]
     if others:
         writer.add_eot_token_id(others[0])
-    # Tried out: whether a tokenizer adds tokens is in its class, its settings or its post-processor.
+    # This is tried out: whether a tokenizer adds tokens is in its class, its settings or its post-processor.
     sample = tokenizer("a").input_ids
     writer.add_add_bos_token(sample[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(sample[-1] == tokenizer.eos_token_id)

@@ -38,9 +38,9 @@ class MemFerryWeight:
     transfer_s: float
     """To copy it to the device; ``T_trans``."""
     forward_s: float
-    """What the forward takes longer if it is read directly, ``T_FP^H - T_FP``; infinite: it has to be copied."""
+    """Seconds that the forward takes longer if it is read directly, ``T_FP^H - T_FP``; infinite: it must be copied."""
     backward_s: float = 0.0
-    """What the backward takes longer if it is read directly, ``T_BP^H - T_BP``."""
+    """Seconds that the backward takes longer if it is read directly, ``T_BP^H - T_BP``."""
     forward_read_s: float = 0.0
     """For how long a direct read occupies the link in the forward."""
     backward_read_s: float = 0.0
@@ -49,7 +49,7 @@ class MemFerryWeight:
     gradient_transfer_s: float = 0.0
     """To copy its gradient to the host."""
     gradient_s: float = 0.0
-    """What the backward takes longer if it writes the gradient to host memory itself, ``T_GBP - T_CBP``."""
+    """Seconds that the backward takes longer if it writes the gradient to host memory itself, ``T_GBP - T_CBP``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ def backward(
         seconds, reads, gradients = layers[at].backward_s, 0.0, 0.0
         for index, (weight, was_copied) in enumerate(zip(layers[at].weights, copied[at], strict=True)):
             if (at, index) in switched:
-                # Not before its own forward has ended: until then it is read in host memory.
+                # The copy waits for the end of the layer's own forward, which reads the weight in host memory.
                 link = max(link, before.ends[at]) + weight.transfer_s
                 time = max(time, link)
             elif not was_copied:

@@ -183,7 +183,7 @@ class _Planner:
         # Not below what is needed with everything given up, or no number of savings would be enough.
         room = max(int(manner.share * capacity_bytes), min(least_bytes, capacity_bytes))
         low, high = 0, len(offers)
-        # By halves: the more is given up, the less room is needed.
+        # Halving works, as less room is needed the more is given up.
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if sets(middle).least_room <= room else (middle + 1, high)

@@ -230,7 +230,7 @@ class _ProgramSearch:
         for index, weights in zip(chosen, self.program.comp, strict=True):
             for position, weight in enumerate(weights):
                 if not isinstance(weight, float):
-                    # By bounds, which branching sets free again.
+                    # Options are fixed by bounds, which branching sets free again.
                     weight.lowBound = weight.upBound = float(position == index)
         return self._objective() if self._solved(self._solve(None)) else math.inf
 

@@ -159,7 +159,7 @@ class _BudgetSearch:
         best = min(self._tried, key=lambda budget: self._tried[budget])
         above = min(budget for budget in self._tried if budget > best)
         below = max((budget for budget in self._tried if budget < best), default=0)
-        # Beside the best only, where gaps are widest: plans get faster with the budget until they stop fitting.
+        # Only budgets beside the best are tried: plans get faster with the budget until they stop fitting.
         guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
         if best in self._short:
             guesses.append((best - below, best - min(_STEP * best, (best - below) / 2)))

@@ -166,7 +166,7 @@ def _last(chain: Chain, recompute: bool) -> list[int]:
     count = len(chain.layers)
     found = [count]  # the loss is never run again
     reach = count
-    # From the back: a layer whose forward must leave something ends every part that would run through it.
+    # The walk is from the back: a layer whose forward must leave something ends every part that would run through it.
     for at in range(count, 0, -1):
         layer = chain.layers[at - 1]
         found.append(reach if recompute and layer.checkpoints else at - 1)

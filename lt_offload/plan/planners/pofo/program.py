@@ -50,7 +50,7 @@ class ChainProgram:
         count, free, travelling = len(chain.layers), slots + 1, slots + 1 if moves else 1
         rows = count * (count + 1) // 2 if recompute else 1
         self._parts: Table = np.full((2, rows, free, travelling), inf, dtype=np.float32)
-        # In single precision, as the tables have up to a hundred megabytes all the same; _NOISE allows for it.
+        # Tables are in single precision, and have up to a hundred megabytes all the same; _NOISE allows for it.
         self._table: Table = np.full((2, count + 2, free, travelling, travelling), inf, dtype=np.float32)
         if recompute:
             fill_backward(self._in_slots, self._parts)

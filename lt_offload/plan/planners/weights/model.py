@@ -135,7 +135,7 @@ def select_gaps(chain: WeightChain, *, margin: int = 0, discount: bool = True) -
     freed = np.array([_freed(chain, gap, first=True) for gap in gaps]).reshape(len(gaps), chain.steps)
     copied = np.array([_copied(chain, gap, states=True, discount=False) for gap in gaps], dtype=float)
     chosen: list[Gap] = []
-    # What frees nothing where memory is short counts for nothing: bytes beyond the excess are cut off.
+    # Bytes that are freed where memory is not short count for nothing: profits end at the excess.
     while excess.max() > 0:
         profits = np.minimum(np.maximum(excess, 0), freed).sum(axis=1) / copied
         best = int(profits.argmax())

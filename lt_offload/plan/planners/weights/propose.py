@@ -88,7 +88,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
     found: list[tuple[float, Proposal]] = []
     least = math.inf
     failed: Counter[str] = Counter()
-    # By what no schedule can beat, so that the search ends where even that is too long.
+    # The order is by what no schedule can beat: the search ends where even that is too long.
     for selection in sorted(fitting, key=lambda selection: selection.least_s):
         if found and (selection.least_s >= min(least, request.beat_s) or request.late):
             break
@@ -110,7 +110,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
 class _GreedySelection:
     proposal: Proposal
     place: str
-    """Of updates."""
+    """The place of updates."""
     least_s: float
     """No schedule is shorter."""
 
