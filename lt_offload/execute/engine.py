@@ -366,6 +366,7 @@ class Engine(Controls):
             self._restart()
             return
         else:
+            self._iteration.check(Transition.STEP)  # a step of ours, too, must leave no forward waiting
             self._walk.finish()
             checks.check_reached(self.weights, self._runs)
             self._runs.clear()
