@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.torch import FORWARD_PRE_HOOKS
-from lt_offload.errors import ConfigError, PlanError
+from lt_offload.errors import ConfigError, OverBudget, PlanError
 from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
@@ -27,7 +27,7 @@ from lt_offload.plan import Settings, check, make_plan
 from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.profiling.capture import Run
 from lt_offload.profiling.hardware import check_memory, free_memory
-from lt_offload.profiling.measure import check_use
+from lt_offload.profiling.measure import check_use, extent
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -180,17 +180,21 @@ def installed(
     )
     engine = Engine(model, optimizer, plan, device, structure=structure)
     iteration = ExitStack()
+    larger: list[tuple[int, int]] = []
+    """What the plan is for, and the batch that came, if that is larger."""
 
-    def begin(*_: object) -> None:
+    def begin(_model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             iteration.close()
             iteration.enter_context(device.accounting())
+            known, came = (plan.batch_size, plan.sequence_length), extent(kwargs or args)
+            larger[:] = [known, came] if came[0] * came[1] > known[0] * known[1] or came[1] > known[1] else []
 
     def hide(state: dict[str, Any]) -> None:
         hooks = state[FORWARD_PRE_HOOKS].items()
         state[FORWARD_PRE_HOOKS] = OrderedDict((key, hook) for key, hook in hooks if hook is not begin)
 
-    hooks = [model.register_forward_pre_hook(begin)]
+    hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
     shown = hide_from_copies(model, hide)
     try:
         with current(torch_device), plainly(model):
@@ -200,8 +204,15 @@ def installed(
             hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))
             with device.between(), iteration:
                 yield engine
-    except BaseException:
+    except BaseException as error:
         engine.abort()
+        if isinstance(error, OverBudget) and larger:
+            known, came = (f"{rows} x {length}" for rows, length in larger)
+            raise OverBudget(
+                f"a batch of {came} came, and the plan is for {known}, as in sample_batch: "
+                f"memory={format_bytes(plan.budget_bytes)} is too small for it as planned; give as sample_batch the "
+                "largest batch that will come: the longest rows, filled up to one length"
+            ) from error
         raise
     finally:
         shown()
