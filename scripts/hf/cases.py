@@ -14,9 +14,15 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 Make = Callable[[Path], Any]
@@ -141,6 +147,46 @@ def plain(model: Callable[[], Any] = llama, kind: type[Trainer] = Trainer, **set
     return make
 
 
+def images() -> Any:
+    """Return a model of images."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=3))
+
+
+def pictures() -> list[dict[str, Any]]:
+    """Return rows for it."""
+    torch.manual_seed(4)
+    return [{"pixel_values": torch.randn(3, 16, 16), "labels": row % 3} for row in range(11)]
+
+
+def encoder_and_decoder() -> Any:
+    """Return such a model; a plain Trainer would leave its cache on, which has other last bits."""
+    torch.manual_seed(1)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    tokens = {"vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **tokens, use_cache=False))
+
+
+def generating(model: Callable[[], Any]) -> Make:
+    """Return what makes a Seq2SeqTrainer that generates where it evaluates."""
+
+    def make(folder: Path) -> Any:
+        settings = {**_STEPS, "predict_with_generate": True, "generation_max_length": 20}
+        args = arguments(folder, Seq2SeqTrainingArguments, **settings)
+        data = {"train_dataset": rows(), "eval_dataset": rows(5), "data_collator": collate}
+        return Seq2SeqTrainer(model=model(), args=args, **data)
+
+    return make
+
+
+def eight_bits(folder: Path) -> Any:
+    """Make a Trainer with an 8-bit optimizer."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return plain(_optimizer_cls_and_kwargs=(AdamW8bit, {"lr": 1e-2, "min_8bit_size": 1024}))(folder)
+
+
 def lora() -> Any:
     """Return a model with adapters."""
     from peft import LoraConfig, get_peft_model
@@ -150,9 +196,9 @@ def lora() -> Any:
     return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
 
 
+_STEPS = {"eval_strategy": "steps", "eval_steps": 2}
 _EVALUATED: Mapping[str, Any] = {
-    "eval_strategy": "steps",
-    "eval_steps": 2,
+    **_STEPS,
     "_eval_dataset": rows(9, seed=5),
     "_compute_metrics": accuracy,
 }
@@ -176,13 +222,20 @@ HF: dict[str, Make] = {
     "optim=adamw_torch": plain(optim="adamw_torch"),
     "optim=adafactor": plain(optim="adafactor"),
     "optim=sgd": plain(optim="sgd"),
+    "optimizer_cls_and_kwargs, AdamW8bit of bitsandbytes": eight_bits,
     "PEFT": plain(lora),
+    "PEFT, load_best_model_at_end": plain(
+        lora, **_EVALUATED, save_strategy="steps", save_steps=2, load_best_model_at_end=True
+    ),
     "NEFTune, label smoothing": plain(neftune_noise_alpha=5.0, label_smoothing_factor=0.1),
     "group_by_length": plain(train_sampling_strategy="group_by_length"),
     "dropout": plain(lambda: llama(attention_dropout=0.2)),
     "own training_step that edits gradients": plain(kind=OwnStep, gradient_accumulation_steps=2),
     "rows that grow": plain(kind=InOrder, _train_dataset=Growing()),
     "callback that unfreezes and writes weights": plain(_callbacks=[Busy()], num_train_epochs=2, max_steps=-1),
+    "images (ViT)": plain(images, _train_dataset=pictures(), _data_collator=None),
+    "Seq2SeqTrainer, predict_with_generate": generating(llama),
+    "Seq2SeqTrainer, encoder and decoder (T5)": generating(encoder_and_decoder),
     "tied weights": plain(lambda: llama(tie_word_embeddings=True)),
 }
 """What is set, and what makes a Trainer with it."""
@@ -262,7 +315,6 @@ def _explicit() -> Any:
     return preferences().remove_columns("prompt")
 
 
-_STEPS = {"eval_strategy": "steps", "eval_steps": 2}
 TRL: dict[str, Make] = {
     "SFT": _trl("SFT", text),
     "SFT, prompt and completion": _trl("SFT", lambda: _dataset({"prompt": 3, "completion": 5})),
@@ -274,6 +326,7 @@ TRL: dict[str, Make] = {
     "SFT, evaluated": _trl("SFT", text, evaluated=True, **_STEPS),
     "SFT, loss_type=dft": _trl("SFT", text, loss_type="dft"),
     "DPO": _trl("DPO", preferences),
+    "DPO, sync_ref_model": _trl("DPO", preferences, sync_ref_model=True, ref_model_sync_steps=2),
     "DPO, precompute_ref_log_probs": _trl("DPO", preferences, precompute_ref_log_probs=True),
     "DPO, LoRA": _trl("DPO", preferences, adapters=True),
     "DPO, evaluated": _trl("DPO", preferences, evaluated=True, **_STEPS),

@@ -63,27 +63,35 @@ def test_checkpoints_are_the_plain_ones_and_go_on_in_both_directions(tmp_path: P
 
 
 class Interrupting(TrainerCallback):  # type: ignore[misc]
-    """Presses Ctrl-C in the forward of the third step."""
+    """Presses Ctrl-C in the forward of the third step, or ends the process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
 
 @pytest.fixture
 def listening() -> Iterator[None]:
     """Ctrl-C is an exception, as in a terminal; processes in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    ended = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process is to go on here
     yield
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, ended)
 
 
 @pytest.mark.usefixtures("listening")
-def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(number: int, tmp_path: Path) -> None:
     whole = Outcome.of(train(cases.plain(), tmp_path / "plain"))
     with pytest.raises(KeyboardInterrupt):
         train(
-            cases.plain(_callbacks=[Interrupting()]), tmp_path, lt_offload.hf_trainer(memory="1GB", planner="resident")
+            cases.plain(_callbacks=[Interrupting(number)]),
+            tmp_path,
+            lt_offload.hf_trainer(memory="1GB", planner="resident"),
         )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed = train(
