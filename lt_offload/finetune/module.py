@@ -225,6 +225,7 @@ class FineTune(LightningModule):
         """Load the model; once, although Lightning calls this for each of its verbs."""
         if self.model is None:
             self.model = self.build()
+            # Now, while they are whole: FSDP makes vectors of the pieces into which it cuts them.
             self._matrices = frozenset(name for name, p in self.named_parameters() if p.ndim > 1)
             if self.init == "pretrained" and (self.lora is not None or self.adapter is not None):
                 self._base = frozen_base(self.model)
@@ -357,6 +358,7 @@ class FineTune(LightningModule):
             whole = whole if tokens is not None else whole / len(self._losses)
             self.log("train_loss", whole, prog_bar=True, batch_size=1, sync_dist=True)
             self._losses = []
+        # Lightning is going to divide by the number of batches, which has no part in a mean over all tokens.
         return loss if tokens is None or count == 1 else undivided(loss, count)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -364,6 +366,7 @@ class FineTune(LightningModule):
         tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
         loss = self._loss(batch)
         if several(trainer_of(self)):
+            # A batch that only fills a process's turn has no labels, and its mean is no number.
             lost = loss * tokens if tokens else torch.zeros_like(loss)
             whole, count = total(self.trainer, torch.stack([lost, torch.full_like(lost, tokens)]).double())
             loss, tokens = whole / count, int(count)
@@ -410,10 +413,8 @@ class FineTune(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down how the optimizer was set, and leave out the frozen model under adapters.
-
-        Schedules and callbacks may have changed the settings since.
-        """
+        """Write down how the optimizer was set, and leave out the frozen model under adapters."""
+        # Not what its groups say now: schedules and callbacks may have changed that since.
         if self._optimizer_settings is not None:
             checkpoint[_OPTIMIZER] = self._optimizer_settings
         # Strategies that cut the weights into pieces read their files themselves and want all of them.
@@ -422,10 +423,8 @@ class FineTune(LightningModule):
             leave_out(checkpoint, self.model, self._base, name=self.name, optimizers=self.trainer.optimizers)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take what the checkpoint leaves out from the model, and refuse settings of the optimizer that are others.
-
-        The checkpoint would replace those without a word.
-        """
+        """Take what the checkpoint leaves out from the model; refuse other settings of the optimizer than it has."""
+        # Loading the states of an optimizer replaces its settings without a word.
         if trainer_of(self) is not None and self.trainer.state.fn == TrainerFn.FITTING:
             self.check_continues(checkpoint)
         if self.model is not None:
@@ -590,6 +589,7 @@ def lr_factor(schedule: Schedule, *, warmup: int, total: float, floor: float) ->
 
     def factor(step: int) -> float:
         if step < warmup:
+            # Never 0, with which the first step would change nothing.
             return (step + 1) / (warmup + 1)
         if schedule == "constant":
             return 1.0
