@@ -20,7 +20,10 @@ def title(result: Mapping[str, Any]) -> str:
     """Return what was compared."""
     settings = result["settings"]
     packages = ", ".join(f"{name} {version}" for name, version in settings["packages"].items())
-    return f"Trainers of {settings['library']} on {settings['device']}, against plain runs, bit for bit: {packages}"
+    device = settings["device"]
+    if "fake" in device:
+        device += ", whose context and allocator take nearly all of these budgets"
+    return f"Trainers of {settings['library']} on {device}, against plain runs, bit for bit: {packages}"
 
 
 def command(result: Mapping[str, Any]) -> str:

@@ -104,3 +104,31 @@ def test_releases_of_attackers_are_never_installed() -> None:
 def test_the_extra_of_the_documentation_has_what_breaks_the_lines_of_signatures() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert "ruff" in [Requirement(text).name for text in project["optional-dependencies"]["docs"]]
+
+
+FIT = """
+import json, sys
+import lightning.pytorch as L, torch, lt_offload
+from torch import nn
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+trainer = L.Trainer(strategy=lt_offload.OffmateStrategy(memory="1MB"), accelerator="cpu", max_epochs=1, **quiet)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(2, 8)))
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_what_serves_the_trainers_of_transformers_is_not_loaded_by_lightnings() -> None:
+    loaded = json.loads(python(FIT).splitlines()[-1])
+    assert "lt_offload.strategy.offmate" in loaded
+    foreign = {"lt_offload.hf", "transformers.trainer", "trl", "accelerate", "peft"}
+    assert foreign.isdisjoint(loaded)
