@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lt_offload.compat.torch import tree_leaves
+from lt_offload.errors import OverBudget
 from lt_offload.hf import batches
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.hardware import free_memory
@@ -40,11 +41,17 @@ def _loaders(trainer: Any) -> Iterator[Any]:
 
 
 def _measured(run: Run, loader: Any, batch: Any) -> int:
+    """Return what an evaluation with steps like that of ``batch`` takes; the step keeps to the budget if it can."""
+    try:
+        return _measured_within(run, loader, batch, None)
+    except OverBudget:  # how much it takes is what is to be found out
+        return _measured_within(run, loader, batch, free_memory(run.device))
+
+
+def _measured_within(run: Run, loader: Any, batch: Any, budget: int | None) -> int:
     trainer, args = run.trainer, run.trainer.args
     only_loss = trainer.compute_metrics is None or args.prediction_loss_only
-    # With all that is free: how much an evaluation takes is what is to be found out. The context also puts the mode
-    # back.
-    with untouched(model=trainer.model), run.streamed(free_memory(run.device)) as engine:
+    with untouched(model=trainer.model), run.streamed(budget) as engine:  # which also puts the mode back
         trainer.model.eval()
         device = engine.device
         device.reset_peak()

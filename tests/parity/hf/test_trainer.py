@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 import lt_offload
+from lt_offload.errors import InfeasibleError
 from scripts.hf import cases
 from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
 from tests.sampling import grid
@@ -23,6 +24,18 @@ from tests.sampling import grid
 def test_a_run_is_the_plain_one(case: str, budget: str, tmp_path: Path) -> None:
     _, differs = compare(cases.HF[case], budget, tmp_path)
     assert differs == []
+
+
+def test_the_evaluation_that_is_measured_keeps_to_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is free is taken only where the budget is too small for a step of it."""
+    taken: list[int] = []
+    monkeypatch.setattr("lt_offload.hf.evaluation.free_memory", lambda device: taken.append(1) or 10**9)
+    make = cases.HF["eval_strategy, compute_metrics"]
+    train(make, tmp_path, lt_offload.hf_trainer(memory="1MB", planner="stream"))
+    assert not taken
+    with pytest.raises(InfeasibleError):
+        train(make, tmp_path, lt_offload.hf_trainer(memory="100kB", planner="stream"))
+    assert taken
 
 
 def files(folder: Path) -> dict[str, Any]:
