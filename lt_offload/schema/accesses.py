@@ -1,8 +1,8 @@
 """What each kind of op does with memory, told here and nowhere else.
 
 An op works in one memory, that of its lane (``Lane.source``), and copies go from there to another (``Lane.target``).
-What it takes, reads, writes and gives back there follows from its kind. Who checks the order of ops, counts bytes or
-says which host copies change asks here.
+What it takes, reads, writes and gives back there follows from its kind. Checks of the order of ops, counts of bytes
+and the engine's list of host copies that change all ask here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.plan import Op, Payload
 
 How = Literal["reads", "writes", "uses up"]
-"""What is used up is written, and of no use to anybody afterwards."""
+"""An op that uses something up writes it, and leaves nothing that is of use to anybody."""
 
 IN_ARENA: tuple[Payload, ...] = ("weight", "state", "sum")
 """What lies in the arena while it is on the device; the framework allocates the rest."""
@@ -59,8 +59,10 @@ def accesses(op: Op) -> tuple[MemoryAccess, ...]:
 
 @cache
 def _accesses(kind: OpKind, lane: LaneName, payload: Payload | None) -> tuple[MemoryAccess, ...]:
+    # It touches no content; who may reuse the range is a matter of its `after`.
     if kind == "drop":
         return ()
+    # From the lane, not from the kind: an update on the host's lane reads and writes the same things in host memory.
     source, target = LANE[lane].source, LANE[lane].target
     if payload is None:
         return tuple(MemoryAccess(source, one, how) for one, how in _IN_PLACE.get(kind, ()))

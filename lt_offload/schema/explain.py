@@ -193,6 +193,7 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     moved: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
     for op, count in zip(plan.ops, plan.counts, strict=True):
+        # Passes are listed once and carried out several times, so each op counts as often.
         moved["written" if op.writes_gradients else op.lane] += count * op.bytes
         busy[op.lane] += count * op.seconds
     to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
@@ -213,6 +214,7 @@ def _chains(plan: Plan) -> str:
     chains: list[list[Op]] = []
     again = [op for op in plan.ops if op.save is not None]
     for op in again:
+        # Right behind each other, and ascending: only then does one take the other's output as its input.
         if chains and chains[-1][-1].id == op.id - 1 and chains[-1][-1].block == op.block - 1:
             chains[-1].append(op)
         else:
@@ -270,6 +272,7 @@ def _blocks(plan: Plan) -> list[_BlockRow]:
         if op.writes_gradients:
             blocks[op.block].written += count * op.bytes
         elif op.payload is not None:
+            # Sums travel with the states of their tensors, and there is no column for them.
             payload = "state" if op.payload == "sum" else op.payload
             blocks[op.block].moved[op.kind, payload] += count * op.bytes
         elif not op.uses_gradients:
@@ -291,6 +294,7 @@ def _kind(block: _BlockRow) -> tuple[object, ...]:
 def _row(run: Sequence[_BlockRow]) -> tuple[str, ...]:
     first, last = run[0].index, run[-1].index
     copied = _sizes(block.moved["offload", "activation"] for block in run)
+    # All blocks of a run are of one kind (`_kind`), so the first one says which columns there are.
     places = {place: [block.places[place] for block in run] for place in _MEANINGS if place in run[0].places}
     activations = run[0].option if copied == "-" else f"{run[0].option} {copied}"
     if run[0].again:
@@ -323,6 +327,7 @@ def _sizes(sizes: Iterable[int]) -> str:
         return "-"
     if low == high:
         return high
+    # The unit is written once if both ends have it; 0 needs none.
     number, _, unit = low.partition(" ")
     return f"{number}-{high}" if high.endswith(unit) and min(found) else f"{low if min(found) else 0}-{high}"
 
@@ -355,6 +360,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     ]
     widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(_LIMITS))]
     indent = sum(width + 2 for width in widths)
+    # Never narrower than its heading: textwrap refuses a width below 1, which wide first columns would leave.
     last = [textwrap.wrap(row[-1], max(WIDTH - indent, len(_HEADERS[-1]))) or [""] for row in rows]
     for at, (row, rest) in enumerate(zip(cells, last, strict=True)):
         for lines in zip_longest(*row, rest, fillvalue=""):

@@ -43,12 +43,15 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int, olde
 
     try:
         found = json.loads(text)
+        # Python's json reads NaN, Infinity and integers of any length, and no size, count or time is such a number.
         _check_numbers(found, ())
     except ValueError as error:
         raise PlanError(f"{source} is not a valid {cls.__name__} file: {error}") from None
+    # Of the parser or of the check: both call themselves for every level.
     except RecursionError:
         raise PlanError(f"{source} is not a valid {cls.__name__} file: it is nested too deeply") from None
     version = found.get("schema") if isinstance(found, dict) else None
+    # True and 2.0 equal numbers, and no release has written them as its version.
     if version == schema - 1 and older is not None and not isinstance(version, bool | float):
         try:
             found = older(found)

@@ -37,12 +37,15 @@ LANES: tuple[Lane, ...] = (
     Lane(
         name="compute",
         title="compute",
+        # A backward may write gradients to host memory itself, which is an offload without a copy.
         kinds=("forward", "backward", "update", "accumulate", "offload"),
         source="device",
         target="host",
     ),
     Lane(name="h2d", title="copies to device", kinds=("prefetch",), source="host", target="device"),
     Lane(name="d2h", title="copies to host", kinds=("offload",), source="device", target="host"),
+    # Gradients come with the last block first, and the next forward needs the first block first: in order it would
+    # wait.
     Lane(name="host", title="updates on host", kinds=("update", "accumulate"), source="host", in_order=False),
 )
 """All lanes, in the order in which they are drawn. A ``drop`` occupies none."""

@@ -33,6 +33,7 @@ def from_schema_2(found: dict[str, Any]) -> dict[str, Any]:
 
 def _settling_groups(found: dict[str, Any]) -> set[int]:
     """Return the groups that move in a settling pass."""
+    # As schema 2 had it, and not by asking today's planner: what old files mean may not change with it.
     ops, groups = found["ops"], found["groups"]
     moving = {copy["group"] for copy in found["initial"]}
     moving |= {g for op in ops if op["kind"] == "update" and op["lane"] != "host" for g in op["groups"]}

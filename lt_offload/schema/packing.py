@@ -83,6 +83,7 @@ class _ArenaWalk:
     def _ranges(self, groups: Sequence[int]) -> Iterator[int]:
         """Yield where each range begins of those that make up ``groups`` here and on the host."""
         before, end = -1, 0
+        # Numbers within a span ascend as the groups lie on the host, so only neighbours in number can be one range.
         for number in sorted(groups):
             group, offset = self.plan.groups[number], self.offsets[number]
             joined = before == number - 1 and self.plan.groups[before].span == group.span

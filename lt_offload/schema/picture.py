@@ -22,6 +22,7 @@ def picture(plan: Plan) -> str:
     """Return ``plan`` in words, and how busy each lane and how full each memory is as bars."""
     rows = list(_rows(plan))
     drawn = "".join(_row(number, *row) for number, row in enumerate(rows))
+    # Bars say nothing to a screen reader.
     label = "; ".join(f"{name}: {what}" for name, what, _, _ in rows)
     return (
         f'<pre style="white-space:pre-wrap">{escape(brief(plan))}</pre>'

@@ -226,14 +226,17 @@ class Op:
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:
     """Return, per op on the host's lane, the position of the first op that waits for it.
 
-    That may be a copy of gradients to the memory that the update reads: what has to make room is taken before what only
-    the next forward needs.
+    That may be a copy of gradients to the memory that the update reads: an update that makes room for others is taken
+    before one that only the next forward needs.
+
     Positions count on into the next iteration: a value of ``len(ops)`` or more means an op of that.
     """
     first: dict[int, int] = {}
     for op in ops:
         for other in op.after:
             if ops[other].lane == "host" and op.lane != "host":
+                # A number that is not smaller is that of the iteration before: seen from there, this op is one of the
+                # next.
                 position = op.id if other < op.id else op.id + len(ops)
                 first[other] = min(position, first.get(other, position))
     return first
@@ -384,6 +387,7 @@ class Plan:
     @property
     def counts(self) -> tuple[int, ...]:
         """By op: how often an iteration, up to an update, carries it out."""
+        # Where updates wait, every micro-batch adds up and the settling pass comes on top.
         adding = self.window if self.delayed else self.window - 1
         found = [0] * len(self.ops)
         for which, numbers in self.programs.items():
@@ -459,6 +463,7 @@ def problems(plan: Plan) -> Iterator[str]:
         yield "a size or time is negative"
     if plan.window < 1:
         yield f"window is {plan.window}, it has to be at least 1"
+    # A window counts passes, and every forward of a micro-batch is one.
     if plan.forwards < 1 or plan.window % plan.forwards or not 0 <= plan.deferred_forwards <= plan.forwards:
         yield f"window {plan.window}, forwards {plan.forwards} and deferred_forwards {plan.deferred_forwards} differ"
     if plan.parts < 1:
@@ -492,6 +497,7 @@ def problems(plan: Plan) -> Iterator[str]:
     for problem in program_problems(plan):
         unsound = True
         yield problem
+    # The walk through the arena takes numbers for granted, and would stumble over those that have been named already.
     if not unsound:
         try:
             assert plan.packing is not None
@@ -521,13 +527,16 @@ def _of_op(op: Op, position: int, plan: Plan) -> Iterator[str]:
         yield f"release_after step {op.release_after}, there are {steps}"
     groups = (*op.groups, *op.zero_copy)
     if any(not 0 <= group < len(plan.groups) for group in groups):
+        # All that follows looks groups up.
         yield f"it names groups that do not exist, there are {len(plan.groups)}"
         return
     if any(not 0 <= other < len(plan.ops) for other in op.after):
         yield "it waits for ops that do not exist"
     if op.bytes < 0 or op.seconds < 0 or any(offset < 0 for offset in op.offsets):
         yield "a size or time is negative"
+    # Computations and updates name the weights that they read or change.
     if any(plan.groups[group].payload != (op.payload or "weight") for group in groups):
         yield f"it names groups of another payload than {op.payload or 'weight'}"
+    # Activations have no offset: they come back to wherever the framework has room.
     if op.payload in ("weight", "state", "sum") and op.kind == "prefetch" and len(op.offsets) != len(op.groups):
         yield f"{len(op.offsets)} offsets for {len(op.groups)} groups"

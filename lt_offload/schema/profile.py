@@ -43,6 +43,7 @@ def fingerprint(tensors: Sequence[tuple[tuple[int, ...], str, bool, tuple[int, .
         tensors: (shape, dtype, trainable, indices of the blocks that use it) per tensor.
         blocks: number of blocks.
     """
+    # Of built-in types alone, so that the text, and with it the identity, is the same on every machine.
     return hashlib.sha256(repr([*tensors, blocks]).encode()).hexdigest()[:16]
 
 
@@ -149,9 +150,9 @@ class BlockProfile:
     """Host time to launch the kernels of one forward or backward."""
     options: tuple[OptionProfile, ...]
     has_backward: bool = True
+    """False for frozen blocks before the first trainable parameter."""
     graphed: bool = False
     """Whether the block always runs with a graph, as torch would take other kernels without."""
-    """False for frozen blocks before the first trainable parameter."""
     chained: bool = False
     """Whether its activation inputs are outputs of the block before, untouched: running that block again gives them."""
 
@@ -319,6 +320,7 @@ class Profile:
         speed = self.optimizer.host_speeds.get(threads)
         if speed is None or threads == self.optimizer.host_threads:
             return self
+        # Slower updates take as much less of the memory's bandwidth.
         share = min(1.0, self.contention.host * speed / self.optimizer.host_bytes_per_s)
         optimizer = replace(self.optimizer, host_threads=threads, host_bytes_per_s=speed)
         return replace(self, optimizer=optimizer, contention=replace(self.contention, host=share))
@@ -378,6 +380,7 @@ def problems(profile: Profile) -> Iterator[str]:
     if len(profile.blocks) < 2:
         yield f"it has {len(profile.blocks)} blocks, a model has two or more"
     backward = [block.has_backward for block in profile.blocks]
+    # Blocks without a backward are those before the first trainable parameter, so none of them comes after one with.
     if any(before and not after for before, after in pairwise(backward)):
         yield "blocks: one without a backward comes after one with a backward"
     for at, block in enumerate(profile.blocks):
@@ -392,6 +395,7 @@ def problems_of_machine(machine: HardwareProfile) -> Iterator[str]:
     values |= {f"flops_per_s.{dtype}": rate for dtype, rate in machine.flops_per_s.items()}
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     for name, value in numbers.items():
+        # Not a number fails here, too.
         if not 0 <= value <= MOST_NUMBER:
             yield f"{name} is {value}, it cannot be negative, infinite or so large"
     for name in ("device_bytes", "host_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s"):
@@ -414,10 +418,13 @@ def _of_block(block: BlockProfile) -> Iterator[str]:
 def _of_tensor(tensor: TensorProfile, backward: list[bool]) -> Iterator[str]:
     if min(tensor.bytes, tensor.state_bytes, tensor.scratch_bytes or 0, *tensor.shape) < 0:
         yield "a size is negative"
+    # The order counts: the first block is the one that ops on the tensor name, and `zero_copy.reads` has one entry for
+    # each.
     if not tensor.blocks or list(tensor.blocks) != sorted(set(tensor.blocks)):
         yield f"its blocks {tensor.blocks} are not one or more in ascending order"
     elif not 0 <= tensor.blocks[0] <= tensor.blocks[-1] < len(backward):
         yield f"its blocks {tensor.blocks} do not exist, there are {len(backward)}"
+    # Its gradient would never be complete, and no op could update it.
     elif tensor.trainable and not any(backward[block] for block in tensor.blocks):
         yield "it is trainable, but no block that uses it has a backward"
     if tensor.zero_copy is not None and len(tensor.zero_copy.reads) != len(tensor.blocks):

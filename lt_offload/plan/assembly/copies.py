@@ -61,11 +61,13 @@ class PlacedCopy(DeviceCopy):
         if self.stay is None:
             return True
         start, end = self.arrival, self.stay.end
+        # A stay may begin late in an iteration and end early in the next one.
         return start <= step <= end if start <= end else step >= start or step <= end
 
     @property
     def at_start(self) -> bool:
         """Whether it is on the device before step 0 has issued anything."""
+        # It arrives in a later step than it ends in: its stay runs over the end of the iteration.
         return self.stay is None or self.arrival > self.stay.end
 
 
@@ -73,6 +75,7 @@ def device_copies(decisions: Decisions, profile: Profile) -> list[DeviceCopy]:
     """Return every stay of every weight and state."""
     copies = []
     for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
+        # No stays mean always there, but for a weight that is read in host memory wherever it is used.
         always = () if decision.zero_copy else (None,)
         copies += [
             DeviceCopy(payload="weight", tensor=index, bytes=tensor.bytes, room=aligned(tensor.bytes), stay=stay)
@@ -80,6 +83,8 @@ def device_copies(decisions: Decisions, profile: Profile) -> list[DeviceCopy]:
         ]
         if decision.place in ("device", "paged") and tensor.state_bytes:
             update = backward_steps(tensor.blocks, profile)[-1]
+            # States are needed by the update alone, and that comes when the last block that uses the tensor has had its
+            # backward.
             stay = Interval(start=update, end=update) if decision.place == "paged" else None
             room = state_room(tensor.state_bytes)
             copies.append(DeviceCopy(payload="state", tensor=index, bytes=tensor.state_bytes, room=room, stay=stay))
@@ -108,6 +113,7 @@ def runs(copies: Sequence[DeviceCopy], decisions: Decisions, profile: Profile) -
     alike: dict[Hashable, list[DeviceCopy]] = defaultdict(list)
     for copy in copies:
         alike[_travels(copy, decisions, profile)].append(copy)
+    # What never leaves is copied once before training: its size delays nothing, so it is not cut.
     return [CopyGroup(part) for found in alike.values() for part in (_cut(found) if found[0].stay else [tuple(found)])]
 
 
@@ -116,9 +122,12 @@ def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashab
     if copy.stay is None:
         return copy.payload
     blocks, decision = profile.tensors[copy.tensor].blocks, decisions.tensors[copy.tensor]
+    # One stay, for the update, whose step follows from the blocks: nothing else can differ.
     if copy.payload == "state":
         return copy.payload, blocks
     waits = decision.place == "host"  # those that wait for an update on the host are fetched apart
+    # Neighbours are one group only if they are so in every op of the iteration (groups.py), so all of this has to
+    # agree.
     apart = decision.apart, decision.zero_copy, decision.write_back
     return copy.payload, copy.stay, blocks, waits, decision.stays, apart
 
@@ -130,6 +139,7 @@ def _cut(copies: Sequence[DeviceCopy]) -> Iterator[tuple[DeviceCopy, ...]]:
     for copy in copies:
         part.append(copy)
         size, rest = size + copy.room, rest - copy.room
+        # No cut if the rest would be a small copy of its own.
         if size >= SMALL <= rest:
             yield tuple(part)
             part, size = [], 0

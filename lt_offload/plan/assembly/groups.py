@@ -52,6 +52,7 @@ def group_tensors(
         together: dict[tuple[int | None, int], list[_Key]] = defaultdict(list)
         for key in keys:
             if payload == "weight" or key in offsets:
+                # Weights that never move are in no op. Without the block they would be one group of the whole model.
                 together[next(iter(offsets.get(key, {})), None), first_block[key[1]]].append(key)
         for members in together.values():
             members.sort(key=lambda key: (next(iter(offsets.get(key, {}).values()), 0), key[1]))
@@ -62,6 +63,7 @@ def group_tensors(
                         payload=part[0][0], tensors=tensors, sizes=tuple(sizes[tensor] for tensor in tensors), span=span
                     )
                 )
+            # Weights and states are apart in host memory, so no copy can move both.
             span += 1
     of: dict[tuple[str, int], int] = {}
     """By payload and tensor: the group."""
@@ -70,6 +72,7 @@ def group_tensors(
     ops = []
     for draft in drafts:
         if draft.payload == "grad":
+            # A group for every copy of gradients: where they arrive on the host is said by the group.
             of.update((("grad", tensor), len(groups)) for tensor in draft.tensors)
             taken = tuple(weight_bytes[tensor] for tensor in draft.tensors)
             groups.append(
@@ -116,6 +119,7 @@ def _parts(
     for key in members:
         if part:
             here, there = offsets.get(part[-1], {}), offsets.get(key, {})
+            # Side by side in one stay is not enough: the group is copied as one range in all of them.
             follows = all(there.get(op) == offset + sizes[part[-1][1]] for op, offset in here.items())
             if here.keys() != there.keys() or uses.get(part[-1]) != uses.get(key) or not follows:
                 yield part

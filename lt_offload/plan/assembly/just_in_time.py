@@ -61,6 +61,7 @@ class Scheduler:
         self._division = _Division(_SHARES[0], *_WAYS[0])
         """That of the fastest."""
         self._room = capacity_bytes - self._sets.least_arena - self._sets.least_framework
+        # An arena in which every stay has a range of its own gains nothing from more.
         self._useful = min(self._room, self._sets.most_arena - self._sets.least_arena)
 
     @property
@@ -82,11 +83,13 @@ class Scheduler:
         if self.best is None and anyhow:
             self._try(_Division(_SHARES[0], *way) for way in _WAYS[1:])
         if self.best is None and anyhow:
+            # Nothing fits when copies may come early; with a place for everything beforehand only the sizes decide.
             arena = self._sets.tight_arena
             over = arena + self._sets.least_framework - self._capacity
             if over > 0:
                 return Misfit(over)
             self.best = schedule_in_place(self._work, arena, self._capacity - arena)
+        # Not looked for to the end, so nobody knows how much is missing.
         return self.best or Misfit(1)
 
     def finish(self) -> Timetable:
@@ -110,6 +113,7 @@ class Scheduler:
         """Return the schedule with other speeds, those of ``profile``, for the same division; None if it fails."""
         self._work = LaneWork(self._sets, profile)
         found = self._schedule(self._division)
+        # Even a slower one: at the other speeds the times of the old one are wrong.
         self.best = found or self.best
         return found
 

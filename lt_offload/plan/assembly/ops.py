@@ -92,6 +92,7 @@ class Emitter:
     def emit(self) -> None:
         """Write every op."""
         for step in range(len(self.timeline)):
+            # The order of these calls is the order within a step of schema/plan.py, to which check.py holds every plan.
             self._prefetches(step)
             for computation in self._computations[step]:
                 self._compute(computation)
@@ -151,6 +152,7 @@ class Emitter:
     def _updates(self, step: int) -> None:
         """Updates on the device, gradients to the host, and the updates there."""
         ready = [t for t, update in self.sets.update_step.items() if update == step]
+        # Two ops, so that tensors whose states are there do not wait for states that travel.
         for place in ("device", "paged"):
             self._update(step, [t for t in ready if self.decisions.tensors[t].place == place], "compute")
         written = self.sets.written[step]
@@ -163,6 +165,7 @@ class Emitter:
             )
             self.held_until[release_after].append(out)
             self.grads_out.update(dict.fromkeys(tensors, out))
+        # One update per copy: the host can begin when the first gradients have arrived.
         for tensors in (written, *copied):
             self._update(step, tensors, "host")
             self.current.update({t: self.updated[t] for t in tensors})
@@ -182,6 +185,7 @@ class Emitter:
                 release_after=step,
             )
             self.grads_out.update(dict.fromkeys(tensors, out))
+            # Written by the backward itself, so what has to come after the step's computing comes after this.
             self.computed[step] = out
 
     def _update(self, step: int, tensors: list[int], lane: LaneName) -> None:
@@ -323,22 +327,28 @@ class _Linker:
             fetched = {e.fetches[copy] for t in op.tensors for copy in e.copies_of["state", t] if copy in e.fetches}
             return fetched | {e.computations[op.step]}
         if op.kind == "drop":
+            # Until the last computation has used it and the host has the newest value, nobody may overwrite its range.
             written = {e.current[t] for t in op.tensors if e.decisions.tensors[t].write_back is not None}
             return written | {e.computed[op.step]}
         if op.lane == "compute":
             return {e.computations[op.step]}
+        # A weight may leave in a later step than that of its update; gradients and activations leave in the step that
+        # made them.
         updated = {e.updated[t] for t in op.tensors} if op.payload in ("weight", "state") else set()
         return updated | {e.computed[op.step]}
 
     def _computation(self, op: Draft) -> set[int]:
         """Its weights and activations are there, and the memory it takes over has been given back."""
         e = self.emitted
+        # It allocates what offloads gave back at the end of the step before; no tensor of its own tells it to wait for
+        # them.
         found = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
         if op.kind == "backward" and not e.profile.blocks[op.block].has_backward:
             return found  # it does nothing
         for t in e.of_block[op.block]:
             if t not in op.zero_copy:
                 found.update(e.fetches[c] for c in e.copies_of["weight", t] if c in e.fetches and c.covers(op.step))
+            # Read in host memory: not before the update, or the copy back, that made it current there.
             elif t in e.current:
                 found.add(e.current[t])
         if e.timeline.is_backward(op.step) and op.block in e.activations_in:
@@ -353,6 +363,7 @@ class _Linker:
             return {e.activations_out[op.block], e.computed[before], *e.held_until.get(before, ())}
         sources = e.current if op.payload == "weight" else e.states_out
         found = {sources[t] for t in op.tensors if t in sources}
+        # Whoever had the range may still be read, or be on its way out, although its memory counts as given back.
         for copy in e.fetched_by[op.id]:
             found |= self._former_occupants(copy, op.id)
         return found
@@ -360,6 +371,7 @@ class _Linker:
     def _former_occupants(self, copy: PlacedCopy, fetch: int) -> set[int]:
         """Return the releases of those that had the range of ``copy`` last; earlier ones were awaited by them."""
         low, high = copy.offset, copy.offset + copy.room
+        # The plan is cyclic: a release with a higher number is that of the iteration before.
         ago = (fetch - self.released - 1) % len(self.emitted.ops)
         others = np.flatnonzero((self.low < high) & (self.high > low))
         open_ranges = [(low, high)]

@@ -50,6 +50,8 @@ def place(lifetimes: Sequence[Lifetime], steps: int) -> Placement:
     moving = np.flatnonzero(~forever)
     extent = 0
     if len(moving):
+        # Two buffers conflict if they share a step: a matrix product, in floats because BLAS has no product of
+        # integers.
         dense = live[moving].astype(np.float32)
         conflicts = (dense @ dense.T) > 0
         attempts = [_first_fit(sizes[moving], conflicts, order) for order in _orders(sizes[moving], live[moving])]
@@ -88,6 +90,7 @@ def _first_fit(
     lows = np.empty(len(sizes), dtype=np.int64)
     for count, item in enumerate(order):
         row = placed[:count]
+        # Buffers that are never there together are as good as absent.
         row = row[conflicts[item, row]]
         free_from = np.zeros(len(row) + 1, dtype=np.int64)
         np.maximum.accumulate(ends[row], out=free_from[1:])

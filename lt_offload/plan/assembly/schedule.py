@@ -182,6 +182,7 @@ class _ScheduleRun:
             return False
         for stay, offset in zip(self.placed, placed.offsets, strict=True):
             high = self.moving - offset
+            # One before the first iteration and one behind the last, for stays that run over those ends.
             for need in range(stay.need - self.steps, self.end + self.steps, self.steps):
                 last = need + stay.length
                 if last >= 0:
@@ -215,6 +216,8 @@ class _ScheduleRun:
         key = stay.number, need
         if stay.group is not None:
             last = need + stay.length
+            # It would lie there at the end of the iteration and did not at its beginning: a plan has to end as it
+            # begins.
             if self.crossing is not None and last >= self.end and key not in self.crossing:
                 return False
             found = self.ranges.find(key, stay.room, step, last)
@@ -233,6 +236,7 @@ class _ScheduleRun:
             self._last = purpose, begin
         self.link = begin + self.work.transfer_s(stay.bytes)
         self.issued[key] = step, self.link, self.turn
+        # Only until its use: from then on the needs of the sets count it.
         (self.fetched if stay.group is None else self.ahead)[step:need] += stay.room
         return True
 
@@ -243,10 +247,13 @@ class _ScheduleRun:
         for position, (need, stay) in enumerate(queue):
             if self.link >= end:
                 return left + queue[position:]
+            # Not yet: until then the stay before it, or the update that it waits for, is not over, or what is to return
+            # is here.
             if need - step > stay.lead or (stay.group is None and not self._left_before(stay.block, step)):
                 left.append((need, stay))
                 continue
             if not self._fits(stay, step, need):
+                # No room for activations says nothing about the arena, so weights behind them may still come.
                 if stay.group is not None:  # what is needed later does not overtake it
                     return left + queue[position:]
                 left.append((need, stay))
@@ -264,6 +271,7 @@ class _ScheduleRun:
             taken = self.ahead[step:need] + self._cyclic(self.sets.needed, step, need)
             return bool(taken.max() + stay.room <= self.limit)
         taken = self.fetched[step:need] + self._cyclic(self.sets.framework, step, need)
+        # What is on its way out is counted in this step only: later ones wait for it at their gates.
         taken[0] += sum(departure.bytes for departure in self.departures)
         return bool(taken.max() + stay.room <= self.framework)
 
@@ -296,6 +304,7 @@ class _ScheduleRun:
         while tensor in self.waiting:
             here = [update for update in self.updates if update.ready <= self.host]
             if here:
+                # As the host does it: of what is ready the most urgent, else it is idle until something is.
                 update = min(here, key=lambda update: update.deadline)
             else:
                 update = min(self.updates, key=lambda update: (update.ready, update.deadline))
@@ -333,6 +342,7 @@ class _ScheduleRun:
             begin = max(begin, self._updated(tensor))
         end = begin + max(self.work.seconds[position], self._read(begin, self.work.reads[position]))
         for stay in self.sets.by_need[position]:
+            # The update begins as its states arrive, behind the backward: late states make the step longer, not later.
             if stay.is_state and stay.group is not None:
                 updated = sum(self.profile.tensors[copy.tensor].bytes for copy in stay.group.copies)
                 arrival = self.issued[stay.number, step][1]
@@ -342,6 +352,7 @@ class _ScheduleRun:
     def _read(self, begin: float, seconds: float) -> float:
         """Let copies to the device pause from ``begin`` on for what is read directly; return for how long."""
         if seconds:
+            # Counted as if copies stood still meanwhile; the simulation has both share the link.
             self.link = max(self.link, begin) + seconds
             for key, (step, arrival, turn) in self.issued.items():
                 if arrival > begin:
@@ -352,6 +363,7 @@ class _ScheduleRun:
         """Queue what leaves after the computation of ``step``."""
         sets, profile, position, end = self.sets, self.profile, step % self.steps, self.ends[step]
         rate = profile.hardware.d2h_bytes_per_s
+        # The lane to the host is filled in the order in which ops.py issues: gradients, activations, weights, states.
         for tensors in sets.gradients[position]:
             nbytes = sum(profile.tensors[t].bytes for t in tensors)
             self.back = max(self.back, end) + nbytes / rate
@@ -416,6 +428,7 @@ class _ScheduleRun:
         """By stay: its lead, its offset and its turn."""
         for (number, need), (step, _, turn) in self.issued.items():
             if step >= first:
+                # Queued twice, or below never, in the last iteration: that cannot be repeated.
                 if number in arrivals:
                     return None
                 arrivals[number] = need - step, self.offsets.get((number, need), 0), turn
@@ -437,6 +450,7 @@ class _ScheduleRun:
                 for tensors in parts
                 for t in tensors
             },
+            # An iteration that leaves more work behind than it found looks shorter than it is in a row.
             seconds=max(self.ends[-1] - self.ends[first - 1], self._later()),
         )
 

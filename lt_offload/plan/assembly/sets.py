@@ -52,12 +52,14 @@ class Stay:
 
     def lifetime(self, steps: int, *, early: bool) -> Lifetime:
         """Return when it takes room: from its first use on, or ``early``, one step before."""
+        # A stay of as many steps as the iteration has leaves no step to come early in.
         start = self.need - (early and self.length < steps - 1)
         return Lifetime(self.room, start % steps, (self.need + self.length) % steps)
 
     @property
     def priority(self) -> tuple[bool, bool, bool, int]:
         """Orders what is needed in the same step."""
+        # Last what is needed last, or may not be there yet: states serve the update, others wait for one on the host.
         return self.group is not None, self.is_state, self.on_host, -self.room
 
 
@@ -172,6 +174,7 @@ class Sets:
             self.stays.append(stay)
             for copy in group.copies:
                 self.of_tensor[copy.payload, copy.tensor].append(stay)
+            # Cyclic: a stay over the end of the iteration is needed in its first steps, too.
             for since in range(stay.length + 1):
                 self.needed[(stay.need + since) % self.steps] += stay.room
         for stay in self.stays:
@@ -197,6 +200,7 @@ class Sets:
                     bytes=nbytes,
                     need=need,
                     length=0,
+                    # It cannot return in the step in which it leaves.
                     lead=need - self.timeline.forward(block) - 1,
                 )
             )

@@ -29,6 +29,7 @@ def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
     """
     trained = [tensor for tensor in profile.tensors if tensor.trainable]
     updated = sum(tensor.bytes for tensor in trained)
+    # A window updates once and adds up in every pass.
     share = (1 / window if mean else 1.0) + (sum(map(added, trained)) / updated if updated else 0.0)
     optimizer = profile.optimizer
     return replace(
@@ -52,6 +53,7 @@ def without_gradients(profile: Profile) -> Profile:
 
 def _with_sum(tensor: TensorProfile) -> TensorProfile:
     """Return ``tensor`` with states that take as much of the arena as its states and a sum side by side."""
+    # state_room() adds the padding again, and comes to the sum of both rooms.
     return replace(tensor, state_bytes=state_room(tensor.state_bytes) + aligned(tensor.bytes) - STATE_PADDING)
 
 
@@ -130,7 +132,7 @@ class _Split:
         self._moved = {g for op in plan.ops if op.payload == "state" for g in op.groups}
         self._starts = {copy.group for copy in plan.initial}
         self._became: dict[int, list[int]] = {}
-        """By op of ``plan``: the ops that all wait for who waited for it."""
+        """By op of ``plan``: the ops in its place; an op that waited for it waits for all of them."""
         self._added: dict[int, int] = {}
         """By update of ``plan``: the op that adds up instead."""
         self._only: list[Pass | None] = []
@@ -169,6 +171,8 @@ class _Split:
         moving |= {g for op in ops if op.kind == "update" and op.lane != "host" for g in op.groups}
         moving |= {g for g, group in enumerate(self.groups) if group.payload in ("state", "sum")}
         together = [set(op.groups) for op in ops if op.payload == "weight"]
+        # An op moves all of its groups or none, so what shares one with a moving group moves, and that may draw in
+        # more.
         while True:  # what moves together with something
             more = moving.union(*(groups for groups in together if not moving.isdisjoint(groups)))
             if more == moving:
@@ -190,6 +194,7 @@ class _Split:
         for op in self.ops:
             if op.payload == "grad":  # the sums have taken what came in the pass before
                 waits[op.id] = {adds for t in self.plan.tensors(op) for adds in readers[t]}
+                # It is the backward that writes there, and it begins before the op that stands for what it writes.
                 if op.writes_gradients:
                     waits[self._backwards[op.block]] |= waits[op.id]
         if self.delayed:
@@ -200,8 +205,13 @@ class _Split:
             if op.payload == "grad":  # what was at its place has been used
                 after |= {self._added[old] for old in op.after if old in self._added}
             if op.kind == "accumulate" and op.lane == "host":
+                # `_write` puts the update of these sums right behind it. Numbers that are not smaller mean passes
+                # before: the sums must have the gradients of the last one that added, or have been used up. The host's
+                # lane keeps no order that says so.
                 after |= {op.id, op.id + 1}  # of passes before
             elif op.updates_on_host:
+                # And the same from the update's side: its sums are complete when the adding right before it, of the
+                # last pass, is.
                 after |= {op.id - 1}
             yield replace(op, after=tuple(sorted(after)))
 
@@ -266,6 +276,8 @@ class _Split:
             self._added[op.id] = adds
             update = self._add(op, only="updating")
             if op.lane == "host":
+                # Its adding changes nothing on the device, so nobody there waits for it; copies of gradients do, see
+                # `linked`.
                 self._house_sums(op)
             else:
                 yield adds
@@ -300,11 +312,14 @@ class _Split:
                 for number, offset in zip(op.groups, op.offsets, strict=True)
                 for part in self._parts(number, offset)
             )
+            # What is on the device at the start of a pass has to be there at its end in passes of every kind, so it is
+            # fetched in all.
             travelling = [g for g in states if g not in stays]
             yield from self._some(op, travelling, "state", only="updating", offsets=[placed[g] for g in travelling])
             yield from self._some(op, stays, "state", offsets=[placed[g] for g in stays])
             yield from self._some(op, sums, "sum", offsets=[placed[g] for g in sums])
             return
+        # Out goes what the pass has changed: states by updates, sums by adding. The rest only makes room.
         yield from self._some(op, states, "state", only="updating")
         yield from self._some(op, sums, "sum", only="accumulating")
         self._leave(op, stays, "state", only="accumulating")
@@ -331,6 +346,8 @@ class _Split:
                 offsets=(),
                 bytes=self._bytes(groups),
             )
+            # A drop gives its memory back where it stands, so it has to stand where the copy to the host would have
+            # given it back.
             self._ends[op.release_after].append((replace(drop, step=op.release_after, release_after=None), only))
 
     def _end(self, step: int) -> None:

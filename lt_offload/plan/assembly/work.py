@@ -73,5 +73,7 @@ class LaneWork:
             tensor, decision = profile.tensors[index], decisions.tensors[index]
             if decision.place in ("device", "paged"):
                 found[step] += tensor.bytes / profile.optimizer.device_bytes_per_s
+            # Written over the link while the backward runs, which takes as much longer; the host's update is on its own
+            # lane.
             elif decision.grad_zero_copy and tensor.zero_copy is not None:
                 found[step] += tensor.zero_copy.grad_s

@@ -88,6 +88,8 @@ def computations(
     for index in reversed(range(len(blocks))):
         block, step = blocks[index], steps.backward(index)
         for again in recomputations.get(step, ()):
+            # What counts for a backward is the last run of its block, which may be in the step of a later block's
+            # backward.
             saved[again.block] = again.save
             cost = rerun_option(blocks[again.block], again.save)
             found.append(Computation(kind="forward", step=step, block=again.block, save=again.save, option=cost))
@@ -106,6 +108,8 @@ def _rebuilding(block: BlockProfile) -> OptionProfile:
     """Return the figures of a block that saves its input only."""
     if any(option.name == "recompute" for option in block.options):
         return block.option("recompute")
+    # Not measured: the backward runs the forward and holds all that `keep` would save, so that moves from saved to
+    # peak.
     keep = block.option("keep")
     return replace(
         keep,

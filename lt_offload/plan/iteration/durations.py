@@ -44,6 +44,7 @@ def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
         rate = profile.optimizer.host_bytes_per_s if op.lane == "host" else profile.optimizer.device_bytes_per_s
         tensors = [profile.tensors[tensor] for tensor in plan.tensors(op)]
         updated = sum(tensor.bytes for tensor in tensors) if op.kind == "update" else 0.0
+        # A settling update takes the sums as they are: each micro-batch has added its own.
         adds = plan.adds_up and not (plan.delayed and op.kind == "update")
         return (updated + (sum(map(added, tensors)) if adds else 0.0)) / rate
     if op.writes_gradients:

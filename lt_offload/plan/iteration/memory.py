@@ -96,6 +96,8 @@ def framework_bytes(used: Usage, profile: Profile) -> Bytes:
 def room_within(budget: int, profile: Profile) -> int:
     """Return the device bytes of ``budget`` that a plan may use for what it decides about."""
     used = min(budget - profile.slack_bytes, int(budget / (1 + profile.slack_share)) + 1)
+    # The quotient is at or just above the answer, as the slack is rounded down; exactness matters at the smallest
+    # budgets.
     while used + _slack(used, profile) > budget:
         used -= 1
     return used - _always(profile)
@@ -194,6 +196,7 @@ class _Time:
 
     def per_step(self, sizes: Bytes) -> Bytes:
         """Return the largest of ``sizes`` in each step."""
+        # Without forwards that run again, steps and computations are the same.
         return sizes if len(self.first) == len(sizes) else np.maximum.reduceat(sizes, self.first)
 
 
@@ -219,6 +222,7 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
     for index, block in enumerate(profile.blocks):
         option = block.option(used.options[index])
         forward, backward = time.last[time.steps.forward(index)], time.last[time.steps.backward(index)]
+        # Input and output are there whatever the option keeps of them afterwards.
         total[forward] += block.input_bytes + block.output_bytes + option.forward_peak_bytes
         again = time.again.get(index, ())
         if again:
@@ -287,6 +291,7 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
         tied, large = len(uses) > 1, size >= COLLECTED_BELOW
         waits = place == "host" and index not in used.grad_zero_copy
         ends = time.last[used.grad_release_after[index]] if waits and index in used.grad_release_after else last
+        # A large one that is used on the device goes at once: it never lies beside others and counts as passing below.
         if tied or waits or not large:
             new[first] += size
         if tied or waits:
@@ -297,6 +302,7 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
             if size < GATHERED_BELOW:
                 small.setdefault((last, tensor.dtype), []).append(size)
             continue
+        # The backward has written it to the host, where the update needs nothing of the device.
         beside = 0 if place == "host" else profile.scratch(index)
         if not large:
             updating[last] += beside
@@ -304,6 +310,7 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
         passing[last] = max(passing[last], beside + (0 if tied else size))
         scratch[last] = max(scratch[last], beside)
     for (at, _), sizes in small.items():
+        # Gathering makes a second copy of them; one alone leaves as it is.
         leaving[at] += sum(sizes) if len(sizes) > 1 else 0
     # A large gradient is used at once, and those that were collected so far with it.
     early = np.where(passing > 0, updating, 0)

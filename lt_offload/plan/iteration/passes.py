@@ -40,6 +40,7 @@ def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[
     """By op of the plan: its latest issue so far."""
     ops = []
     for new, op in enumerate(issued):
+        # Not issued yet in this round means that of the round before, where its last issue is the one that counts.
         after = {latest.get(other, last.get(other)) for other in op.after}
         ops.append(replace(op, id=new, after=tuple(sorted(found for found in after if found is not None))))
         latest[op.id] = new

@@ -29,6 +29,8 @@ from lt_offload.units import format_bytes, format_seconds
 
 def check(plan: Plan, profile: Profile) -> list[str]:
     """Return what is wrong with ``plan`` for ``profile``, one sentence per violation; empty if nothing is."""
+    # Each round takes for granted what the rounds before it have found to be sound, so it does not begin after a
+    # violation.
     found = list(mismatches(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile), *_times(plan)]
     if found:
         return found
@@ -134,6 +136,7 @@ def _programs(plan: Plan) -> Iterator[str]:
 
 def _times(plan: Plan) -> Iterator[str]:
     for op in plan.ops:
+        # Not a number fails here, too: it compares with nothing.
         if not 0 <= op.seconds < math.inf:
             yield f"{describe(op)}: seconds: {op.seconds} is no time"
 
@@ -244,6 +247,7 @@ def _order_of_issue(plan: Plan) -> Iterator[str]:
         place = (op.step, _phase(op))
         if place < last:
             yield f"{describe(op)}: order: it is issued after ops of a later step or phase"
+        # Not `place`: behind one op that stands too late, others that do would pass.
         last = max(last, place)
         if op.computes and op.save is None:
             count[op.step] += 1
@@ -260,6 +264,7 @@ def _phase(op: Op) -> int:
     if op.kind == "prefetch":
         return 1
     if op.computes:
+        # A forward that runs again has to leave what the backward behind it needs.
         return 3 if op.save is None else 2
     if op.uses_gradients or op.payload == "grad":
         return 4

@@ -35,6 +35,7 @@ def rates(contention: Contention, busy: int) -> tuple[float, ...]:
     shares = (*(contention.of(lane.name) for lane in LANES), contention.h2d, contention.d2h)
     asked = {lane: found[lane] * shares[lane] for lane in range(_WORKING) if found[lane] * shares[lane]}
     left, waiting = 1.0, len(asked)
+    # Who asks for least comes first, so that what it leaves of its part is divided among the others.
     for lane in sorted(asked, key=asked.__getitem__):
         given = min(asked[lane], left / waiting)
         found[lane] = given / shares[lane]
@@ -61,6 +62,7 @@ class SimulatedLanes:
     def begin(self, lane: int, seconds: float) -> None:
         """Give an idle ``lane`` work that takes ``seconds`` alone."""
         self.busy |= 1 << lane
+        # Until the next :meth:`settle` its end is that of work alone, whatever the others' ends were made with.
         self._settled &= ~(1 << lane)
         self.ends[lane] = self.now + seconds
 
@@ -80,6 +82,7 @@ class SimulatedLanes:
         for lane in range(_WORKING):
             if busy >> lane & 1:
                 rate = before[lane] if self._settled >> lane & 1 else 1.0
+                # What is left to do does not change, only how fast it goes from here on.
                 if rate != now[lane]:
                     self.ends[lane] = self.now + (self.ends[lane] - self.now) * rate / now[lane]
         self._rate, self._settled = now, busy

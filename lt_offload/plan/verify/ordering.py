@@ -39,6 +39,7 @@ def misordered(plan: Plan, profile: Profile) -> list[str]:
     walk = _Ordering(plan, profile)
     for number in _SETTLED if plan.delayed else _ORDER if plan.adds_up else (0, 0):
         walk.iteration(plan.passes[number])
+    # Every pass meets the same mistakes again.
     return list(dict.fromkeys(walk.violations))
 
 
@@ -157,6 +158,7 @@ class _Ordering:
             clock = _merge(clock, ended)
         lane = _LANES.get(op.lane)
         if lane is None:
+            # A drop occupies no lane: it is over as soon as all that it waits for is.
             self.ended[op.id] = clock
             for t in self.plan.tensors(op):
                 self._drop(op, (op.payload or "", t))
@@ -179,6 +181,8 @@ class _Ordering:
                     self._reads(access, clock, self._tier(op, what.tier, key), key)
                 else:
                     self._writes(access, clock, what.tier, key, used_up=what.how == "uses up")
+        # Two pools, two ways to wait: a range of the arena has a next owner that is known, framework memory goes to
+        # whoever comes.
         if op.release_after is not None and op.payload in IN_ARENA:
             self.releases[op.release_after] += [key for key in self._keys(op, op.payload or "") if key in self.live]
         elif op.release_after is not None:
@@ -215,6 +219,7 @@ class _Ordering:
         """A computation allocates, from what has been given back by then."""
         for held in self.given_back:
             self._require(access, clock, held, "memory that it may take")
+        # Later computations are behind this one on their lane, and have waited with it.
         self.given_back.clear()
         self.computed = access
 
@@ -240,6 +245,8 @@ class _Ordering:
         elif tier == "host":
             self._write(access, clock, self.cells["host", key[0], key[1]], key)
             buffer = self.live.get(key)
+            # Two ways to write to the host: a copy makes both alike, an update there leaves the device with the old
+            # value.
             if buffer is not None and op.kind == "offload":
                 buffer.newer = False
             elif buffer is not None:
@@ -249,6 +256,7 @@ class _Ordering:
             buffer = self._on_device(op, key)
             if buffer is not None:
                 self._write(access, clock, buffer.cell, key)
+                # A sum that an update has used up is worth nothing on either side, so no copy of it can be outdated.
                 buffer.newer = not used_up
                 (self.outdated_hosts.discard if used_up else self.outdated_hosts.add)(key)
         else:
@@ -279,6 +287,7 @@ class _Ordering:
                 what, cell = ("grad", t), self.cells["host", "grad", t]
                 for other in cell.accesses():
                     self._require(access, clock, other, self._what(what))
+                # Each write forgets the reads before it: no read since means that no update has had this gradient.
                 if not cell.reads:
                     self._report(access.op, f"host_offset: it overwrites {self._what(what)}, which no update has read")
             rest = (replace(former, high=low), replace(former, low=high))
@@ -312,6 +321,7 @@ class _Ordering:
                 f"{name}: arena: {self._what(key)} ends at {buffer.high}, the extent is {self.plan.arena_bytes}"
             )
         at = bisect.bisect_left(self.order, buffer.low)
+        # Those that were placed do not overlap in a sound plan, so only the two neighbours can overlap this one.
         for neighbour in self.order[max(at - 1, 0) : at + 1]:
             other = self.at[neighbour]
             if other.low < buffer.high and other.high > buffer.low:
@@ -327,6 +337,7 @@ class _Ordering:
 
     def _release(self, key: _Key) -> None:
         buffer = self.live.pop(key)
+        # After an overlap that has been reported, another one may be at this offset.
         if self.at.get(buffer.low) is buffer:
             del self.at[buffer.low]
             del self.order[bisect.bisect_left(self.order, buffer.low)]
@@ -368,6 +379,7 @@ class _Ordering:
 
     def _require(self, access: _OpAccess, clock: _Clock, other: _OpAccess, what: str) -> None:
         ended = clock[other.lane]
+        # Of a lane in order the count tells all before it; of the host's, which chooses, each update has a bit.
         known = ended >= other.count if _IN_ORDER[other.lane] else ended >> other.count & 1
         if not known:
             self._report(access.op, f"after: it is not ordered after {describe(other.op)}, which uses {what}")

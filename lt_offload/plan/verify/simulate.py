@@ -53,6 +53,8 @@ def simulate(plan: Plan, profile: Profile) -> Trace:
         simulation.run()
         return _trace(plan, profile, simulation)
     except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+        # Only now: a sound plan goes through without being checked here, and check() has better words than an index
+        # error.
         found = check(plan, profile)
         why = found[0] if found else f"{type(error).__name__}: {error}"
         raise PlanError(f"the plan cannot be simulated: {why}") from error
@@ -107,6 +109,7 @@ class _Simulation:
                 later = (op.id - other) if other < op.id else op.id - other + self.ops
                 self.waiters[other].append(later)
                 for number in range(op.id, self.count, self.ops):
+                    # What would have been before the first iteration counts as done.
                     self.missing[number] += number >= later
 
     def _direct(self, ops: Sequence[Op], profile: Profile) -> tuple[list[float], list[float]]:
@@ -119,6 +122,8 @@ class _Simulation:
                 began = op.id
                 read[op.id] = op.bytes / hardware.h2d_bytes_per_s
             elif op.writes_gradients:
+                # Counted at the backward, which writes from its begin on; the op behind it only waits until all of it
+                # has arrived.
                 written[began] += op.bytes / hardware.d2h_bytes_per_s
         return read, written
 
@@ -132,6 +137,7 @@ class _Simulation:
             self._start()
             lanes.settle()
             until = min(lanes.ends)
+            # Something may become possible before any work ends: the issuing thread comes to an op.
             if timers and timers[0][0] < until:
                 until = timers[0][0]
             if until == math.inf:
@@ -238,6 +244,8 @@ def _trace(plan: Plan, profile: Profile, found: _Simulation) -> Trace:
     seconds = (found.computed[-1] - found.computed[-1 - _MEASURED]) / _MEASURED
     if more_passes(plan):
         first, second = (end[computations[(at + 1) * len(memory) - 1]] for at in (0, 1))
+        # Passes that are not walked through are as long as the second: the first one follows updates, the last one
+        # makes them.
         seconds += more_passes(plan) * (second - first)
     return Trace(
         source="simulated",
