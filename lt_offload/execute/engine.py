@@ -135,6 +135,7 @@ class Engine(Controls):
         """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
         device, plan = self.device, self.plan
+        # Counted before anything below holds the weights' memory, too.
         aliases = held_by_others(self.model, self.structure, device.torch_device)
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
@@ -191,6 +192,7 @@ class Engine(Controls):
         self._watch_optimizer()
         self._place = Place(device)
         self._elsewhere.enter_context(located(self.model, device.torch_device))
+        # Last: up to here the engine itself reads and writes weights.
         self._guard.install()
         self.installed = True
 
@@ -223,6 +225,7 @@ class Engine(Controls):
         try:
             self.drain()
         finally:
+            # The model is given back whatever a lane has to report.
             self._runs.close()
             self._forget_deferred()
             for weight in self.weights:
@@ -423,6 +426,7 @@ class Engine(Controls):
             return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)
         with self._computed(index):
             run = self._make_run(index, forward, args, kwargs)
+            # Else this frame would hold the block's inputs through its forward, which the run may let go of.
             del args, kwargs
             if run.needs_backward:
                 inputs = run.take_inputs()
@@ -451,6 +455,7 @@ class Engine(Controls):
         return run
 
     def _run_backward(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        # Autograd calls this, on a GPU in a thread of its own, so what is each thread's own is set here.
         with self._guard.suspended:
             self._backward.check(run)
             if not self._iteration.ran_backward:
@@ -533,6 +538,7 @@ class Engine(Controls):
 
     def _begin_micro_batch(self) -> None:
         """A forward begins; others of the same micro-batch may wait for their backward."""
+        # Only asked: the state changes when what an earlier forward has left is cleaned up.
         self._iteration.check(Transition.FORWARD)
         if self._walk.begun or self._runs:
             self._restart()

@@ -123,6 +123,7 @@ _TOO_SOON = Refused("WINDOW", "optimizer.step() was called before the last micro
 _SHORT = Refused("WINDOW", "the update after {added} micro-batches had no backward of its own", SHORT)
 _BETWEEN = Refused("FORWARDS", "the model was called without gradients between a forward and its backward", PASSING)
 _SET = "{use} after {begun} of {size} micro-batches; set it before the first one, or after optimizer.step()"
+# Settling ends before anybody else is called, so whoever finds the machine there comes after an error.
 _BROKEN_OFF = _never("HALFWAY", "updates broke off, and {use}")
 
 TABLE: dict[Transition, dict[State, Outcome]] = {
@@ -137,6 +138,7 @@ TABLE: dict[Transition, dict[State, Outcome]] = {
         backward=Outcome(Next.SAME, (_BETWEEN,)),
         settling=_BROKEN_OFF,
     ),
+    # Only the first block of a backward comes here: for the others the engine finds `ran_backward`.
     Transition.BACKWARD: _row(
         _never("FORWARDS", "a backward ran through a forward that had been given up"),
         forward=Outcome(
@@ -156,6 +158,7 @@ TABLE: dict[Transition, dict[State, Outcome]] = {
         settling=_BROKEN_OFF,
     ),
     Transition.SETTLE: _row(None, forward=State.SETTLING, added=State.SETTLING),
+    # A step without a backward has nothing to update with, as in plain PyTorch. It is wrong only if sums are left over.
     Transition.UPDATED: _row(
         Next.SAME,
         forward=Outcome(Next.SAME, (_SHORT,)),
@@ -168,6 +171,7 @@ TABLE: dict[Transition, dict[State, Outcome]] = {
         backward=Outcome(Next.SAME, (Refused("HALFWAY", "{use}", UPDATING),)),
         settling=_never("HALFWAY", "{use}"),
     ),
+    # A backward computes with the weights of its forward again, and updates within it have changed some of them only.
     Transition.WRITE: _row(
         Next.SAME,
         forward=Outcome(Next.SAME, (Refused("DURING_FORWARD", "{use}", OPEN),)),
@@ -276,6 +280,7 @@ class Iteration:
             UnsupportedError, ConfigError: if it is refused.
         """
         cell = TABLE[transition][self._state]
+        # In the order of the table: the first that holds names the error.
         for refused in cell.refusals:
             if refused.when is None or refused.when.holds(self):
                 raise refused.error(self._facts(use))
@@ -289,6 +294,7 @@ class Iteration:
     def enter(self, transition: Transition, use: str = "") -> None:
         """Go on to the state that follows ``transition``; raises as :meth:`check` does."""
         then = self.check(transition, use).then
+        # The counts change before the state, which depends on them (`_rest`).
         if transition is Transition.ADD:
             self.window.added += 1
         elif transition is Transition.UPDATED and then is State.IDLE:
@@ -297,6 +303,7 @@ class Iteration:
         elif transition is Transition.CLEAR:
             self.window.end()
         elif transition is Transition.FAIL:
+            # Asked before the window forgets what it has added.
             self._left = self.unfinished()
             self.window.end()
         if isinstance(then, State):

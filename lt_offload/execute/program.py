@@ -66,6 +66,7 @@ class Walk:
 
     def finish(self) -> None:
         """Go through what is left of the pass, and be ready for the next."""
+        # Blocks before the first trainable parameter have no backward, but ops may be planned for their steps.
         self.skip_to(len(self._steps))
         self.cursor = 0
         self.passes += 1
@@ -103,6 +104,7 @@ class Walk:
     def end(self) -> None:
         """Issue what follows the computation of the step that was begun last."""
         at = self.cursor - 1
+        # First what leaves: the host's updates wait for the copies that are queued here.
         for op, departure in self._gradients.send():
             self._residency.release_at(at if op.release_after is None else op.release_after, departure)
         for op in self._steps[at].updates:
@@ -121,6 +123,8 @@ class Walk:
 
     def _urgency(self, op: Op) -> int:
         """Return when the result of an update on the host is needed, as a position among the ops of all iterations."""
+        # With no deadline nothing in the next iteration waits for it, so it comes after everything that something waits
+        # for.
         return self.passes * self._ops + self._deadlines.get(op.id, 2 * self._ops)
 
     def _issue(self, op: Op) -> None:
@@ -172,10 +176,12 @@ def program(plan: Plan, which: Pass) -> list[StepOps]:
         elif op.kind == "prefetch":
             (step.before if step.compute is None else step.after).append(op)
         elif op.uses_gradients:
+            # On the device, gradients drive what uses them, within the backward. A settling pass has none to do that.
             if op.lane == "host":
                 step.updates.append(op)
             elif which == "settling":
                 step.settled.append(op)
+        # Copies of gradients are issued by `send`, as gradients are complete.
         elif op.payload != "grad":
             step.after.append(op)
     for index, step in enumerate(steps):

@@ -246,6 +246,7 @@ class ActivationOffloader:
         self._storages = list(self._by_storage.values())
         self._by_storage.clear()
         for storage in self._storages:
+            # What has gone with a part of the graph that nothing needs will never be unpacked, so it is not waited for.
             storage.users = sum(moved() is not None for moved in storage.taken)
         if not self._storages:
             return None
@@ -324,6 +325,7 @@ class ActivationOffloader:
         for storage in self._storages:
             storage.device = None
         if self._host is not None:
+            # Not waited for here: the next one to take the buffer does, if it has to.
             self.pool.give(self._host, self._fetched or self._left)
             self._host = None
         self._places = []

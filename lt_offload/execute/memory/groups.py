@@ -41,6 +41,7 @@ class Layout:
         """Of each group of the plan: its groups, and where in the group they begin."""
         self.all: list[LiveGroup] = []
         if plan is None:
+            # Backwards, so that of the blocks that share a weight the first one has it.
             owner = {weight.index: index for index in reversed(range(len(blocks))) for weight in blocks[index]}
             owned: defaultdict[int | None, list[Weight]] = defaultdict(list)
             for weight in weights:
@@ -98,6 +99,7 @@ def _house(groups: Sequence[LiveGroup], device: Device) -> None:
     """Let the host copies of ``groups`` stand side by side, in this order."""
     members = [member for group in groups for member in group.members]
     first = members[0]
+    # Nothing has to stand beside it, so it can stay in its memory, where others may hold it.
     if len(members) == 1 and isinstance(first, Weight) and first.host.is_contiguous():
         first.rehost(device.host_adopt(first.host))
         groups[0].host = groups[0].span = first.host.view(-1).view(torch.uint8)

@@ -106,6 +106,7 @@ class LiveGroup:
         start = 0
         for member in self.members:
             member.group, member.start = self, start
+            # The plan counts sizes in these multiples, so members stand in the group as they do in the plan's.
             start += round_up(member.room, ALIGNMENT)
         self.room = start
         """Bytes that it takes of the arena."""
@@ -166,6 +167,7 @@ class LiveGroup:
 
     def changed_on_device(self) -> None:
         """The compute lane has changed the device copy, if there is one: it is newer now."""
+        # Otherwise two copies would each have a change that the other lacks.
         assert not self._overtaken, f"{self.label} was changed on the device, where it is out of date"
         self._newer = self.buffer is not None
 
@@ -176,6 +178,7 @@ class LiveGroup:
 
     def updated_on_host_by(self, event: Event) -> None:
         """A task that changes the host copy has been queued: that is newer after ``event``."""
+        # The same from the host's side.
         assert not self._newer, f"{self.label} was changed on the host, where it is out of date"
         self._host_ready = event
         self._overtaken = self.buffer is not None
@@ -196,6 +199,7 @@ class LiveGroup:
     def give_up(self) -> None:
         """Drop the device copy, newer or not: the host copy counts."""
         assert self.buffer is not None
+        # Copies only: `free` itself orders the next writer after the computations so far.
         self.device.free(self.buffer, distinct((self._device_ready, self._leaving)))
         self.buffer = self._device_ready = self._leaving = None
         self._newer = self._overtaken = False

@@ -68,6 +68,8 @@ class Transfer:
         event = self._device.submit(
             "d2h",
             _copies(self._device.copy, self._find(items), to_device=False),
+            # The mark, as the computation that made the copy newer may still run; the others, as tasks may still write
+            # the host copy or set it aside.
             after=[self._device.mark(), *distinct([*(item.host_ready for item in items), self._set_aside(items)])],
             reads=[item.buffer for item in items if item.buffer is not None],
             writes=[item.host_cell for item in items],
@@ -104,6 +106,7 @@ class Transfer:
     def _find(self, items: Sequence[LiveGroup]) -> list[Pair]:
         """Return what to copy: as a plan's offsets are fixed, mostly what was copied the last time."""
         wanted = tuple((item, item.buffer.offset) for item in items if item.buffer is not None)
+        # Views of the ranges are kept from one iteration to the next.
         if wanted != self._copied:
             self._copied, self._pairs = wanted, coalesced(items)
             self._nbytes = sum(host.numel() for host, _ in self._pairs)
@@ -128,6 +131,7 @@ def _offset(group: LiveGroup) -> int:
 
 def _follows(one: LiveGroup, other: LiveGroup) -> bool:
     """Return whether ``other`` begins where ``one`` ends, in the arena and in the same mapping of host memory."""
+    # Neighbours of different mappings are so by chance, and one copy may not run across their border.
     if one.span is not other.span or _offset(other) != _offset(one) + one.room:
         return False
     return other.host.data_ptr() == one.host.data_ptr() + one.room
@@ -138,6 +142,7 @@ def _range(first: LiveGroup, last: LiveGroup) -> Pair:
     assert first.buffer is not None
     nbytes = _offset(last) - _offset(first) + last.nbytes
     with torch.inference_mode(False):
+        # These views are kept. If inference mode made them, in a validation, training might not write to them.
         host = first.host.as_strided((nbytes,), (1,), first.host.storage_offset())
         arena = first.buffer.slab[_offset(first) : _offset(first) + nbytes]
     return host, arena
@@ -238,6 +243,7 @@ class Residency:
         """Bring exactly what the plan wants at the start of step 0, where it wants it."""
         assert self.plan is not None
         self.run_releases()
+        # First what leaves: its ranges may be those that something else is wanted at.
         self.evict(keep=self._initial)
         missing = [group for group in self._initial if group.buffer is None]
         for group in missing:
@@ -286,6 +292,7 @@ class Residency:
         """
         self.run_releases()
         self.device.drain()
+        # And computations, which may read host copies directly, beside the lanes' tasks.
         self.device.synchronize(self.device.mark())
         for group in self.all if groups is None else groups:
             if group.buffer is not None:
@@ -316,6 +323,7 @@ class Residency:
 
     def _attach(self, group: LiveGroup, offset: int) -> None:
         assert self._adopt is not None
+        # Before it has a device copy: states that the optimizer has replaced are adopted on the host.
         self._adopt(group)
         group.attach(self.device.place(offset, group.room, group.label))
 

@@ -60,6 +60,7 @@ class Snapshots:
             for storage in storages:
                 if address_of(storage) in found:
                     continue
+                # An earlier snapshot may want the same contents: they share one copy.
                 contents = self._current.setdefault(address_of(storage), _Contents(storage))
                 contents.wanted += 1
                 found[address_of(storage)] = contents
@@ -82,6 +83,8 @@ class Snapshots:
         with self._moved:
             while (contents := self._current.get(key)) is not None:
                 nbytes = contents.live.nbytes()
+                # A reader that has begun reads the live memory to its end, so the change waits for it even where there
+                # is room.
                 if not (contents.busy or contents.copying) and self.nbytes + nbytes <= self._room:
                     contents.copying = True
                     self.nbytes += nbytes
@@ -90,6 +93,7 @@ class Snapshots:
             else:
                 return
         with plain_torch():
+            # Outside the lock, as it takes long; `copying` keeps readers and writers of this storage away meanwhile.
             aside = contents.live.clone()  # type: ignore[no-untyped-call]
         with self._moved:
             contents.copying, contents.aside = False, aside

@@ -39,11 +39,14 @@ class Streaming:
         self._residency.run_releases()
         self._residency.unsettle()
         weights, groups = self.blocks[index], self._groups[index]
+        # Behind the last block the first: the next batch, or the next token, begins with it.
         following = self._groups[(index + 1) % len(self.blocks)]
         on_host: list[LiveGroup] = []
         if not self._bring(groups, index, needed=groups):
             self._clear()  # the ranges in use may have left gaps that are too small
             if not self._bring(groups, index, needed=groups):
+                # The arena of a plan may hold less than a block, if the block's computations read the rest in host
+                # memory.
                 on_host = [group for group in groups if _is_readable(group)]
                 groups = [group for group in groups if group not in on_host]
                 if not on_host or not self._bring(groups, index, needed=groups):
@@ -75,6 +78,7 @@ class Streaming:
             try:
                 self._take(group, index, needed)
             except OverBudget:
+                # Half of what is needed is of no use, and nothing has been copied there yet.
                 for taken in missing[:count]:
                     taken.detach()
                 return False
@@ -110,6 +114,7 @@ class Streaming:
                 ahead = (position - index) % len(self.blocks)
                 distance[group] = min(ahead, distance.get(group, ahead))
         kept = set(needed)
+        # Blocks run in turn: what ran just now is needed latest, and the least recently used is needed next.
         weights = sorted((p for p in distance if p.buffer is not None and p not in kept), key=lambda p: -distance[p])
         return [*(p for p in self._states if p.buffer is not None), *weights]
 

@@ -130,6 +130,7 @@ class Weight(Viewed):
     def forget_views(self) -> None:
         super().forget_views()
         self.zero_copy = None
+        # The stand-ins hold views of the arena as their data.
         self.shadows.clear()
 
     def expose(self, device: Device) -> None:
@@ -281,6 +282,7 @@ class States:
         self.names, self.known = tuple(found), list(found.values())
         with plain_torch():
             places = zip(self.known, _starts(self.known), strict=True)
+            # Views that were made for other states have other shapes, or lie elsewhere.
             self.hosts = [_laid_out(carve(self.slot, at, tensor), tensor) for tensor, at in places]
         self._views.clear()
 
@@ -370,4 +372,6 @@ def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """Return a tensor like ``like`` at byte ``start`` of ``memory``."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
     with torch.inference_mode(False):
+        # Kept for training, whichever mode it is made in: a tensor that is made in inference mode may not be written to
+        # later.
         return _laid_out(memory[start : start + nbytes].view(like.dtype).view(like.shape), like)

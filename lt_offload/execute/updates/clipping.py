@@ -61,6 +61,7 @@ class Clipping:
         def edit(grad: Tensor) -> None:
             with torch.no_grad():
                 if scale is not None:
+                    # Sums of one model may be on the host and on the device, and there is one scale.
                     grad.mul_(scale.to(grad.device))
                 if value is not None:
                     grad.clamp_(-value, value)
@@ -88,6 +89,8 @@ class Clipping:
         groups = list(dict.fromkeys(total.group for total in found))
         here = [group for group in groups if group.buffer is not None]
         reads = [group.buffer for group in here if group.buffer is not None]
+        # On the device the norms are launched behind what fills the sums; on the host this thread reads them, so it
+        # waits.
         self._device.wait(*distinct(group.device_ready for group in here), reads=reads)
         self._device.synchronize(*distinct(group.host_ready for group in groups if group.buffer is None))
         grads = {id(total.weight.param): total.host if total.view is None else total.view for total in found}
@@ -96,6 +99,7 @@ class Clipping:
             ordered = [grads[id(param)] for param in params if id(param) in grads]
             norm = total_norm(ordered, norm_type, error_if_nonfinite=error_if_nonfinite)
             if found:
+                # As torch's clip_grad_norm_ has it, term by term: otherwise last bits would differ.
                 self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             clip_grads_with_norm_(others, max_norm, norm)
         return norm

@@ -56,6 +56,7 @@ class Slots:
                     box.use(island[start - low : end - low])
         for box in self._boxes:
             start, end = ranges[box.op.id]
+            # Told to the checker of what happens before what: a copy writes whatever other ops have at its addresses.
             box.cells = [o.cell for o in self._boxes if ranges[o.op.id][0] < end and start < ranges[o.op.id][1]]
 
     def send(self, box: GradientOffloads, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
@@ -159,6 +160,7 @@ class GradientOffloads:
         grads = {weight.index: grad for weight, grad in items}
         pairs = []
         for indices, host in self._small.values():
+            # Gathered ones lie without a gap: where one has not come, the others would arrive at its place.
             if all(index in grads for index in indices):
                 with torch.no_grad():
                     pairs.append((host, torch.cat([grads.pop(index).reshape(-1) for index in indices])))

@@ -98,6 +98,7 @@ class Gradients:
         Raises:
             UnsupportedError: if there are to be more gradients after they have been clipped.
         """
+        # A gradient that came after clipping would be scaled with the sums, whose norm has not counted it.
         if which != "settling":
             self.clipping.check_more()
         self._which = which
@@ -145,6 +146,8 @@ class Gradients:
         assert grad is not None
         weight.param.grad = None
         self._touched.add(weight.index)
+        # A tied weight has a graph per block, and each fires the hook: an update at the first would use half of its
+        # gradient.
         weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
         weight.seen += 1
         if weight.seen == weight.uses:
@@ -155,6 +158,7 @@ class Gradients:
         grad, weight.grad, weight.seen = weight.grad, None, 0
         op = self._takers[self._which][weight.index]
         if grad is None:
+            # No gradient in this micro-batch, but sums of others that are waiting for the update.
             if op.kind == "update" and _filled(weight):
                 self._complete[op.id].append((weight, None))
             return
@@ -189,6 +193,7 @@ class Gradients:
         updating = self._which == "updating"
         used = [p for w in weights for p in (w.group, w.states.group) if p is not None] if updating else []
         sums = list(dict.fromkeys(total.group for total in totals))
+        # Everything that is written, at once: one wait of the compute lane instead of one per tensor.
         groups = list(dict.fromkeys([*used, *sums]))
         self._take(groups)
         grads = [self._added(weight, grad) for weight, grad in items]
@@ -288,6 +293,7 @@ class Gradients:
         grads: list[Tensor] = []
         if updating:
             grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in ready]
+            # Now, with the options of this moment: a scheduler may change them before the task runs.
             update = self.updates.prepare(ready, "host", grads)
             groups += dict.fromkeys(w.group for w in ready)
             self.updated += len(ready)

@@ -92,6 +92,7 @@ def _adam(
         return None
     if set(map(type, steps)) != {Tensor}:
         return None
+    # A fused update wants the counter beside the parameter. The way through `step` moves it there (`_move_scalars`).
     if group["fused"] and {step.is_cuda for step in steps} != {params[0].is_cuda}:
         return None
     return partial(
@@ -436,6 +437,7 @@ class Updates:
     def _sub(self, key: tuple[int, ...]) -> Optimizer:
         sub = self._subs.get(key)
         if sub is None:
+            # Not by its constructor, whose arguments nobody has kept; its attributes say all that a step asks for.
             sub = object.__new__(type(self.optimizer))
             vars(sub).update(self._attributes())
             forget_step_hooks(sub)

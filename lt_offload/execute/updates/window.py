@@ -75,6 +75,7 @@ class Window:
 
     def begin_pass(self, waiting: int) -> None:
         """The next pass begins, and so many more of the same micro-batch follow."""
+        # After an update the weights are others, so no pass of the same window may follow it.
         self.which = "updating" if self.last and not self.delayed and not waiting else "accumulating"
 
     def end(self) -> None:

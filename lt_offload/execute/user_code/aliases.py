@@ -49,6 +49,7 @@ def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases
     parts = (part for other in others for part in tensors_in(other) if part.device.type == "cpu")
     own.update(address_of(part.untyped_storage()) for part in parts)
     lone = torch.empty(1)
+    # What torch counts for memory that one tensor has, the handle that asks included.
     alone = _count(lone.untyped_storage())
     extra = {address_of(s): _count(s) - alone + 1 - own[address_of(s)] for s in storages}
     extra = {key: count for key, count in extra.items() if count > 0}

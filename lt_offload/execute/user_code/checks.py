@@ -171,6 +171,7 @@ def _hooks(weight: Weight) -> int:
 def _has_joint_hook(param: Tensor) -> bool:
     """Return whether ``param`` has a hook that waits for the gradients of several tensors in one backward."""
     hooks = tensor_hooks_of(param)
+    # Such a hook is a function that torch.autograd.graph has made, and nothing else tells it from others.
     return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())
 
 
@@ -205,6 +206,7 @@ class OwnParameters:
         """
         for parameters, key, path in self._places:
             present = parameters.get(key)
+            # As torch.func.functional_call does it, for the time of one call.
             if present is not None and not isinstance(present, nn.Parameter):
                 raise limits.SUBSTITUTED.error(f"block {self._name} was called with another tensor as {path}")
 
@@ -226,7 +228,9 @@ class Backward:
             UnsupportedError: naming the block.
         """
         if torch.is_grad_enabled():
+            # Within a backward, autograd enables gradients for create_graph only.
             raise limits.PARTIAL_BACKWARD.error(f"block {run.name} was differentiated with create_graph=True")
+        # Every block's node leads to the anchor, which a backward for some inputs leaves out.
         if not will_run(self._end):
             raise limits.PARTIAL_BACKWARD.error(
                 f"block {run.name} was differentiated by torch.autograd.grad or backward(inputs=...)"

@@ -149,8 +149,10 @@ class GradientView:
         """Enclose updates whose gradients can be shown afterwards."""
         asked = gradients.square_sums is not None
         squares = self.shown.keep(gradients.clipping.edit(now=True), squares=asked)
+        # Or the updates would count the squares again, of what is clipped by now.
         gradients.square_sums = None
         if not residency.settled:
+            # `keep` may have forgotten device copies, and a settling pass begins with all that the plan has there.
             residency.settle()
         yield
         gradients.square_sums = squares

@@ -167,9 +167,11 @@ class Guard:
             UnsupportedError: while a forward waits for its backward, or in the middle of an iteration's updates.
         """
         written = list(owned)
+        # Home first, even what is to be overwritten: the write may be one of a part.
         self.read(written)
         for one in written:
             self._check_write(f"{one.label} was written to")
+        # The host copy is about to be newer than any on the device, which nobody would notice there.
         self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))
         self._residency.snapshots.changing(self._memory(one) for one in written)
 
@@ -183,6 +185,7 @@ class Guard:
             raise limits.CHANGED_PARAMETERS.error(
                 f"{weight.label} was given {_describe(data)} in place of {_describe(weight.host)}"
             )
+        # The values go into the memory that is there. Whoever shares it would see them, and does not in plain PyTorch.
         if any(alias() is not None for alias in self._tensors.get(TrackedTensor(weight), ()) if alias() is not data):
             raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was given other memory")
         self.write([TrackedTensor(weight)])
@@ -191,6 +194,7 @@ class Guard:
 
     def hand_out(self, owned: TrackedTensor, view: object) -> None:
         """Remember that somebody has a view of a host copy, through which it can be read and written unseen."""
+        # From here on it may change without a word, so snapshots take what is there now.
         self._residency.snapshots.changing([self._memory(owned)])
         self._views.setdefault(owned, []).append(weakref.ref(view))
 
@@ -257,6 +261,7 @@ class Guard:
             if weight.host.data_ptr() != address:
                 raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was moved to shared memory")
             if weight.param.data_ptr() != address:
+                # The parameter goes back to its own memory, into which `replace` copies the values.
                 assigned, weight.param.data = weight.param.data, weight.host
                 self.replace(weight, assigned)
         # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
@@ -350,6 +355,7 @@ class _Operations(TorchDispatchMode):
         if any(touched.values()):
             guard.write(owned for owned, written in touched.items() if written)
         out = func(*args, **kwargs)
+        # An operation in place returns the tensor that it was given, which is no new one in this memory.
         if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not touched.get(owned):
             guard.made(owned, out)
         return out

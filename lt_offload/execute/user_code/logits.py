@@ -69,6 +69,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Calls from C++ come here without having passed `__torch_function__`.
         raise _refusal(str(func))
 
 

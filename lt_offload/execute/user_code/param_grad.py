@@ -202,6 +202,7 @@ class ShownGradients:
         if edit is not None:
             for total in self._used:
                 edit(total.host)
+            # The edit was made on the host, so that the copies on the device are out of date.
             self._residency.forget(groups)
         return found
 
@@ -245,7 +246,9 @@ class ShownGradients:
         total, grad, before = shown.total, shown.total.weight.param.grad, shown.tensor
         if grad is None:
             total.use_up()
+        # The same object may have been given other memory (`p.grad.data = ...`), so its address counts, too.
         elif grad is before and grad.data_ptr() == total.host.data_ptr():
+            # NumPy writes without being seen, so a view of that kind counts as a write.
             if self._guard.seen_otherwise(shown.owned):
                 self._guard.write([shown.owned])
         else:
@@ -276,6 +279,7 @@ class ShownGradients:
         tensor, shown.tensor = shown.tensor, None
         if tensor is not None and copy and sys.getrefcount(tensor) > _OURS:
             self._residency.bring_home(shown.owned.groups)
+            # Whoever kept it has this very object, so it is the object that gets memory of its own.
             tensor.data = tensor.data.clone()
 
 

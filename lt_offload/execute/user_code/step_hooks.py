@@ -128,6 +128,7 @@ class OptimizerStepHook:
         if closure is None:
             self._begin()
             return None
+        # The closure runs forward and backward, so that the step proper, with what updates use, begins after it.
         if len(args) > 1:
             return (args[0], self._following(closure), *args[2:]), kwargs
         return args, kwargs | {"closure": self._following(closure)}
@@ -144,6 +145,7 @@ class OptimizerStepHook:
 
     def _begin(self) -> None:
         self._begins()
+        # Updates come after the step, which may count up what they would have found before it.
         if self._delayed:
             self._updates.freeze()
         if self._updates.without_gradients and not self._hidden:
@@ -193,7 +195,10 @@ class SavedStates:
     def _replace(self) -> None:
         self._check_write("optimizer.load_state_dict() was called")
         self._drain()
+        # After everything is home: forgetting device copies would lose what is newer of the weights, which nobody
+        # replaces.
         self._invalidate()
+        # The guard knows states by their memory, and loading gives them other memory.
         self._updates.generation += 1
 
 
@@ -282,6 +287,7 @@ class ManualLoop:
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     groups = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    # A learning rate that is a tensor is changed in place, so the comparison needs a copy.
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
 
 
