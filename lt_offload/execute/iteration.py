@@ -1,8 +1,8 @@
 """Where an iteration is: one state machine, which everything that comes to the engine passes through.
 
 :data:`TABLE` says what each transition leads to in each state: which state follows, or why it is refused. Docs show it
-(``docs/architecture.md``, made by ``python -m scripts.tables``), and :class:`Iteration` is ruled by it. What used to be
-flags of the engine are questions to the machine: whether a backward has run, whether weights are of two steps
+(``docs/architecture.md``, made by ``python -m scripts.tables``), and :class:`Iteration` is ruled by it. The engine
+keeps no flags of this but asks the machine: whether a backward has run, whether weights are of two steps
 (:attr:`Iteration.halfway`), whether gradients wait in sums. How many micro-batches there were is the window's to count
 (``updates/window.py``).
 """

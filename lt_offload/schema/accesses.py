@@ -28,7 +28,7 @@ PAYLOADS: Mapping[OpKind, tuple[Payload, ...]] = {
     "offload": (*IN_ARENA, "grad", "activation"),
     "drop": IN_ARENA,
 }
-"""What the kinds of ops that move something may move."""
+"""The payloads that ops of each kind may move, if they move something."""
 
 _IN_PLACE: Mapping[OpKind, tuple[tuple[Payload, How], ...]] = {
     "forward": (("weight", "reads"), ("activation", "writes")),
@@ -36,7 +36,7 @@ _IN_PLACE: Mapping[OpKind, tuple[tuple[Payload, How], ...]] = {
     "accumulate": (("grad", "reads"), ("sum", "writes")),
     "update": (("grad", "reads"), ("weight", "writes"), ("state", "writes"), ("sum", "uses up")),
 }
-"""What the other kinds do, all in the memory of their lane."""
+"""The accesses of the other kinds, all in the memory of their lane."""
 
 
 @dataclass(frozen=True, slots=True)

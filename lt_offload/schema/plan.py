@@ -472,6 +472,7 @@ def problems(plan: Plan) -> Iterator[str]:
         yield f"parts is {plan.parts} and deferred_forwards {plan.deferred_forwards}, which cannot be combined"
     if not plan.options:
         yield "it has no blocks"
+    # No other block's output is what the loss is made of.
     if any(option in WITH_LOSS for option in plan.options[:-1]):
         yield f"{' and '.join(WITH_LOSS)} are options of the last block only"
     if ("chunked" in plan.options) is not (plan.chunk_tokens > 0):

@@ -199,7 +199,7 @@ class HardwareProfile:
     host_bytes: int
     """RAM that the process may take in all."""
     pinnable_bytes: int
-    """RAM that may be pinned; equals ``host_bytes`` where there is no limit. What comes first gets it."""
+    """RAM that may be pinned; equals ``host_bytes`` where there is no limit. Memory that is taken first gets it."""
     h2d_bytes_per_s: float
     """Host to device: of a machine while the other direction is busy, too; in a profile that says how lanes slow each
     other down (``Profile.contention``) alone, or the other direction would count twice."""

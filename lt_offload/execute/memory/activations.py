@@ -200,7 +200,7 @@ class ActivationOffloader:
         self.pool = pool
         self.label = label
         self._by_storage: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
-        """During the forward. What is saved for a part of the graph that nothing needs goes with that part."""
+        """During the forward. A tensor saved for a part of the graph that nothing needs goes with that part."""
         self._storages: list[MovedStorage] = []
         """After it."""
         self._host: HostBuffer | None = None

@@ -47,7 +47,7 @@ class HostCopy(Cell):
         super().__init__(f"host {label}")
         self._members = members
         self.snapshots: Snapshots | None = None
-        """Those that it may be part of."""
+        """The snapshots of which it may be a part."""
 
     def about_to_write(self, tensors: Iterable[Tensor]) -> None:
         """Have snapshots set aside what is in ``tensors`` now, or wait until it has been read."""

@@ -1,6 +1,6 @@
 """Host copies as they were at one moment, for a reader on another thread while training goes on.
 
-Training changes host copies in place. Whoever is about to change one says so first (:meth:`Snapshots.changing`) and
+Training changes host copies in place. A writer announces its change first (:meth:`Snapshots.changing`) and
 goes on at once if all readers are through with it. If not, its contents are set aside in a copy, as far as there is
 room for copies; where there is none, the change waits for the readers. No more is copied than is changed too early.
 """

@@ -282,8 +282,8 @@ class States:
         self.names, self.known = tuple(found), list(found.values())
         with plain_torch():
             places = zip(self.known, _starts(self.known), strict=True)
-            # Views that were made for other states have other shapes, or lie elsewhere.
             self.hosts = [_laid_out(carve(self.slot, at, tensor), tensor) for tensor, at in places]
+        # Those that were made for other states have other shapes, or lie elsewhere.
         self._views.clear()
 
 

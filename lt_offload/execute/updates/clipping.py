@@ -32,11 +32,11 @@ class Clipping:
     def __init__(self, device: Device, weights: Sequence[Weight]) -> None:
         self._device, self._weights = device, weights
         self.value: float | None = None
-        """What complete gradients are clamped to before updates use them, in every window."""
+        """The limit to which complete gradients are clamped before updates use them, in every window."""
         self._scale: Tensor | None = None
-        """What they are multiplied by before that, in the coming settling pass."""
+        """The factor by which they are multiplied before that, in the coming settling pass."""
         self._clamp: float | None = None
-        """What they are clamped to after that, in the coming settling pass."""
+        """The limit to which they are clamped after that, in the coming settling pass."""
 
     @property
     def _clipped(self) -> bool:
@@ -48,7 +48,7 @@ class Clipping:
             raise limits.CLIPPED.error("the model was called after its gradients had been clipped, before the step")
 
     def forget(self) -> None:
-        """What was clipped has been used, or is gone."""
+        """Forget how to clip: the gradients that it was said for have been used, or are gone."""
         self._scale = self._clamp = None
 
     def edit(self, *, now: bool = False) -> Callable[[Tensor], None] | None:

@@ -102,7 +102,7 @@ class GradientOffloads:
         """Where each gradient arrives, by the weight's index."""
         self.cell = Cell(f"host grad {op.block}")
         self.cells = [self.cell]
-        """Those of all ops that have some of its addresses."""
+        """The cells of all ops that have some of its addresses."""
         self._device, self._label = device, f"offload grad {op.block}"
         self._weights = tuple(weights)
         self._small: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = {}

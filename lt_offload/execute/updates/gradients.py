@@ -43,7 +43,7 @@ class Gradients:
         self._weights = weights
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
-        """Those of the host gradients that the backward writes itself, as the device sees them."""
+        """The host gradients that the backward writes itself, as the device sees them."""
         self._slots = Slots(device, plan, weights)
         for box in self._slots.of.values():
             self._host_grads.update(box.hosts)

@@ -41,7 +41,7 @@ class Window:
         self.added = 0
         """Passes of the present window whose gradients have been added up."""
         self.micro_batches = 0
-        """Those of the present window that are complete, in a loop of one's own."""
+        """Complete micro-batches of the present window; counted in a loop of one's own only."""
         self._largest = plan.micro_batches if plan is not None else 1
         self._size = self._largest
 

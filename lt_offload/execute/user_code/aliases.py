@@ -67,7 +67,8 @@ def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases
 def _not_in_python(extra: dict[int, int], own: Counter[int]) -> set[int]:
     """Return the storages that more than the model's tensors and those in objects of Python hold: dlpack's capsules.
 
-    Nobody tells who holds a variable of a function that runs; its memory is taken for one of them.
+    Python does not say which tensors the variables of running functions hold: memory that only such a variable has is
+    counted as held from outside Python.
     """
     objects = gc.get_objects()
     referred = set(map(id, gc.get_referents(*objects)))

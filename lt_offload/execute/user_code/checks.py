@@ -97,7 +97,7 @@ class InstalledSetup:
         self._members = updates.members if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
         self._inside = [address_of(param) for _, param, _, _ in self._weights]
-        """What hooks of gradients are attached to: other tensors may be put into the same parameters."""
+        """Addresses of what hooks of gradients are attached to: other tensors may be put into the same parameters."""
         self._shared = [weights[index] for index in _shared(structure, parted=parted)]
         self._sharing = _SHARING[parted]
         self._inner = _inner_hooks(structure, repeated)

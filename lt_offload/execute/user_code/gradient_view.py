@@ -41,7 +41,7 @@ class GradientView:
 
     @property
     def used(self) -> dict[nn.Parameter, Tensor]:
-        """What the last updates have used, where it was kept and is not cleared."""
+        """The gradients that the last updates have used, where they were kept and are not cleared."""
         return {} if self.cleared else self.shown.used
 
     # -- an iteration ------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class TrackedTensor:
 
     @property
     def groups(self) -> tuple[LiveGroup, ...]:
-        """What has to be complete for its host copy to be; the weight's event stands for its update on the host."""
+        """The groups on which its host copy waits; the weight's event stands for its update on the host."""
         if self.state == GRADIENT:
             return (self.weight.total.group,) if self.weight.total is not None else ()
         states = self.weight.states.group

@@ -28,7 +28,7 @@ class DeferredLogits(Tensor):
     """Stands for logits that are not computed as a whole."""
 
     hidden: Tensor | None
-    """What they would be made of, until the loss has taken it."""
+    """The hidden states that they would be made of, until the loss has taken them."""
 
     @staticmethod
     def of(hidden: Tensor, vocabulary: int) -> DeferredLogits:

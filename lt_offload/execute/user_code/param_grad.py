@@ -7,10 +7,10 @@ likes to. So the stand-ins stay until the next backward begins, too. With None i
 raises on every use but printing, assignment and ``zero_grad()``.
 
 **Shown** are sums of gradients. In plans whose updates wait, every one is complete between the last backward and the
-updates, in a place of its own on the host or on the device. What ``param.grad`` shows is that place on the host: no
+updates, in a place of its own on the host or on the device. ``param.grad`` shows that place on the host, without a
 second copy. The guard brings a newer device copy home when it is read, and forgets it when it is written, so that the
-update uses what was written. Whatever was assigned is copied there; a gradient that was set to None is left out of the
-updates. The place belongs to the next gradients afterwards. Whoever has kept ``param.grad`` gets a copy, as far as
+update uses what was written. A tensor that was assigned is copied there; a gradient that was set to None is left out of
+the updates. The place belongs to the next gradients afterwards. Code that has kept ``param.grad`` gets a copy, if
 nothing is to change it any more.
 """
 
@@ -165,7 +165,7 @@ class ShownGradients:
         self._guard, self._residency = guard, residency
         self._shown: list[_Shown] = []
         self._used: list[Sum] = []
-        """What the last updates have used."""
+        """The sums that the last updates have used."""
 
     @property
     def present(self) -> bool:
@@ -208,7 +208,7 @@ class ShownGradients:
 
     @property
     def used(self) -> dict[nn.Parameter, Tensor]:
-        """What the last updates have used, where it was kept."""
+        """The gradients that the last updates have used, where they were kept."""
         return {total.weight.param: total.host for total in self._used}
 
     def use(self, params: Collection[nn.Parameter]) -> None:

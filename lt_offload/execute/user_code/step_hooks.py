@@ -73,7 +73,7 @@ def _outermost(optimizer: Optimizer) -> bool:
 
 
 class OptimizerStepHook:
-    """Sees a step of the loop begin: what updates are still to use is remembered, what has no gradient may be hidden.
+    """Sees a step of the loop begin: remembers what updates are still to use, and may hide weights without a gradient.
 
     Most optimizers leave tensors without a gradient alone. Of one that does not, the groups have no weights of the
     engine while its step runs; parameters outside the blocks stay there.
@@ -106,7 +106,7 @@ class OptimizerStepHook:
         self._hooks.remove()
 
     def enclose(self) -> None:
-        """Be the last that is called before the step, and the first after it: no hook of users' misses a parameter."""
+        """Be the last hook before the step and the first after it: users' hooks find every parameter in its group."""
         self._hooks.enclose()
 
     def restore(self) -> None:

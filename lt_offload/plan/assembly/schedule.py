@@ -143,7 +143,7 @@ class _ScheduleRun:
         """The stays over the end of the last iteration, and where they lie."""
         self.turn = 0
         self._last: tuple[object, float] | None = None
-        """What the last copy was for, and its beginning: what is for the same and could have begun joins it."""
+        """The purpose of the last copy, and its beginning: a copy for the same that could have begun then joins it."""
 
     def run(self) -> Timetable | None:
         if not self._reserve_places():

@@ -136,7 +136,7 @@ class _Split:
         self._added: dict[int, int] = {}
         """By update of ``plan``: the op that adds up instead."""
         self._only: list[Pass | None] = []
-        """By op: the kind of pass that carries it out; None: all. What only updating passes do, settling ones do."""
+        """By op: the kind of pass that carries it out; None: all. Settling passes do what only updating ones do."""
         self._ends: dict[int, list[tuple[Op, Pass]]] = defaultdict(list)
         """By step: drops that stand at its end."""
         self._backwards: dict[int, int] = {}

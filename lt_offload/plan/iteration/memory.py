@@ -201,7 +201,7 @@ class _Time:
 
 
 def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
-    """What lies there already, and the largest of what a computation comes to: in its middle, or at its end."""
+    """The bytes that are there already, and the most that a computation comes to: in its middle, or at its end."""
     grads = _gradients(used, profile, time)
     total = _activation_bytes(used, profile, time) + grads.earlier
     for block in range(len(profile.blocks)):

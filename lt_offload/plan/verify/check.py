@@ -115,7 +115,7 @@ def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def _programs(plan: Plan) -> Iterator[str]:
-    """What belongs to which kind of pass."""
+    """Every op belongs to the kinds of passes that have to carry it out, and to no others."""
     computing = {which for which in plan.passes if which != "settling"}
     carried: dict[int, set[Pass]] = {op.id: set() for op in plan.ops}
     for which in plan.passes:
@@ -142,7 +142,7 @@ def _times(plan: Plan) -> Iterator[str]:
 
 
 def _missing_times(plan: Plan, profile: Profile) -> Iterator[str]:
-    """What works takes time. How much is the machine's affair: that of the profile may be another one by now."""
+    """An op that works takes time. How much is the machine's affair: that of the profile may be another one by now."""
     for op, seconds in zip(plan.ops, durations(plan, profile), strict=True):
         if op.seconds == 0 and seconds > 0:
             yield f"{describe(op)}: seconds: it takes none, the machine of the profile needs {format_seconds(seconds)}"
@@ -318,7 +318,7 @@ def _complete(tensor: TensorProfile, profile: Profile) -> int | None:
 
 
 def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
-    """What is offloaded comes back, once and in time."""
+    """Activations that are offloaded come back, once and in time."""
     positions = Timeline(plan.timeline)
     out: dict[int, Op] = {}
     back: dict[int, Op] = {}

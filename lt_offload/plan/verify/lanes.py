@@ -62,7 +62,7 @@ class SimulatedLanes:
     def begin(self, lane: int, seconds: float) -> None:
         """Give an idle ``lane`` work that takes ``seconds`` alone."""
         self.busy |= 1 << lane
-        # Until the next :meth:`settle` its end is that of work alone, whatever the others' ends were made with.
+        # Until the next `settle` its end is that of work alone, whatever the others' ends were made with.
         self._settled &= ~(1 << lane)
         self.ends[lane] = self.now + seconds
 

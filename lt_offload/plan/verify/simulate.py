@@ -92,7 +92,7 @@ class _Simulation:
             if lane is not None and lane != HOST:
                 self.queues[lane].append(number)
         self.updates: list[tuple[int, int]] = []
-        """What the host could begin: urgency and number."""
+        """The updates that the host could begin: urgency and number."""
         needed = deadlines(ops)
         self.urgency = {op.id: needed.get(op.id, 2 * self.ops) for op in ops if op.lane == "host"}
         self.timers: list[tuple[float, int]] = []
