@@ -49,6 +49,8 @@ class Transfer:
         event = self._device.submit(
             "h2d",
             _copies(self._device.copy, self._find(items), to_device=True),
+            # Former users of the ranges are not named: the device keeps the events with which those were given back,
+            # and has whatever writes there wait for them.
             after=distinct(item.host_ready for item in items),
             reads=[item.host_cell for item in items],
             writes=[item.buffer for item in items if item.buffer is not None],
