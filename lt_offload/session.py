@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.compat.torch import FORWARD_PRE_HOOKS
+from lt_offload.compat.torch import FORWARD_PRE_HOOKS, FORWARD_PRE_HOOKS_WITH_KWARGS
 from lt_offload.errors import ConfigError, OverBudget, PlanError
 from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
@@ -191,8 +191,9 @@ def installed(
             larger[:] = [known, came] if came[0] * came[1] > known[0] * known[1] or came[1] > known[1] else []
 
     def hide(state: dict[str, Any]) -> None:
-        hooks = state[FORWARD_PRE_HOOKS].items()
-        state[FORWARD_PRE_HOOKS] = OrderedDict((key, hook) for key, hook in hooks if hook is not begin)
+        ours = {key for key, hook in state[FORWARD_PRE_HOOKS].items() if hook is begin}
+        for name in (FORWARD_PRE_HOOKS, FORWARD_PRE_HOOKS_WITH_KWARGS):
+            state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
 
     hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
     shown = hide_from_copies(model, hide)

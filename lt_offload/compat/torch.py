@@ -154,6 +154,8 @@ forward_hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")
 """Hooks before and behind a module's forward: what they keep and change belongs to a block's run."""
 FORWARD_PRE_HOOKS = "_forward_pre_hooks"
 """The name under which a module's dictionary has them, for copies of the model that leave ours out."""
+FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
+"""The name of the dictionary that says which of them are given keyword arguments, too."""
 COMPILED_CALL = "_compiled_call_impl"
 MODULE_PARTS = frozenset({"_modules", "_parameters", "_buffers", COMPILED_CALL})
 """Attributes of modules that a forward does not change, or that are looked at as a part of their own."""

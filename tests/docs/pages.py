@@ -11,8 +11,9 @@ SITE = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(SITE.rglob("*.md"))]}
 """By their paths from the root of the repository."""
 _FENCE = re.compile(r"^([ ]*)```(\w+)[^\n]*\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
-LANGUAGES = ("python", "sh", "yaml", "json", "text")
-"""Python is run, commands are checked, recipes are parsed; text is what programs print."""
+LANGUAGES = ("python", "sh", "yaml", "json", "diff", "text")
+"""Python is run, commands are checked, recipes are parsed; a difference of two files is compared with them, and
+text is what programs print."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,7 +40,7 @@ def test_blocks_have_a_language_and_only_known_ones() -> None:
 
 
 def test_commands_are_of_known_kinds() -> None:
-    known = set(starting("lt-finetune ", "make ", "python -m ", *CONSTRAINED))
+    known = set(starting("lt-finetune ", "make ", "python -m ", "python docs/", *CONSTRAINED))
     assert [f"{where}: {command}" for command, where in COMMANDS.items() if command not in known] == []
 
 
@@ -55,6 +55,8 @@ def test_targets_and_programs_are_there() -> None:
         targets = [word for word in command.split()[1:] if "=" not in word]
         assert all(re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE) for target in targets), command
     for page in pages.PAGES:
+        for program in re.findall(r"python (docs/\S+)", pages.read(page)):
+            assert (pages.ROOT / program).is_file(), f"{page}: {program}"
         for module in re.findall(r"python -m (scripts[\w.]*)", pages.read(page)):
             assert importlib.util.find_spec(module) is not None, f"{page}: {module}"
 

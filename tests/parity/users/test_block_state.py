@@ -317,7 +317,8 @@ def test_state_in_plain_tensors_and_old_generators(options: tuple[str, ...]) -> 
     def make() -> Net:
         return Net(OfTensor)
 
-    lt_offload.profile(make(), rows()[0], optimizer=adamw(make()))
+    measured = make()
+    lt_offload.profile(measured, rows()[0], optimizer=adamw(measured))
     assert differences(plain(make), ours(make, options)) == []
 
 

@@ -259,7 +259,8 @@ def saved() -> None:
 
 @check(
     "what a module has and what hooks it", "parameters_of", "buffers_of", "children_of", "replace_children",
-    "MODULE_PARTS", "HOOKS", "FORWARD_PRE_HOOKS", "forward_hooks_of", "GLOBAL_FORWARD_HOOKS", "BatchNorm",
+    "MODULE_PARTS", "HOOKS", "FORWARD_PRE_HOOKS", "FORWARD_PRE_HOOKS_WITH_KWARGS", "forward_hooks_of",
+    "GLOBAL_FORWARD_HOOKS", "BatchNorm",
 )  # fmt: skip
 def module() -> None:
     net = nn.Sequential(nn.BatchNorm1d(2))
@@ -271,9 +272,10 @@ def module() -> None:
     assert set(vars(net)) >= compat.HOOKS | compat.MODULE_PARTS - {compat.COMPILED_CALL}
     compat.replace_children(net, {})
     assert len(net) == 0
-    before, behind = net.register_forward_pre_hook(print), net.register_forward_hook(print)
+    before, behind = net.register_forward_pre_hook(print, with_kwargs=True), net.register_forward_hook(print)
     assert [list(hooks) for hooks in compat.forward_hooks_of(net)] == [[before.id], [behind.id]]
     assert list(vars(net)[compat.FORWARD_PRE_HOOKS]) == [before.id]
+    assert list(vars(net)[compat.FORWARD_PRE_HOOKS_WITH_KWARGS]) == [before.id]
     places = (nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook)
     for register, kept in zip(places, compat.GLOBAL_FORWARD_HOOKS, strict=True):
         handle = register(lambda *_: None)
