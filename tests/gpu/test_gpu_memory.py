@@ -64,7 +64,7 @@ def test_the_peak_is_within_the_budget(run: Run, found: Found) -> None:
     assert run.seen["peak"] <= budget
 
 
-@pytest.mark.only("cuda", "cpu", fake=False)  # half of so small a budget is room for what torch's allocator takes at a time
+@pytest.mark.only("cuda", "cpu", fake=False)  # there the allocator's granularity fills small budgets
 def test_the_budget_is_used(run: Run, target: Target) -> None:
     """At least 95 % of it where more memory helps; a small model has few sizes to choose from, and times that vary."""
     budget, predicted, peak = run.plan.budget_bytes, run.plan.predicted.device_peak_bytes, run.seen["peak"]
