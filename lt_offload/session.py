@@ -200,8 +200,7 @@ def installed(
     try:
         with current(torch_device), plainly(model):
             engine.install()
-            engine.follow(optimizer)
-            engine.after_backward = iteration.close
+            engine.follow(optimizer, iteration.close)
             hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))
             with device.between(), iteration:
                 yield engine

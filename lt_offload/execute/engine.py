@@ -1,16 +1,14 @@
 """Carries out a plan: the only owner of what is where. What it does is decided in ``plan/``.
 
-The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins a pass,
-the backward of the first block ends it. The last pass of a window updates, and :meth:`Engine.finish` ends the
-iteration; those before it add gradients up. Every step issues its prefetches, runs its computation, then issues what
-follows, exactly in the order of the plan. The calling thread waits for an event only where its computation reads what a
-copy brings.
+The engine wraps each block's ``forward``, or its compiled call. A pass of an iteration is a forward and a backward
+(``training/passes.py``). The last pass of a window updates, and :meth:`Engine.finish` ends the iteration; those before
+it add gradients up. The calling thread waits for an event only where its computation reads what a copy brings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,28 +18,27 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.torch import functorch_level
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
-from lt_offload.execute.blocks.run import BlockFunction, BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
-from lt_offload.execute.controls import Controls
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.handover import Handover
-from lt_offload.execute.iteration import Iteration, State, Transition
+from lt_offload.execute.device.record import EngineStats, Recorder
+from lt_offload.execute.iteration import HALFWAY, Iteration, Transition
 from lt_offload.execute.memory.activations import HostPool
-from lt_offload.execute.memory.bound_weights import BoundWeights, expose
+from lt_offload.execute.memory.bound_weights import expose
 from lt_offload.execute.memory.groups import Layout, move_rest
 from lt_offload.execute.memory.residency import Residency
-from lt_offload.execute.memory.snapshots import Snapshots
+from lt_offload.execute.memory.snapshots import HostSnapshot, Snapshots
 from lt_offload.execute.memory.streaming import Streaming, room
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.execute.program import Walk, check_match
-from lt_offload.execute.updates.clipping import RestClipping
+from lt_offload.execute.program import check_match
+from lt_offload.execute.training.handover import Handover
+from lt_offload.execute.training.host_copies import HostCopies, host_limit, updated_on_host
+from lt_offload.execute.training.loop import FollowedLoop, WindowGradients
+from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.aliases import held_by_others
-from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
+from lt_offload.execute.user_code.checks import InstalledSetup
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.logits import LossInBlock
@@ -49,15 +46,15 @@ from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGrad
 from lt_offload.execute.user_code.place import Place
 from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, SavedStates
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.calls import tensors_of
 from lt_offload.model.compiled import called, intercept, without_gradients
 from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
+from lt_offload.schema.trace import Trace
 
 _HOST = torch.device("cpu")
 
 
-class Engine(Controls):
+class Engine:
     """Trains ``model`` by ``plan`` on ``device``; without a plan it streams forwards only.
 
     Args:
@@ -82,7 +79,10 @@ class Engine(Controls):
         structure: Structure | None = None,
     ) -> None:
         self.structure = structure or find_blocks(model)
-        self.model, self.plan, self.device = model, plan, device
+        self.model, self.device = model, device
+        self.plan = plan
+        """What is carried out. Another may stand here whose times alone are others, as a correction makes it: all parts
+        of the engine go on with the one that they were made of."""
         check_match(self.structure, optimizer, plan)
         if plan is not None and optimizer is not None:
             limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
@@ -93,39 +93,32 @@ class Engine(Controls):
         self.residency: Residency
         self.streaming: Streaming
         self.gradients: Gradients | None = None
+        self.handover: Handover
+        """For the engine that goes on after this one."""
+        self.keeps_gradients = False
+        """What updates have used can be shown afterwards, in plans whose updates wait."""
         self.installed = False
         self._undo: list[Callable[[], None]] = []
-        ops = plan.ops if plan is not None else ()
-        self._computing = {op.step: op.id for op in ops if op.computes and op.save is None}
-        """By step: its forward or backward."""
         self._elsewhere = ExitStack()
         """While the model runs on another device than its parameters are on."""
-        self._anchor = torch.zeros((), requires_grad=True)
         self._runs = BlockRuns(device, self.pool, self.structure, plan)
         checks.check_hooks(self.structure, self._runs.repeated, parted=self._runs.parted)
         self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
-        self._walk: Walk
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
-        self._updated_on_host: set[int] = set()
-        """Tensors."""
-        self._presence: dict[int, BoundWeights] = {}
-        """By computation."""
         self._guard: Guard
         self._place: Place
         self._fixed: InstalledSetup
         self._gradient_view: GradientView
-        self._own: list[OwnParameters]
-        self._handover: Handover
-        self._backward = Backward(self._anchor)
-        self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._runs.uses)
-        self._deferred: DeferredForwards | None = None
-        self._iteration = Iteration(plan, lambda: self._runs.open, lambda: self._waiting)
+        self._host_copies: HostCopies
+        self._passes: Passes | None = None
+        self._window_gradients: WindowGradients | None = None
+        self._iteration = Iteration(
+            plan, lambda: self._runs.open, lambda: self._passes.waiting if self._passes is not None else 0
+        )
         self._window = self._iteration.window
-        self._rest = RestClipping([param for _, param in self.structure.rest])
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
-        self._step: OptimizerStepHook
         self._grad_norm: Tensor | None = None
         """On the device: nobody waits for it before somebody asks."""
 
@@ -142,7 +135,7 @@ class Engine(Controls):
         layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
         move_rest(self.model, self.structure, device.torch_device)
         if plan is not None:
-            device.limit_host(self._host_limit(plan) - plan.process_bytes)
+            device.limit_host(host_limit(plan) - plan.process_bytes)
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
         device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.room))
         updates = self.updates
@@ -150,37 +143,21 @@ class Engine(Controls):
         self.residency = Residency(device, layout, plan, *known)
         self.streaming = Streaming(device, self._blocks, layout, self.residency)
         if plan is not None:
-            assert self.updates is not None
-            self._updated_on_host = {t for op in plan.ops if op.updates_on_host for t in plan.tensors(op)}
+            assert updates is not None
             expose(self.weights, plan, device)
-            self.gradients = Gradients(device, self.updates, self.weights, plan)
-            self._presence = {
-                op.id: BoundWeights(device, self._blocks[op.block], op, plan) for op in plan.ops if op.computes
-            }
-            self._deferred = DeferredForwards(plan, self._runs, self.streaming, self._blocks, self._consumers.watch)
-            self._walk = Walk(
-                plan,
-                self.weights,
-                residency=self.residency,
-                gradients=self.gradients,
-                runs=self._runs,
-                recorder=self.recorder,
-            )
-        runs = [self._wrapped(index, called(block.module)) for index, block in enumerate(self.structure.blocks)]
-        if self._loss is not None:
-            self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.forward)))
-            runs[-1] = self._loss.deferring(runs[-1])
-        for block, run in zip(self.structure.blocks, runs, strict=True):
-            self._undo.append(intercept(block.module, without_gradients(block.module, run)))
+            self.gradients = Gradients(device, updates, self.weights, plan)
+        self._intercept()
         unseen = [self.weights[index] for index in aliases.unseen]
-        self._guard = Guard(self.weights, self.residency, self.updates, self._check_read, self._check_write, unseen)
-        self._fixed = InstalledSetup(self.structure, self.weights, self.updates, self._runs.repeated, self._runs.parted)
+        self._guard = Guard(self.weights, self.residency, updates, self._check_read, self._check_write, unseen)
+        self._fixed = InstalledSetup(self.structure, self.weights, updates, self._runs.repeated, self._runs.parted)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
-        self._handover = Handover(
+        self.handover = Handover(
             self.structure,
+            plan,
             self.weights,
             self._blocks,
+            recorder=self.recorder,
             residency=self.residency,
             iteration=self._iteration,
             guard=self._guard,
@@ -188,26 +165,70 @@ class Engine(Controls):
             view=self._gradient_view,
             staying=bool(aliases.held),
         )
-        self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
-        self._watch_optimizer()
+        self._host_copies = HostCopies(
+            self.weights, updates, plan, device=device, residency=self.residency, guard=self._guard
+        )
+        if updates is not None:
+            self._begin_training(updates)
         self._place = Place(device)
         self._elsewhere.enter_context(located(self.model, device.torch_device))
         # Last: up to here the engine itself reads and writes weights.
         self._guard.install()
         self.installed = True
 
-    def _watch_optimizer(self) -> None:
-        """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
-        if self.updates is None:
+    def _intercept(self) -> None:
+        """Let calls of the blocks come to the engine."""
+        runs = [self._wrapped(index, called(block.module)) for index, block in enumerate(self.structure.blocks)]
+        if self._loss is not None:
+            self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.forward)))
+            runs[-1] = self._loss.deferring(runs[-1])
+        for block, run in zip(self.structure.blocks, runs, strict=True):
+            self._undo.append(intercept(block.module, without_gradients(block.module, run)))
+
+    def _begin_training(self, updates: Updates) -> None:
+        """Stand around the optimizer's step, and carry the plan out if there is one."""
+        step = self._watch_optimizer(updates)
+        if self.plan is None or self.gradients is None:
             return
-        hosted = [w.param for w in self.weights if w.states.group is not None or w.index in self._updated_on_host]
-        self.updates.move(hosted, _HOST)
-        self.updates.move([param for _, param in self.structure.rest], self.device.torch_device)
+        self._passes = Passes(
+            self.structure,
+            self.plan,
+            self.weights,
+            self._blocks,
+            runs=self._runs,
+            iteration=self._iteration,
+            residency=self.residency,
+            streaming=self.streaming,
+            gradients=self.gradients,
+            recorder=self.recorder,
+            guard=self._guard,
+            setup=self._fixed,
+            view=self._gradient_view,
+            step=step,
+        )
+        self._window_gradients = WindowGradients(
+            self.model,
+            [param for _, param in self.structure.rest],
+            device=self.device,
+            gradients=self.gradients,
+            iteration=self._iteration,
+            passes=self._passes,
+            guard=self._guard,
+            view=self._gradient_view,
+        )
+
+    def _watch_optimizer(self, updates: Updates) -> OptimizerStepHook:
+        """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
+        there = updated_on_host(self.plan) if self.plan is not None else ()
+        hosted = [w.param for w in self.weights if w.states.group is not None or w.index in there]
+        updates.move(hosted, _HOST)
+        updates.move([param for _, param in self.structure.rest], self.device.torch_device)
         params = {weight.param for weight in self.weights}
         calls = self._begin_step_within, self._after_step
-        self._step = OptimizerStepHook(self.updates, params, *calls, delayed=self._window.delayed)
-        saved = SavedStates(self.updates, self._check_read, self._check_write, self.drain, self.invalidate)
-        self._undo += [self._step.remove, saved.remove]
+        step = OptimizerStepHook(updates, params, *calls, delayed=self._window.delayed)
+        saved = SavedStates(updates, self._check_read, self._check_write, self.drain, self.invalidate)
+        self._undo += [step.remove, saved.remove]
+        return step
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
@@ -226,8 +247,7 @@ class Engine(Controls):
             self.drain()
         finally:
             # The model is given back whatever a lane has to report.
-            self._runs.close()
-            self._forget_deferred()
+            self._close_passes()
             for weight in self.weights:
                 weight.param.data = weight.host
             self.residency.close()
@@ -258,12 +278,12 @@ class Engine(Controls):
         self._iteration.enter(Transition.FAIL)
         with self._guard.suspended:
             self._gradient_view.shown.drop()
-            self._runs.close()
-            self._forget_deferred()
+            self._close_passes()
             try:
                 self.device.drain()
             finally:
-                self._reset()
+                if self._passes is not None:
+                    self._passes.reset()
                 if self.gradients is not None:
                     self.gradients.forget_sums()
                 self._gradient_view.consumed.drop()
@@ -272,6 +292,12 @@ class Engine(Controls):
                 self.residency.run_releases()
                 self.residency.evict()
                 self.device.drain()  # a logger's finalize() reads weights next
+
+    def _close_passes(self) -> None:
+        """Drop what forwards have saved."""
+        self._runs.close()
+        if self._passes is not None:
+            self._passes.forget_deferred()
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
@@ -287,16 +313,15 @@ class Engine(Controls):
         Raises:
             PlanError: if it is not the last one and the plan is one for windows of 1.
         """
-        assert self.gradients is not None, "training needs a plan"
+        passes, gradients = self._training()
         if not last:
             self._window.require()
-        self.gradients.square_sums = [] if grad_norm else None
-        self._rest.begin()
+        gradients.begin(norm=grad_norm)
         self._iteration.enclosed = True
         self._place.begin()
         self._window.begin(last=last)
         with self._guard.suspended:
-            self._forget_deferred()  # of a step that returned no loss
+            passes.forget_deferred()  # of a step that returned no loss
             self._gradient_view.begin_iteration()
         try:
             with self._accounting:
@@ -310,28 +335,17 @@ class Engine(Controls):
         finally:
             self._iteration.enclosed = False
 
-    def _end_pass(self) -> None:
-        """End a pass that adds gradients up."""
-        if not self._iteration.ran_backward:
-            if self._walk.begun:
-                self._restart()
-            return
-        checks.check_reached(self.weights, self._runs)
-        self._runs.clear()
-        self._walk.finish()
-        self._iteration.enter(Transition.ADD)
-
     def _end_step(self) -> None:
         self._iteration.enclosed = False
         self._accounting.close()
         with self._guard.suspended:
             gave = self._iteration.begun > 0
-            self._finish() if self._window.last else self._end_pass()
+            self._finish() if self._window.last else self._training()[0].end()
             if gave:
                 self._gradient_view.leave()
 
     def _begin_step_within(self) -> None:
-        if self.own_loop is None:
+        if not self._iteration.manual:
             with self._guard.suspended:
                 self._gradient_view.begin_step()
 
@@ -353,30 +367,14 @@ class Engine(Controls):
             self._finish()
 
     def _finish(self) -> None:
+        passes, gradients = self._training()
         assert self.gradients is not None and self.updates is not None
-        if self._window.delayed:
-            self._end_pass()
-            if not self._window.added:
-                return
-            self._gradient_view.shown.take()
-            if not self.residency.settled:
-                self.residency.settle()
-            self._iteration.enter(Transition.SETTLE)
-            with self._gradient_view.kept(self.gradients, self.residency) if self.keeps_gradients else nullcontext():
-                self._walk.settle()
-        elif not self._iteration.ran_backward:
-            self._iteration.enter(Transition.UPDATED)
-            self._restart()
+        if not passes.update(keep=self.keeps_gradients):
             return
-        else:
-            self._iteration.check(Transition.STEP)  # a step of ours, too, must leave no forward waiting
-            self._walk.finish()
-            checks.check_reached(self.weights, self._runs)
-            self._runs.clear()
-        self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
+        self._grad_norm = self.gradients.end_iteration(gradients.norms_of_rest())
         self.updates.end_iteration(self.weights)
         self._iteration.enter(Transition.UPDATED)
-        self._forget_deferred()
+        passes.forget_deferred()
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
             self.updates.states_move = False
@@ -385,9 +383,9 @@ class Engine(Controls):
         self._guard.end()
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
-            self._check_host()
+            self._host_copies.check()
 
-    # -- one block ---------------------------------------------------------------------------------------------------
+    # -- calls of blocks ---------------------------------------------------------------------------------------------
 
     def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -395,9 +393,11 @@ class Engine(Controls):
                 raise limits.TRANSFORMED.error(f"block {self.structure.blocks[index].name} was called in a transform")
             args, kwargs = self._place.enter(self.structure.blocks[index], args, kwargs)
             with self._guard.suspended:
-                if torch.is_grad_enabled():
-                    return self._train_forward(index, forward, args, kwargs)
-                return self._stream_forward(index, forward, args, kwargs)
+                if not torch.is_grad_enabled():
+                    return self._stream_forward(index, forward, args, kwargs)
+                if self._passes is None:
+                    raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
+                return self._passes.forward(index, forward, args, kwargs)
 
         return wrapper
 
@@ -407,172 +407,151 @@ class Engine(Controls):
             self._guard.begin()
         return self.streaming.forward(index, forward, args, kwargs)
 
-    def _train_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        if self.plan is None:
-            raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
-        deferred = self._deferred
-        assert deferred is not None
-        if index == 0:
-            self._begin_micro_batch()
-            self._begin_deferred() if deferred.due else self._begin_pass(self._waiting)
-        if not (deferred.awaits(index) if deferred.running else self._walk.awaits("forward", index)):
-            raise UnsupportedError(
-                f"block {self.structure.blocks[index].name} was called where {self._walk.expected} was expected; "
-                "lt_offload needs every block to be called once per forward, in order"
-            )
-        limits.check_call(self.structure.blocks[index].name, kwargs)
-        self._own[index].check()
-        if deferred.running:
-            return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)
-        with self._computed(index):
-            run = self._make_run(index, forward, args, kwargs)
-            # Else this frame would hold the block's inputs through its forward, which the run may let go of.
-            del args, kwargs
-            if run.needs_backward:
-                inputs = run.take_inputs()
-                self._consumers.watch(index, inputs)
-                out = BlockFunction.apply(run, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
-                out = run.unflatten(out)
-            else:
-                out = run.run_frozen()
-            self._runs.returned(out)
-        return out
+    # -- for whoever drives it ---------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _computed(self, index: int) -> Iterator[None]:
-        """Enclose a forward of the present pass, for which the block's weights are in their places."""
-        step = self._walk.timeline.forward(index)
-        self._walk.begin(step)
-        with self._presence[self._computing[step]]:
-            yield
-        self._walk.end()
-
-    def _make_run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
-        run = self._runs.make(index, forward, self._blocks[index], args, kwargs)
-        if run.needs_backward:
-            for weight in self._blocks[index]:
-                weight.uses += len(run.parts) * weight.param.requires_grad
-        return run
-
-    def _run_backward(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        # Autograd calls this, on a GPU in a thread of its own, so what is each thread's own is set here.
-        with self._guard.suspended:
-            self._backward.check(run)
-            if not self._iteration.ran_backward:
-                self._begin_backward()
-            return self._backward_of(run, anchor, grads)
-
-    def _run_deferred(
-        self, forward: DeferredForward, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Run the backward of a block whose forward had to wait, and that forward again if this is the first."""
-        with self._guard.suspended:
-            self._backward.check(run)
-            if not forward.passed:
-                self._run_forward_again(forward)
-            if not self._iteration.ran_backward:
-                self._begin_backward()
-            passed = forward.passed[run.index]
-            passed.totals = run.totals
-            found = self._backward_of(passed, anchor, grads)
-            forward.runs[run.index].end()
-            return found
-
-    def _run_forward_again(self, forward: DeferredForward) -> None:
-        assert self._deferred is not None
-        if self._runs.open:
-            raise limits.FORWARDS.error("a forward had its backward before a later one")
-        self._end_pass()
-        self._gradient_view.begin_backward(cleared=self.own_loop is not None)
-        self._begin_pass(self._deferred.waiting - 1)
-
-        def again(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
-            with self._computed(index):
-                run = self._make_run(index, original, args, kwargs)
-                if run.needs_backward:
-                    out: Any = run.forward(self._anchor, [x.detach() for x in run.take_inputs()])[0]
-                else:
-                    out = run.run_frozen()
-                self._runs.returned(out)
-            return run, tensors_of(out)
-
-        self._deferred.run_again(forward, again)
-
-    def _begin_backward(self) -> None:
-        self._fixed.check_hooks()
-        self._gradient_view.begin_backward(cleared=self.own_loop is not None)
-        self._iteration.enter(Transition.BACKWARD)
-        # Both move their hooks to the end of those of ``optimizer.step()``: the last to do so encloses the other.
-        if self.own_loop is not None:
-            self.own_loop.begin_backward(updating=self._window.which == "updating")
-        self._step.enclose()
-
-    def _backward_of(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        assert self.gradients is not None
-        index = run.index
-        step = self._walk.timeline.backward(index)
-        self._walk.skip_to(step)
-        self._walk.begin(step)
-        self._run_again(step)
-        op = self._computing[step]
-        if run.offloader is not None:
-            run.offloader.fetch(op)
-        with self._presence[op]:
-            self.gradients.begin_block(self._blocks[index])
-            found = run.backward(anchor, grads)
-            self._consumers.given(index, found, run.totals)
-            self.gradients.end_block(self._blocks[index])
-        self._walk.end()
-        return found
-
-    def _run_again(self, step: int) -> None:
-        """Run the forwards again that the plan wants before the backward of ``step``."""
-        handed: list[Tensor] | None = None
-        block = -1
-        for op in self._walk.again(step):
-            if op.block != block + 1:
-                handed = None
-            block = op.block
-            with self._presence[op.id]:
-                handed = self._runs.recompute(op, self._anchor, handed)
-
-    def _begin_micro_batch(self) -> None:
-        """A forward begins; others of the same micro-batch may wait for their backward."""
-        # Only asked: the state changes when what an earlier forward has left is cleaned up.
-        self._iteration.check(Transition.FORWARD)
-        if self._walk.begun or self._runs:
-            self._restart()
-        self._guard.check_thread()
-        self._fixed.check()
-        self._guard.begin()
-        if self.own_loop is not None and not self._waiting:
-            self._begin_in_window()
-
-    def _begin_deferred(self) -> None:
-        assert self._deferred is not None
-        if not self._window.added and not self._waiting:
-            self.recorder.begin()
-        self._iteration.enter(Transition.FORWARD)
-        self._deferred.begin()
-
-    def _begin_pass(self, waiting: int) -> None:
-        """A pass begins; so many of the same micro-batch follow it."""
-        self._window.begin_pass(waiting)
-        self._iteration.enter(Transition.FORWARD)
-        self._walk.start(self._window.which)
-        if not self.residency.settled:
-            self.residency.settle()
-        for weight in self.weights:
-            weight.uses = 0
-        if not self._window.added and not self._waiting:
-            self.recorder.begin()
-
-    # -- bookkeeping -------------------------------------------------------------------------------------------------
+    def _training(self) -> tuple[Passes, WindowGradients]:
+        """Return what only an engine with a plan has."""
+        assert self._passes is not None and self._window_gradients is not None, "training needs a plan"
+        return self._passes, self._window_gradients
 
     @property
-    def _waiting(self) -> int:
-        """Forwards that wait for others before their backward."""
-        return self._deferred.waiting if self._deferred is not None else 0
+    def window_gradients(self) -> WindowGradients:
+        """The gradients of the present window, which a loop may clip, read and edit before updates use them."""
+        return self._training()[1]
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
+
+        Raises:
+            ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
+            PlanError: when it is set, if the plan is one for windows of 1.
+        """
+        return self._window.size
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        self._iteration.resize(count)
+
+    @property
+    def clip_value(self) -> float | None:
+        """What gradients are clamped to before updates use them, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        May be set between two iterations; None: they are left as they are.
+        """
+        return self._window_gradients.clip_value if self._window_gradients is not None else None
+
+    @clip_value.setter
+    def clip_value(self, value: float | None) -> None:
+        self.window_gradients.clip_value = value
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Clip the norm of the gradients, as ``torch.nn.utils.clip_grad_norm_`` would do, before ``optimizer.step()``.
+
+        The plan has to be one whose updates wait for that: ``delayed=True``. A norm that is not finite makes every
+        gradient infinite or NaN, as in plain PyTorch, unless ``error_if_nonfinite`` is set.
+
+        Args:
+            max_norm: of all gradients together.
+            norm_type: of the norm.
+            error_if_nonfinite: raise if the norm is not finite; nothing has been updated then.
+            parameters: in the order in which the norms of their gradients are put together; None: that of the model.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ConfigError: if ``max_norm`` is not more than 0.
+            UnsupportedError: if updates do not wait, or gradients have been clipped already.
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        """
+        return self.window_gradients.clip_norm(
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters
+        )
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the gradients of the present window one by one, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        For plans with ``delayed=True``. With others :attr:`clip_value` clips those of every window.
+
+        Raises:
+            ConfigError: if ``clip_value`` is not more than 0.
+            UnsupportedError: if updates do not wait.
+        """
+        self.window_gradients.clip_each(clip_value)
+
+    def follow(self, optimizer: Optimizer, after_backward: Callable[[], None] = lambda: None) -> None:
+        """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration.
+
+        Args:
+            optimizer: whose step that is.
+            after_backward: is called when gradients are shown: what is made of them takes no device memory.
+        """
+        passes, gradients = self._training()
+        loop = FollowedLoop(
+            optimizer,
+            after_backward,
+            gradients=gradients,
+            iteration=self._iteration,
+            passes=passes,
+            guard=self._guard,
+            view=self._gradient_view,
+            finish=self.finish,
+        )
+        self._undo.append(loop.remove)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures of the last complete iteration."""
+        return self.recorder.stats(self.host_bytes, None if self._grad_norm is None else float(self._grad_norm))
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM of the process: its own, weights, gradients, optimizer states, activations, what is set aside."""
+        return self._host_copies.nbytes
+
+    def trace(self) -> Trace:
+        """Return the last complete iteration, measured."""
+        assert self.plan is not None
+        return self.recorder.trace(self.plan, self.host_bytes)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Make every host copy complete, and enclose reading them: nothing else happens to them meanwhile."""
+        self.drain()
+        with self._guard.suspended:
+            yield
+
+    def snapshot(self, free: int) -> HostSnapshot:
+        """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
+
+        To be called :meth:`at_rest`. Copies that have to be set aside for it take what the plan's host memory leaves.
+
+        Args:
+            free: bytes of RAM that the machine has left; no more is taken.
+        """
+        return self._host_copies.snapshot(free)
+
+    @property
+    def added(self) -> int:
+        """How many micro-batches of the present window have been added up without an update."""
+        return self._window.added
+
+    @property
+    def halfway(self) -> bool:
+        """Whether some weights of the present iteration, or of one that failed, are updated and others are not."""
+        return self.unfinished() == HALFWAY
+
+    def unfinished(self) -> str | None:
+        """Return why a checkpoint of now would not be complete, as a clause for people; None if it would be."""
+        return self._iteration.unfinished()
 
     def _check_read(self, use: str) -> None:
         self._iteration.check(Transition.READ, use)
@@ -580,21 +559,7 @@ class Engine(Controls):
     def _check_write(self, use: str) -> None:
         self._iteration.check(Transition.WRITE, use)
 
-    def _forget_deferred(self) -> None:
-        if self._deferred is not None:
-            self._deferred.close()
-            if self._iteration.state is State.FORWARD and not self._walk.begun:
-                self._iteration.enter(Transition.FORGET)
-
-    def _restart(self) -> None:
-        """Forget a forward that no backward followed."""
-        self._iteration.enter(Transition.FORGET)
-        self._runs.close()
-        self._reset()
-        self.residency.unsettle()
-
-    def _reset(self) -> None:
+    def _forget_sums(self) -> None:
+        self._iteration.enter(Transition.CLEAR)
         if self.gradients is not None:
-            self._step.restore()
-            self.gradients.reset(self.weights)
-            self._walk.cursor = 0
+            self.gradients.forget_sums()

@@ -149,7 +149,7 @@ class Run:
             self._plan_for(batches.largest(self.trainer, self._loader, largest, self.settings.sample_batch))
             return
         assert self.engine is not None
-        change = self.engine.changed(self.optimizer)
+        change = self.engine.handover.changed(self.optimizer)
         if change is None and all(map(self._size.covers, coming)):
             return
         why = change or f"a batch of {batches.shape(largest)} comes, and none as large was planned for"

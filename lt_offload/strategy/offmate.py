@@ -307,7 +307,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         with planning(trainer):
             assert self.engine is not None
-            self.engine.take_in()
+            self.engine.handover.take_in()
             self._close_engine()
             gc.collect()  # or what refers to itself in the old engine would seem to hold weights
             with sample.isolated(self.namespace):
@@ -371,7 +371,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         """Between two passes: plan again if there are other trainable tensors, or another optimizer, than before."""
         engine, profile, trainer = self.engine, self.profile, self._trainer
         (optimizer,) = self.optimizers
-        change = engine.changed(optimizer) if engine is not None else None
+        change = engine.handover.changed(optimizer) if engine is not None else None
         if engine is None or profile is None or change is None:
             return
         assert self.sample is not None
@@ -379,7 +379,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         # Files that are being written are read from the old engine's host copies.
         self.finish_saves()
-        window = engine.leave_window(optimizer)
+        window = engine.handover.leave_window(optimizer)
         # The budget of the run, and not what is free now, part of which this run has given back itself.
         memory = engine.device.budget
         rank_zero_info(f"offmate: {change}: the run is planned again")
@@ -394,18 +394,18 @@ class OffmateStrategy(OneProcess, Checkpoints):
         rank_zero_info(f"offmate: {headline(plan)}")
         self._install(optimizer, plan, plan.budget_bytes)
         assert self.engine is not None
-        self.engine.enter_window(window)
+        self.engine.handover.enter_window(window)
 
     def _take_over(self, plan: Plan) -> None:
         """Go on with ``plan``: weights and states are complete on the host in between."""
         assert self.engine is not None
         self.finish_saves()
         rank_zero_info(f"offmate: {headline(plan)}")
-        window = self.engine.leave_window(self.optimizers[0])
+        window = self.engine.handover.leave_window(self.optimizers[0])
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         self._install(self.optimizers[0], plan, plan.budget_bytes)
-        self.engine.enter_window(window)
+        self.engine.handover.enter_window(window)
 
     def _close_engine(self) -> None:
         engine, device = self.engine, self._device

@@ -136,7 +136,7 @@ class Replanning:
         now = plan.predicted.iteration_s
         limit = min(self._settings.time_limit, _SHARE * steps_left * now)
         enough = limit >= min(_LEAST_S, self._settings.time_limit)
-        if self._plans == _PLANS or not enough or not engine.may_be_replaced():
+        if self._plans == _PLANS or not enough or not engine.handover.may_be_replaced():
             return None, plan
         self._plans += 1
         rank_zero_info(f"offmate: planning again, {limit:.3g} s at most")
@@ -149,7 +149,7 @@ class Replanning:
         # A lower bound cannot be above the time of a plan that exists.
         bound = min(found.predicted.lower_bound_s, now)
         plan = replace(plan, predicted=replace(plan.predicted, lower_bound_s=bound))
-        if found.predicted.iteration_s > (1 - _GAIN) * now or not engine.may_run(found):
+        if found.predicted.iteration_s > (1 - _GAIN) * now or not engine.handover.may_run(found):
             return None, plan
         return found, plan
 

@@ -126,9 +126,9 @@ def _by_value(trainer: Any) -> bool:
 def _shown(engine: Engine, *, final: bool) -> Iterator[None]:
     """Let hooks within the context see gradients, and updates use what they have made of them."""
     with engine.device.between():
-        engine.show_gradients()
+        engine.window_gradients.show()
         yield
-        engine.hide_gradients(final=final)
+        engine.window_gradients.hide(final=final)
 
 
 def prepare(trainer: Any, engine: Engine) -> None:
@@ -167,7 +167,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         elif _clips_by_hook(trainer):
             engine().clip_grad_value_(clip_val)
         else:  # the engine clips those of blocks when they are complete
-            engine().clip_rest()
+            engine().window_gradients.clip_rest()
 
     hooked, clips = module.configure_gradient_clipping, getattr(plugin, CLIP_GRADIENTS)
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -184,12 +184,12 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             return after_closure(*args, **kwargs)
 
     def shown_before_zeroing(*args: Any, **kwargs: Any) -> None:
-        with engine().showing_used_gradients():
+        with engine().window_gradients.showing_used():
             before_zeroing(*args, **kwargs)
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
         """The hooks that look at gradients are over; they are clipped where they are."""
-        engine().hide_gradients(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
+        engine().window_gradients.hide(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
         return clips(*args, **kwargs)
 
     def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:

@@ -116,6 +116,8 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
     from lt_offload.execute import engine
     from lt_offload.execute.blocks import part_run as units
     from lt_offload.execute.device import cuda, emulated
+    from lt_offload.execute.program import Walk
+    from lt_offload.execute.training.passes import Passes
     from lt_offload.execute.updates import gradients
 
     with ExitStack() as stack:
@@ -140,10 +142,10 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
             within(device, "device", "submit", "mark", "place", "free", "begin_compute", "end_compute", "empty")
             within(device, "device", "empty_all")
             within(device, WAITING, "wait")
-        within(engine.Engine, "around the forward", "_train_forward")
-        within(engine.Engine, "around the backward", "_run_backward")
+        within(Passes, "around the forward", "forward")
+        within(Passes, "around the backward", "_run_backward")
         within(engine.Engine, "end of the iteration", "finish")
-        within(engine.Walk, "walk", "begin", "end")
+        within(Walk, "walk", "begin", "end")
         within(units.PartRun, "model", "_call")
         within(torch.autograd, "model", "backward")
         within(gradients.Gradients, "gradient hooks", "_collect")

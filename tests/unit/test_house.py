@@ -56,8 +56,7 @@ ROOMS_OF_EXECUTE = (
     ("blocks",),
     ("user_code",),
     ("program", "iteration"),
-    ("handover",),
-    ("controls",),
+    ("training",),
     ("engine",),
     ("execute",),  # __init__.py
 )

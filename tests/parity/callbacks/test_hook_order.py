@@ -156,7 +156,7 @@ def test_no_data_are_asked_in_a_process_of_their_own(monkeypatch: pytest.MonkeyP
     seen: list[Any] = []
     module.on_train_start = lambda: seen.append((strategy.plan, strategy.profile))
     module.on_train_batch_end = lambda *_: seen.append(
-        strategy.engine._handover.staying
+        strategy.engine.handover.staying
     )  # something holds weights: a graph?
     fit(strategy, module, max_steps=2)
     assert seen == [(None, None), False, False]

@@ -342,6 +342,6 @@ def test_a_saved_weight_that_is_gone_is_an_error() -> None:
     with session(case, model, optimizer) as engine:
         for op in engine.residency.plan.ops:  # type: ignore[union-attr]
             if op.kind == "prefetch" and op.step >= len(engine.structure.blocks):
-                engine._walk._steps[op.step].before.clear()
+                engine._passes._walk._steps[op.step].before.clear()
         with pytest.raises(PlanError, match="does not bring"):
             iterate(engine, model, optimizer, batches(case, model)[0])

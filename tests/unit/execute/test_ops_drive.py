@@ -81,8 +81,8 @@ def test_beside_a_gpu_updates_stay_where_they_are(processor: str, runs: bool) ->
     engine.install()
     try:
         device.torch_device = torch.device(processor)
-        assert engine.may_run(same)
-        assert engine.may_run(there) == runs
+        assert engine.handover.may_run(same)
+        assert engine.handover.may_run(there) == runs
     finally:
         device.torch_device = torch.device("cpu")
         engine.remove()

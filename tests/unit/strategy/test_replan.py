@@ -43,8 +43,7 @@ class FakeEngine:
     def __init__(self, true: Profile = SLOW, *, replaceable: bool = True, runs: bool = True) -> None:
         self.plan, self.true = PLAN, true
         self.recorder = SimpleNamespace(iterations=0)
-        self.may_be_replaced = lambda: replaceable
-        self.may_run = lambda plan: runs
+        self.handover = SimpleNamespace(may_be_replaced=lambda: replaceable, may_run=lambda plan: runs)
 
     def trace(self) -> Any:
         return simulate(timed(self.plan, self.true), self.true)

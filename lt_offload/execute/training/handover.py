@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.execute.blocks.runs import repeated
+from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.iteration import Iteration, Transition
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import room
@@ -26,8 +27,10 @@ class Handover:
 
     Args:
         structure: the model's blocks.
+        plan: None for an engine that streams forwards only.
         weights: all of the engine.
         blocks: those of each block.
+        recorder: is told where an iteration goes on.
         residency: has their device copies.
         iteration: says where it is.
         guard: stands before users' code.
@@ -39,9 +42,11 @@ class Handover:
     def __init__(
         self,
         structure: Structure,
+        plan: Plan | None,
         weights: Sequence[Weight],
         blocks: Sequence[Sequence[Weight]],
         *,
+        recorder: Recorder,
         residency: Residency,
         iteration: Iteration,
         guard: Guard,
@@ -49,17 +54,29 @@ class Handover:
         view: GradientView,
         staying: bool,
     ) -> None:
-        self._structure, self._weights, self._blocks = structure, weights, blocks
+        self._structure, self._plan, self._weights, self._blocks = structure, plan, weights, blocks
+        self._recorder = recorder
         self._residency, self._iteration, self._window = residency, iteration, iteration.window
         self._guard, self._setup, self._view, self.staying = guard, setup, view, staying
 
     def changed(self, optimizer: Optimizer) -> str | None:
-        """See ``Engine.changed``."""
+        """Return what has changed since the engine was installed that only another plan can follow; None: nothing.
+
+        Args:
+            optimizer: the one that is in use now.
+        """
         with self._guard.suspended:
             return self._setup.changed(optimizer)
 
     def leave_window(self, optimizer: Optimizer) -> CarriedWindow:
-        """See ``Engine.leave_window``."""
+        """Return what the micro-batches of the present window have left, for another engine; to be closed afterwards.
+
+        Args:
+            optimizer: that will use it.
+
+        Raises:
+            UnsupportedError: if plain PyTorch would update a weight with it that is frozen now.
+        """
         self._iteration.enter(Transition.LEAVE, "another plan was to go on")
         added = self._window.added
         with self._guard.suspended:
@@ -83,7 +100,7 @@ class Handover:
         return {total.weight.param: total.host for total in totals if total.filled}
 
     def enter_window(self, begun: CarriedWindow) -> None:
-        """See ``Engine.enter_window``."""
+        """Go on in a window that another engine has begun."""
         with self._guard.suspended:
             for weight in self._weights:
                 if weight.param in begun.sums and weight.total is not None:
@@ -97,9 +114,17 @@ class Handover:
             self._iteration.enter(Transition.CARRY)
             if not begun.cleared:
                 self._view.leave()
+        if begun.added:
+            self._recorder.begin()
 
     def may_be_replaced(self) -> bool:
-        """See ``Engine.may_be_replaced``."""
+        """Return whether another engine may go on now, between two iterations, unnoticed by users.
+
+        It has other memory for weights and states: whoever holds some of this engine's would not see it trained.
+
+        Raises:
+            UnsupportedError: if something was changed since the last iteration that cannot be, as the next would.
+        """
         with self._guard.suspended:
             self._guard.check_thread()
             self._setup.check()
@@ -107,14 +132,25 @@ class Handover:
         return self._iteration.allows(Transition.LEAVE) and not self.staying and not self._guard.held
 
     def take_in(self) -> None:
-        """See ``Engine.take_in``."""
+        """Let host copies be what users have assigned to parameters: the engine is about to be closed.
+
+        Raises:
+            UnsupportedError: if a parameter was given other values than it can have.
+        """
         with self._guard.suspended:
             self._guard.begin()
 
-    def may_run(self, present: Plan, other: Plan, *, on_gpu: bool) -> bool:
-        """Return whether ``other`` can do what users do beside training; see ``Engine.may_run``."""
-        here, there = ([place == "host" for place in plan.update_places] for plan in (present, other))
-        if on_gpu and here != there:
+    def may_run(self, plan: Plan) -> bool:
+        """Return whether ``plan`` can do what users do beside training.
+
+        That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
+        without gradients (validation), or not smaller than it was. Beside a GPU, whose updates differ from the host's
+        in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
+        """
+        present = self._plan
+        assert present is not None
+        here, there = ([place == "host" for place in one.update_places] for one in (present, plan))
+        if self._recorder.device.torch_device.type != "cpu" and here != there:
             return False
         arena = min(room(self._blocks, 0), present.arena_bytes)
-        return other.arena_bytes >= arena and may_repeat(self._structure, repeated(other))
+        return plan.arena_bytes >= arena and may_repeat(self._structure, repeated(plan))

@@ -1,0 +1,94 @@
+"""What training takes of the host's memory, and reading the host copies of weights and states while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from lt_offload.errors import OverBudget
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.memory.activations import ROUNDING
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.snapshots import HostSnapshot
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.program import first_changes
+from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.user_code.guard import Guard, TrackedTensor
+from lt_offload.schema.plan import Plan
+from lt_offload.units import format_bytes
+
+_SMALL = 8
+"""Bytes of one element: whoever wants such a state as it is copies it at once."""
+
+
+def updated_on_host(plan: Plan) -> set[int]:
+    """Return the tensors that ``plan`` updates on the host."""
+    return {t for op in plan.ops if op.updates_on_host for t in plan.tensors(op)}
+
+
+def host_limit(plan: Plan) -> int:
+    """Return the bytes of RAM that training by ``plan`` may take: what activations are rounded up by comes on top."""
+    return plan.host_budget_bytes + ROUNDING * len(plan.options)
+
+
+class HostCopies:
+    """The host memory of an engine.
+
+    Args:
+        weights: all of the engine.
+        updates: knows the optimizer's states; None without an optimizer.
+        plan: None for an engine that streams forwards only.
+        device: counts what it has of the host.
+        residency: has snapshots.
+        guard: knows which host copies are announced before they change.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        updates: Updates | None,
+        plan: Plan | None,
+        *,
+        device: Device,
+        residency: Residency,
+        guard: Guard,
+    ) -> None:
+        self._weights, self._updates, self._plan = weights, updates, plan
+        self._device, self._snapshots, self._guard = device, residency.snapshots, guard
+        self._updated_on_host: Collection[int] = updated_on_host(plan) if plan is not None else ()
+
+    @property
+    def nbytes(self) -> int:
+        """RAM of the process: its own, weights, gradients, optimizer states, activations, what is set aside."""
+        updates = self._updates
+        states = updates.bytes(w for w in self._weights if w.index in self._updated_on_host) if updates else 0
+        own = self._plan.process_bytes if self._plan is not None else 0
+        return own + self._device.host_bytes + states + self._snapshots.nbytes
+
+    def check(self) -> None:
+        """Raise ``OverBudget`` if that is more than the plan may take."""
+        assert self._plan is not None
+        used = self.nbytes
+        if used > host_limit(self._plan):
+            raise OverBudget(
+                f"training takes {format_bytes(used)} ({used} bytes) of host memory, states of the optimizer included, "
+                f"more than host_memory={self._plan.host_budget_bytes}; set host_memory={used} or more and plan again"
+            )
+
+    def snapshot(self, free: int) -> HostSnapshot:
+        """See ``Engine.snapshot``."""
+        assert self._plan is not None
+        order = first_changes(self._plan)
+        storages = {
+            storage: order.get((owned.weight.index, owned.state is not None), len(self._plan.ops))
+            for storage, owned in self._guard.announced()
+            if owned.state is None or self._is_changed_by_ops(owned, storage)
+        }
+        return self._snapshots.take(storages, min(free, self._plan.host_budget_bytes - self.nbytes))
+
+    def _is_changed_by_ops(self, state: TrackedTensor, storage: torch.UntypedStorage) -> bool:
+        """Return whether only ops change the host copy of ``state``; other states are small, such as step counters."""
+        if state.weight.index in self._updated_on_host:
+            return storage.nbytes() > _SMALL
+        return state.state in state.weight.states.names

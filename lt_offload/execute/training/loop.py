@@ -1,0 +1,203 @@
+"""What a loop does between a backward and the update: it clips gradients, looks at them, edits them, and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload import limits
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.iteration import Iteration, Transition
+from lt_offload.execute.training.passes import Passes
+from lt_offload.execute.updates.clipping import RestClipping, require_positive
+from lt_offload.execute.updates.gradients import Gradients
+from lt_offload.execute.user_code.gradient_view import GradientView
+from lt_offload.execute.user_code.guard import Guard
+from lt_offload.execute.user_code.step_hooks import ManualLoop
+
+
+class WindowGradients:
+    """The gradients of the present window, which a loop may clip, read and edit before updates use them.
+
+    Args:
+        model: whose parameters have them.
+        rest: parameters outside the blocks.
+        device: has some of them.
+        gradients: those of the blocks.
+        iteration: says where the engine is.
+        passes: end before gradients are looked at.
+        guard: stands before users' code.
+        view: what ``param.grad`` is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rest: list[nn.Parameter],
+        *,
+        device: Device,
+        gradients: Gradients,
+        iteration: Iteration,
+        passes: Passes,
+        guard: Guard,
+        view: GradientView,
+    ) -> None:
+        self._model, self._device, self._gradients = model, device, gradients
+        self._window, self._passes, self._guard, self._view = iteration.window, passes, guard, view
+        self._rest = RestClipping(rest)
+
+    @property
+    def clip_value(self) -> float | None:
+        """See ``Engine.clip_value``."""
+        return self._gradients.clipping.value
+
+    @clip_value.setter
+    def clip_value(self, value: float | None) -> None:
+        if value is not None:
+            require_positive(f"clip_value={value}", value)
+        self._gradients.clipping.value = value
+
+    def begin(self, *, norm: bool) -> None:
+        """An iteration begins; ``norm``: that of all gradients is asked for."""
+        self._gradients.square_sums = [] if norm else None
+        self._rest.begin()
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool, parameters: Iterable[Tensor] | None
+    ) -> Tensor:
+        """See ``Engine.clip_grad_norm_``."""
+        require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
+        self._require_waiting("clip_grad_norm_")
+        with self._clipping():
+            self.norms_of_rest()
+            params = self._model.parameters() if parameters is None else parameters
+            clipping = self._gradients.clipping
+            return clipping.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_each(self, value: float) -> None:
+        """See ``Engine.clip_grad_value_``."""
+        require_positive(f"clip_grad_value_(clip_value={value})", value)
+        self._require_waiting("clip_grad_value_")
+        with self._clipping():
+            self._gradients.clipping.clip_each(value)
+            self._clip_rest(value)
+
+    def clip_rest(self) -> None:
+        """Clamp the gradients of parameters outside the blocks to :attr:`clip_value`, once they are complete."""
+        if self.clip_value is not None:
+            with self._guard.suspended:
+                self._clip_rest(self.clip_value)
+
+    def _clip_rest(self, value: float) -> None:
+        self.norms_of_rest()
+        self._rest.clip_each(value)
+
+    def norms_of_rest(self) -> list[Tensor]:
+        """Return the squared norms of gradients outside the blocks, before they were clipped, if they are asked for."""
+        return [] if self._gradients.square_sums is None else self._rest.squares()
+
+    def show(self) -> None:
+        """Let ``param.grad`` be the sum of gradients of the present window so far, which may be edited.
+
+        Raises:
+            UnsupportedError: if updates do not wait.
+        """
+        self._require_waiting("show_gradients")
+        with self._guard.suspended:
+            self._view.shown.drop()
+            self._passes.end()
+            self._view.shown.put()
+
+    def hide(self, *, final: bool) -> None:
+        """End that, if they are shown: updates will use what ``param.grad`` is now.
+
+        Args:
+            final: nothing else is done to them before.
+
+        Raises:
+            UnsupportedError: if somebody has kept one that is to change.
+        """
+        with self._guard.suspended:
+            self._view.hide(final=final)
+
+    @contextmanager
+    def showing_used(self) -> Iterator[None]:
+        """Let ``param.grad`` be what the last updates have used, to be read before it is cleared."""
+        with self._device.between():
+            with self._guard.suspended:
+                self._view.show_used()
+            yield
+            with self._guard.suspended:
+                self._view.forget_used()
+
+    def _require_waiting(self, call: str) -> None:
+        """Raise ``UnsupportedError`` unless updates wait until gradients are complete."""
+        if not self._window.delayed:
+            raise limits.CLIPPING.error(f"engine.{call}() was called")
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        with self._guard.suspended:
+            self._passes.end()
+            with self._view.changing():
+                yield
+
+
+class FollowedLoop:
+    """A loop that is not ours, in which ``optimizer.step()`` ends an iteration.
+
+    Args:
+        optimizer: whose step that is.
+        after_backward: is called when gradients are shown: what is made of them takes no device memory.
+        gradients: what the loop may do with them.
+        iteration: says where the engine is.
+        passes: are told of the loop.
+        guard: stands before users' code.
+        view: what ``param.grad`` is.
+        finish: ends the iteration.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        after_backward: Callable[[], None],
+        *,
+        gradients: WindowGradients,
+        iteration: Iteration,
+        passes: Passes,
+        guard: Guard,
+        view: GradientView,
+        finish: Callable[[], None],
+    ) -> None:
+        self._after_backward, self._gradients, self._passes = after_backward, gradients, passes
+        self._iteration, self._window = iteration, iteration.window
+        self._guard, self._view = guard, view
+        calls = self._end_backward, lambda: iteration.ran_backward, self._begin_step, finish
+        hooks = ManualLoop(view.consumed, optimizer, *calls)
+        self.remove = hooks.remove
+        iteration.manual, passes.manual = True, hooks
+
+    def _end_backward(self) -> None:
+        self._window.micro_batches += not self._passes.waiting
+        if self._window.delayed:
+            self._gradients.show()
+            self._after_backward()
+            return
+        if self._window.which == "accumulating":
+            with self._guard.suspended:
+                self._passes.end()
+        else:
+            self._gradients.clip_rest()
+        self._view.consumed.put()
+
+    def _begin_step(self) -> bool:
+        """``optimizer.step()`` begins; return whether there is something to update with."""
+        self._iteration.enter(Transition.STEP)
+        if self._window.delayed:
+            with self._guard.suspended:
+                self._view.begin_step_of_loop(final=self._gradients.clip_value is None)
+            self._gradients.clip_rest()
+        return self._iteration.begun > 0

@@ -1,0 +1,336 @@
+"""The passes of an iteration: a forward and a backward through the blocks, each as the model or autograd calls it.
+
+The first block's forward with gradients begins a pass, the backward of the first block ends it. Every step issues its
+prefetches, runs its computation, then issues what follows, exactly in the order of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_offload import limits
+from lt_offload.errors import UnsupportedError
+from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
+from lt_offload.execute.blocks.run import BlockFunction, BlockRun
+from lt_offload.execute.blocks.runs import BlockRuns
+from lt_offload.execute.device.record import Recorder
+from lt_offload.execute.iteration import Iteration, State, Transition
+from lt_offload.execute.memory.bound_weights import BoundWeights
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.streaming import Streaming
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.program import Walk
+from lt_offload.execute.updates.gradients import Gradients
+from lt_offload.execute.user_code import checks
+from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
+from lt_offload.execute.user_code.gradient_view import GradientView
+from lt_offload.execute.user_code.guard import Guard
+from lt_offload.execute.user_code.step_hooks import ManualLoop, OptimizerStepHook
+from lt_offload.model.blocks import Structure
+from lt_offload.model.calls import tensors_of
+from lt_offload.schema.plan import Plan
+
+
+class Passes:
+    """Carries out the passes of ``plan``.
+
+    Args:
+        structure: the model's blocks.
+        plan: says what each step does.
+        weights: all of the engine.
+        blocks: those of each block.
+        runs: of the blocks, in the present pass.
+        iteration: says where the engine is.
+        residency: has the device copies.
+        streaming: runs forwards that wait for others.
+        gradients: uses what backwards find.
+        recorder: is told of steps.
+        guard: stands before users' code.
+        setup: as it was when the engine was installed.
+        view: what ``param.grad`` is.
+        step: the hook of the optimizer's own step.
+    """
+
+    manual: ManualLoop | None = None
+    """Follows a loop that is not ours; elsewhere ``Engine.iteration`` encloses every backward."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        plan: Plan,
+        weights: Sequence[Weight],
+        blocks: Sequence[list[Weight]],
+        *,
+        runs: BlockRuns,
+        iteration: Iteration,
+        residency: Residency,
+        streaming: Streaming,
+        gradients: Gradients,
+        recorder: Recorder,
+        guard: Guard,
+        setup: InstalledSetup,
+        view: GradientView,
+        step: OptimizerStepHook,
+    ) -> None:
+        self._structure, self._weights, self._blocks = structure, weights, blocks
+        self._runs, self._iteration, self._window = runs, iteration, iteration.window
+        self._residency, self._gradients, self._recorder = residency, gradients, recorder
+        self._guard, self._setup, self._view, self._step = guard, setup, view, step
+        self._computing = {op.step: op.id for op in plan.ops if op.computes and op.save is None}
+        """By step: its forward or backward."""
+        self._presence = {
+            op.id: BoundWeights(recorder.device, blocks[op.block], op, plan) for op in plan.ops if op.computes
+        }
+        """By computation."""
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._backward = Backward(self._anchor)
+        self._consumers = Consumers(lambda index: structure.blocks[index].name, runs.uses)
+        self._own = [OwnParameters(block.name, block.module) for block in structure.blocks]
+        self._deferred = DeferredForwards(plan, runs, streaming, blocks, self._consumers.watch)
+        self._walk = Walk(plan, weights, residency=residency, gradients=gradients, runs=runs, recorder=recorder)
+
+    @property
+    def waiting(self) -> int:
+        """Forwards that wait for others before their backward."""
+        return self._deferred.waiting
+
+    # -- forwards ----------------------------------------------------------------------------------------------------
+
+    def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run one block in training.
+
+        Args:
+            index: of the block.
+            forward: runs it.
+            args: of the call.
+            kwargs: of the call.
+
+        Raises:
+            UnsupportedError: if the call is none that the plan can follow.
+        """
+        deferred = self._deferred
+        if index == 0:
+            self._begin_micro_batch()
+            self._begin_deferred() if deferred.due else self._begin_pass(self.waiting)
+        if not (deferred.awaits(index) if deferred.running else self._walk.awaits("forward", index)):
+            raise UnsupportedError(
+                f"block {self._structure.blocks[index].name} was called where {self._walk.expected} was expected; "
+                "lt_offload needs every block to be called once per forward, in order"
+            )
+        limits.check_call(self._structure.blocks[index].name, kwargs)
+        self._own[index].check()
+        if deferred.running:
+            return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)
+        with self._computed(index):
+            run = self._make_run(index, forward, args, kwargs)
+            # Else this frame would hold the block's inputs through its forward, which the run may let go of.
+            del args, kwargs
+            if run.needs_backward:
+                inputs = run.take_inputs()
+                self._consumers.watch(index, inputs)
+                out = BlockFunction.apply(run, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
+                out = run.unflatten(out)
+            else:
+                out = run.run_frozen()
+            self._runs.returned(out)
+        return out
+
+    def _begin_micro_batch(self) -> None:
+        """A forward begins; others of the same micro-batch may wait for their backward."""
+        # Only asked: the state changes when what an earlier forward has left is cleaned up.
+        self._iteration.check(Transition.FORWARD)
+        if self._walk.begun or self._runs:
+            self._restart()
+        self._guard.check_thread()
+        self._setup.check()
+        self._guard.begin()
+        if self.manual is not None and not self.waiting:
+            self._window.begin()
+            if self._window.delayed:
+                self._view.begin_in_window()
+
+    def _begin_deferred(self) -> None:
+        if not self._window.added and not self.waiting:
+            self._recorder.begin()
+        self._iteration.enter(Transition.FORWARD)
+        self._deferred.begin()
+
+    def _begin_pass(self, waiting: int) -> None:
+        """A pass begins; so many of the same micro-batch follow it."""
+        self._window.begin_pass(waiting)
+        self._iteration.enter(Transition.FORWARD)
+        self._walk.start(self._window.which)
+        if not self._residency.settled:
+            self._residency.settle()
+        for weight in self._weights:
+            weight.uses = 0
+        if not self._window.added and not self.waiting:
+            self._recorder.begin()
+
+    @contextmanager
+    def _computed(self, index: int) -> Iterator[None]:
+        """Enclose a forward of the present pass, for which the block's weights are in their places."""
+        step = self._walk.timeline.forward(index)
+        self._walk.begin(step)
+        with self._presence[self._computing[step]]:
+            yield
+        self._walk.end()
+
+    def _make_run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
+        run = self._runs.make(index, forward, self._blocks[index], args, kwargs)
+        if run.needs_backward:
+            for weight in self._blocks[index]:
+                weight.uses += len(run.parts) * weight.param.requires_grad
+        return run
+
+    # -- backwards ---------------------------------------------------------------------------------------------------
+
+    def _run_backward(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        # Autograd calls this, on a GPU in a thread of its own, so what is each thread's own is set here.
+        with self._guard.suspended:
+            self._backward.check(run)
+            if not self._iteration.ran_backward:
+                self._begin_backward()
+            return self._backward_of(run, anchor, grads)
+
+    def _run_deferred(
+        self, forward: DeferredForward, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Run the backward of a block whose forward had to wait, and that forward again if this is the first."""
+        with self._guard.suspended:
+            self._backward.check(run)
+            if not forward.passed:
+                self._run_forward_again(forward)
+            if not self._iteration.ran_backward:
+                self._begin_backward()
+            passed = forward.passed[run.index]
+            passed.totals = run.totals
+            found = self._backward_of(passed, anchor, grads)
+            forward.runs[run.index].end()
+            return found
+
+    def _run_forward_again(self, forward: DeferredForward) -> None:
+        if self._runs.open:
+            raise limits.FORWARDS.error("a forward had its backward before a later one")
+        self.end()
+        self._view.begin_backward(cleared=self.manual is not None)
+        self._begin_pass(self.waiting - 1)
+
+        def again(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
+            with self._computed(index):
+                run = self._make_run(index, original, args, kwargs)
+                if run.needs_backward:
+                    out: Any = run.forward(self._anchor, [x.detach() for x in run.take_inputs()])[0]
+                else:
+                    out = run.run_frozen()
+                self._runs.returned(out)
+            return run, tensors_of(out)
+
+        self._deferred.run_again(forward, again)
+
+    def _begin_backward(self) -> None:
+        self._setup.check_hooks()
+        self._view.begin_backward(cleared=self.manual is not None)
+        self._iteration.enter(Transition.BACKWARD)
+        # Both move their hooks to the end of those of ``optimizer.step()``: the last to do so encloses the other.
+        if self.manual is not None:
+            self.manual.begin_backward(updating=self._window.which == "updating")
+        self._step.enclose()
+
+    def _backward_of(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        index = run.index
+        step = self._walk.timeline.backward(index)
+        self._walk.skip_to(step)
+        self._walk.begin(step)
+        self._run_again(step)
+        op = self._computing[step]
+        if run.offloader is not None:
+            run.offloader.fetch(op)
+        with self._presence[op]:
+            self._gradients.begin_block(self._blocks[index])
+            found = run.backward(anchor, grads)
+            self._consumers.given(index, found, run.totals)
+            self._gradients.end_block(self._blocks[index])
+        self._walk.end()
+        return found
+
+    def _run_again(self, step: int) -> None:
+        """Run the forwards again that the plan wants before the backward of ``step``."""
+        handed: list[Tensor] | None = None
+        block = -1
+        for op in self._walk.again(step):
+            if op.block != block + 1:
+                handed = None
+            block = op.block
+            with self._presence[op.id]:
+                handed = self._runs.recompute(op, self._anchor, handed)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End a pass that adds gradients up, if there is one."""
+        if not self._iteration.ran_backward:
+            if self._walk.begun:
+                self._restart()
+            return
+        self._complete()
+        self._iteration.enter(Transition.ADD)
+
+    def update(self, *, keep: bool) -> bool:
+        """End the pass that updates; return whether there was something to update with.
+
+        Args:
+            keep: what updates that have waited use can be shown afterwards.
+        """
+        if self._window.delayed:
+            return self._settle(keep=keep)
+        if not self._iteration.ran_backward:
+            self._iteration.enter(Transition.UPDATED)
+            self._restart()
+            return False
+        self._iteration.check(Transition.STEP)  # a step of ours, too, must leave no forward waiting
+        self._complete()
+        return True
+
+    def _settle(self, *, keep: bool) -> bool:
+        """Carry out the updates that have waited for all gradients, if there are any."""
+        self.end()
+        if not self._window.added:
+            return False
+        self._view.shown.take()
+        if not self._residency.settled:
+            self._residency.settle()
+        self._iteration.enter(Transition.SETTLE)
+        with self._view.kept(self._gradients, self._residency) if keep else nullcontext():
+            self._walk.settle()
+        return True
+
+    def _complete(self) -> None:
+        """Go through what is left of a pass whose backward is over."""
+        checks.check_reached(self._weights, self._runs)
+        self._runs.clear()
+        self._walk.finish()
+
+    def _restart(self) -> None:
+        """Forget a forward that no backward followed."""
+        self._iteration.enter(Transition.FORGET)
+        self._runs.close()
+        self.reset()
+        self._residency.unsettle()
+
+    def forget_deferred(self) -> None:
+        """Drop forwards that wait for others."""
+        self._deferred.close()
+        if self._iteration.state is State.FORWARD and not self._walk.begun:
+            self._iteration.enter(Transition.FORGET)
+
+    def reset(self) -> None:
+        """Be ready for another pass, whatever has become of the present one."""
+        self._step.restore()
+        self._gradients.reset(self._weights)
+        self._walk.cursor = 0
