@@ -362,6 +362,7 @@ def test_grad_norm_is_the_norm_of_the_gradients(tmp_path: Path) -> None:
     assert float(run.trainer.callback_metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
 
 
+@pytest.mark.own_plan("a larger batch fits where every block runs again")
 def test_a_plan_of_another_model_or_a_larger_device_is_refused(tmp_path: Path) -> None:
     fit(OffmateStrategy(memory="400KB", report_dir=tmp_path), max_steps=1)
     with pytest.raises(PlanError, match="another model"):

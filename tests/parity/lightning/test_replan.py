@@ -132,6 +132,7 @@ def train(memory: float, made: Any = None, epochs: int = EPOCHS, **settings: Any
 # -- another plan takes over -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.own_plan("the better plan runs fewer blocks again", share=TIGHT, hostile=False)
 @pytest.mark.parametrize(
     ("share", "wrong", "true", "hostile"),
     [
