@@ -176,7 +176,7 @@ class FollowedLoop:
         self._iteration, self._window = iteration, iteration.window
         self._guard, self._view = guard, view
         calls = self._end_backward, lambda: iteration.ran_backward, self._begin_step, finish
-        hooks = ManualLoop(view.consumed, optimizer, *calls)
+        hooks = ManualLoop(view.consumed, guard.suspended, optimizer, *calls)
         self.remove = hooks.remove
         iteration.manual, passes.manual = True, hooks
 

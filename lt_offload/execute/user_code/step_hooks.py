@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -207,6 +208,7 @@ class ManualLoop:
 
     Args:
         gradients: what parameters hold after a backward.
+        suspended: a context in which no use of theirs is watched.
         optimizer: whose step ends an iteration.
         end_backward: is called at the end of each backward.
         ran_backward: tells whether updates have run during the backward of this iteration.
@@ -217,13 +219,14 @@ class ManualLoop:
     def __init__(
         self,
         gradients: ConsumedGradients,
+        suspended: AbstractContextManager[None],
         optimizer: Optimizer,
         end_backward: Callable[[], None],
         ran_backward: Callable[[], bool],
         begin_step: Callable[[], bool],
         finish: Callable[[], None],
     ) -> None:
-        self._gradients = gradients
+        self._gradients, self._suspended = gradients, suspended
         self._end, self._begin_step, self._finish = end_backward, begin_step, finish
         self._ran_backward = ran_backward
         self._used = False
@@ -265,8 +268,10 @@ class ManualLoop:
     def _begin(self) -> None:
         """Gradients are complete, and the optimizer, which has none to use, comes next."""
         self._used = self._begin_step()
-        self._gradients.check(present=self._ran_backward())
-        self._gradients.drop()
+        # Every access to `param.grad` would go through the guard's modes, which have nothing to see in it.
+        with self._suspended:
+            self._gradients.check(present=self._ran_backward())
+            self._gradients.drop()
         self._check_options()
 
     def _check_options(self) -> None:
@@ -282,7 +287,8 @@ class ManualLoop:
         used, self._used = self._used, False
         self._finish()
         if used:
-            self._gradients.put()
+            with self._suspended:
+                self._gradients.put()
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
