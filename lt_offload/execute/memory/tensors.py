@@ -20,7 +20,7 @@ from typing_extensions import override
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device
 from lt_offload.execute.device.lanes import plain_torch
-from lt_offload.model.optimizers import STATE_ALIGNMENT, Place, tensor_at, tensors_of
+from lt_offload.model.optimizers import STATE_ALIGNMENT, Place, tensors_of
 from lt_offload.units import round_up
 
 if TYPE_CHECKING:
@@ -213,11 +213,15 @@ class States:
 
     def unchanged(self, state: dict[str, Any]) -> bool:
         """Return whether the tensors of ``state`` are the known ones."""
-        return self.present(state) and len(_movable(state)) == len(self.known)
+        found = _movable(state)
+        return len(found) == len(self.known) and self._are_in(found)
 
     def present(self, state: dict[str, Any]) -> bool:
         """Return whether the known tensors are in ``state``."""
-        return all(map(is_, (tensor_at(state, name) for name in self.names), self.known))
+        return self._are_in(tensors_of(state))
+
+    def _are_in(self, found: dict[Place, Tensor]) -> bool:
+        return all(map(is_, map(found.get, self.names), self.known))
 
     def attach(self, buffer: Buffer) -> None:
         """Use the range of ``buffer`` that begins at ``start``."""

@@ -111,9 +111,10 @@ class InstalledSetup:
         for inner in self._inner:
             _check_inner(inner)
         for weight, param, _, hooks in self._weights:
-            if _hooks(weight) != hooks:
+            # Not by functions: this is asked of every weight, twice an iteration, and mostly there is nothing.
+            if len(accumulated_hooks_of(param) or ()) != hooks:
                 raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
-            if _has_joint_hook(param):
+            if tensor_hooks_of(param) and _has_joint_hook(param):
                 raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
         for weight in self._shared:
             if tensor_hooks_of(weight.param):
