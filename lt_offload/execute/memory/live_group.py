@@ -231,7 +231,9 @@ def _hosts(members: Iterable[Member]) -> list[Tensor]:
 
 def distinct(events: Iterable[Event | None]) -> list[Event]:
     """Return the distinct events; tensors that travel together share one."""
-    return list(dict.fromkeys(event for event in events if event is not None))
+    found = dict.fromkeys(events)
+    found.pop(None, None)
+    return [*found]  # type: ignore[misc]
 
 
 def needed_by_compute(

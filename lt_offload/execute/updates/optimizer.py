@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from types import NoneType
 from typing import Any
 
@@ -69,10 +69,10 @@ def functional_update(
     """
     make = _RULES.get(type(optimizer))
     # What a GradScaler leaves there for optimizers that unscale by themselves, or skip a step with infinities.
-    scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     if make is None or group.get("differentiable") or scaled:
         return None
-    if any(p.is_complex() for p in params) or any(grad.is_sparse for grad in grads):
+    if any(map(torch.is_complex, params)) or any(map(_is_sparse, grads)):
         return None
     return make(group, params, grads, states)
 
@@ -152,6 +152,8 @@ _RULES: dict[type[Optimizer], Callable[..., Update | None]] = {
     torch.optim.SGD: _sgd,
 }
 
+
+_is_sparse = attrgetter("is_sparse")
 
 _OWN = {"param_groups", "state", *STEP_HOOKS}
 _OWN |= {"step"}  # a scheduler's counting wrapper around the real optimizer's step
