@@ -36,7 +36,8 @@ class Walk:
     ) -> None:
         self._programs: dict[Pass, list[StepOps]] = {which: program(plan, which) for which in plan.passes}
         self._steps = self._programs[plan.passes[0]]
-        self._weights = weights
+        self._updated = {op.id: [weights[t] for t in plan.tensors(op)] for op in plan.ops if op.uses_gradients}
+        """By op: the weights whose gradients it uses."""
         self._residency, self._gradients = residency, gradients
         self._runs, self._recorder = runs, recorder
         runs.gradients = gradients
@@ -60,7 +61,7 @@ class Walk:
         for at, step in enumerate(self._steps):
             self.begin(at)
             for op in step.settled:
-                self._gradients.settle_on_device([self._weights[t] for t in self._plan.tensors(op)])
+                self._gradients.settle_on_device(self._updated[op.id])
             self.end()
         self.finish()
 
@@ -108,8 +109,7 @@ class Walk:
         for op, departure in self._gradients.send():
             self._residency.release_at(at if op.release_after is None else op.release_after, departure)
         for op in self._steps[at].updates:
-            weights = [self._weights[t] for t in self._plan.tensors(op)]
-            self._gradients.use_on_host(op, weights, self._urgency(op))
+            self._gradients.use_on_host(op, self._updated[op.id], self._urgency(op))
         for op in self._steps[at].after:
             self._issue(op)
         self._residency.end_step(at)

@@ -276,7 +276,7 @@ class Gradients:
             members = [(weight, grad) for weight, grad in self._complete.pop(op) if grad is not None]
             offload = self._slots.send(box, members)
             sent.append((box.op, offload))
-            self._arrived.update((weight.index, offload.event) for weight, _ in members)
+            self._arrived.update([(weight.index, offload.event) for weight, _ in members])
         return sent
 
     def use_on_host(self, op: Op, weights: Sequence[Weight], urgency: int) -> Event | None:
@@ -288,14 +288,14 @@ class Gradients:
             return None
         arrived = [w for w in ready if w.index in self._arrived]
         adding = self._adding(arrived, updating=updating)
-        groups = list(dict.fromkeys(total.group for w in ready if (total := w.total) is not None))
+        groups = list(dict.fromkeys([total.group for w in ready if (total := w.total) is not None]))
         update: Callable[[], None] | None = None
         grads: list[Tensor] = []
         if updating:
             grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in ready]
             # Now, with the options of this moment: a scheduler may change them before the task runs.
             update = self.updates.prepare(ready, "host", grads)
-            groups += dict.fromkeys(w.group for w in ready)
+            groups += dict.fromkeys([w.group for w in ready])
             self.updated += len(ready)
         sums, edit = None, None
         read: list[Event | None] = []
@@ -309,8 +309,8 @@ class Gradients:
             "host",
             _using(adding, sums, [(edit, grads)] if edit is not None else [], update),
             # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.host_ready for p in groups), *read]),
-            reads=list(dict.fromkeys(w.grad_cell for w in arrived)),
+            after=distinct([*[self._arrived.pop(w.index) for w in arrived], *[p.host_ready for p in groups], *read]),
+            reads=list(dict.fromkeys([w.grad_cell for w in arrived])),
             writes=[group.host_cell for group in groups],
             label=f"{op.kind} {op.block}",
             op=op.id,
