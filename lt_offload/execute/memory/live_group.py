@@ -231,9 +231,7 @@ def _hosts(members: Iterable[Member]) -> list[Tensor]:
 
 def distinct(events: Iterable[Event | None]) -> list[Event]:
     """Return the distinct events; tensors that travel together share one."""
-    found = dict.fromkeys(events)
-    found.pop(None, None)
-    return [*found]  # type: ignore[misc]
+    return [event for event in dict.fromkeys(events) if event is not None]
 
 
 def needed_by_compute(
