@@ -59,6 +59,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.FULL, sampling.SEED = config.getoption("full"), config.getoption("sample_seed")
+    sampling.EVERY_ROW = config.getoption("every_row")
     if config.getoption("recompute"):
         config.pluginmanager.register(Recomputing())
     device = config.getoption("device")

@@ -7,6 +7,7 @@ a part of the rows in the folders of ``SHARES``, and few of the tests that are m
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +20,8 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 
 SEED = 20240917
-FULL = False
-"""Both are set by the options ``--sample-seed`` and ``--full`` before any test is collected."""
+FULL = EVERY_ROW = False
+"""All are set by options (``--sample-seed``, ``--full``, ``--every-row``) before any test is collected."""
 
 SHARES = {
     "parity": 8,
@@ -28,17 +29,21 @@ SHARES = {
     "unit/planners": 3,
     "unit/profiling": 3,
     "unit/strategy": 3,
+    "unit/cli/test_bad_input.py": 5,
+    "unit/execute/test_leftovers.py": 4,
+    "unit/optim/test_adamw_kernel.py": 4,
+    "docs/test_commands.py": 5,
     "docs/test_snippets.py": 5,
     "test_recipes.py": 8,
 }
-"""One row in so many of each test there is run, and at least one; what trains or plans in every row."""
+"""One row in so many of each test there is run, and at least one; what trains, plans or takes long in every row."""
 ON_THE_FAKE_GPU = {"gpu": 5, "gpu/engine": 1, "gpu/loops": 10, "gpu/measuring": 1, "gpu/races": 1, "gpu/users": 10}
 """The same there; rows of users and loops are whole runs."""
-FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu/engine": 2, "gpu/measuring": 2}
+FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuring": 3}
 """The same with ``--few``."""
 SEEDS = 5
 """So many rows are run of those that differ in a parameter ``seed`` only, fewer where there are several kinds."""
-SLOW = 4
+SLOW = 5
 """Of the tests of a folder that are marked ``slow`` one in so many is run, and at least one."""
 
 
@@ -47,6 +52,12 @@ def some(rows: Sequence[T], count: int, name: str = "") -> list[T]:
     if FULL or count >= len(rows):
         return list(rows)
     return [rows[at] for at in sorted(random.Random(f"{SEED}{name}" if name else SEED).sample(range(len(rows)), count))]
+
+
+def one(values: Sequence[T]) -> list[T]:
+    """Return one of ``values``, which the running test and the seed draw; all with ``--every-row``."""
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+    return list(values) if EVERY_ROW or FULL else [random.Random(f"{SEED}{test}").choice(values)]
 
 
 def grid(*axes: Iterable[Any], count: int = 0) -> list[tuple[Any, ...]]:

@@ -175,12 +175,12 @@ MUTANTS = (
 )
 
 
-def copied(folder: Path) -> Path:
-    """Copy what git knows of the tree into ``folder`` and return it."""
-    known = subprocess.run(["git", "ls-files", "-z", *TREE], cwd=ROOT, capture_output=True, text=True, check=True)
+def copied(folder: Path, tree: Path = ROOT) -> Path:
+    """Copy what git knows of ``tree`` into ``folder`` and return it."""
+    known = subprocess.run(["git", "ls-files", "-z", *TREE], cwd=tree, capture_output=True, text=True, check=True)
     for name in filter(None, known.stdout.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+        shutil.copy(tree / name, folder / name)
     return folder
 
 

@@ -17,6 +17,7 @@ from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
+from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import equal, same_state
 
@@ -108,6 +109,19 @@ class Forced(OffmateStrategy):
             options=("keep", "recompute", "offload", "mixed"),
             places=self.places,
         )
+
+
+def budgets(model: torch.nn.Module) -> list[int]:
+    """Return a budget in which weights and states have to travel, one in which some have to, one in which all may stay.
+
+    A run of the tests takes one of them: see :func:`tests.sampling.one`.
+    """
+    return sampling.one((tight(model), 5 * tight(model) // 2, 200_000_000))
+
+
+def tight(model: torch.nn.Module) -> int:
+    """Return a budget in which weights and states have to travel."""
+    return 2 * sum(p.nbytes for p in model.parameters())
 
 
 @dataclass

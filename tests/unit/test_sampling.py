@@ -65,11 +65,25 @@ def test_few_of_the_rows_that_differ_in_their_seed_only(
     assert sampling.of_tests(items, {"a": share}) == items
 
 
+def test_one_of_some_values_which_the_running_test_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "FULL", False)
+    monkeypatch.setattr(sampling, "EVERY_ROW", False)
+    found = []
+    for number in range(20):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", f"a::one[{number}] (call)")
+        found += sampling.one("abc")
+        assert sampling.one("abc") == found[-1:]
+    assert len(found) == 20
+    assert set(found) == set("abc")
+    monkeypatch.setattr(sampling, "EVERY_ROW", True)
+    assert sampling.one("abc") == [*"abc"]
+
+
 def test_few_of_the_slow_tests_of_a_folder_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "FULL", False)
     slow: list[Any] = [
         Row(sampling.HERE / f"{place}/test_{file}.py", f"{place}::{file}[{row}]", slow=True)
-        for place, files in (("a", 8), ("b", 2))
+        for place, files in (("a", 2 * sampling.SLOW), ("b", 2))
         for file in range(files)
         for row in range(3)
     ]

@@ -24,7 +24,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import UnsupportedError
 from tests import sampling
 from tests.support.engines import equal
-from tests.support.trainers import Run, differences, fit, seeded_module, trainer
+from tests.support.trainers import Run, budgets, differences, fit, seeded_module, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
@@ -32,12 +32,6 @@ pytestmark = [
 ]
 
 OPTIONS: dict[str, Any] = {"layers": 4, "dropout": 0.1}
-
-
-def budgets(module: nn.Module) -> tuple[int, ...]:
-    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
-    weights = sum(p.nbytes for p in module.parameters())
-    return 2 * weights, 5 * weights, 200_000_000
 
 
 def monthly() -> Any:
@@ -74,6 +68,7 @@ def test_averages_of_lightning_equal_stock(name: str, settings: dict[str, Any]) 
         assert all(map(equal, averaged(expected), averaged(found)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampling.some(["ema", "swa"], 1))
 def test_averages_in_checkpoints(name: str, tmp_path: Path) -> None:
     """What is saved is the average; the run goes on with the weights that were averaged."""
@@ -142,7 +137,7 @@ def test_averages_of_models_with_batch_norm_equal_stock(name: str) -> None:
     """Stochastic weight averaging runs one more epoch then, without backwards and updates."""
     stock = fit("auto", Normed(), callbacks=[AVERAGES[name]()], max_epochs=3)
     assert len(stock.module.losses) == (12 if name == "swa" else 9)
-    for memory in (2 * budgets(stock.module)[0], 2 * budgets(stock.module)[1], 200_000_000):
+    for memory in (2 * memory for memory in budgets(stock.module)):
         ours = fit(OffmateStrategy(memory=memory), Normed(), callbacks=[AVERAGES[name]()], max_epochs=3)
         assert differences(stock, ours) == []
 

@@ -15,15 +15,9 @@ from torch.utils.data import DataLoader, default_collate
 from lt_offload import OffmateStrategy
 from lt_offload.errors import InfeasibleError, PlanError, UnsupportedError
 from tests import sampling
-from tests.support.trainers import Run, Tokens, differences, fit, seeded_module, state_differences
+from tests.support.trainers import Run, Tokens, budgets, differences, fit, seeded_module, state_differences, tight
 
 Making = Callable[[], list[Any]]
-
-
-def budgets(options: dict[str, Any]) -> tuple[int, ...]:
-    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
-    weights = sum(p.nbytes for p in seeded_module(**options).parameters())
-    return 2 * weights, 5 * weights, 200_000_000
 
 
 def module(options: dict[str, Any]) -> Any:
@@ -129,7 +123,7 @@ def thaw_base(module: Any, optimizer: Any) -> None:
 
 def require_equal(callbacks: Making, options: dict[str, Any], memories: Any = None, **settings: Any) -> Run:
     stock = fit("auto", module(options), callbacks=callbacks(), **settings)
-    for memory in memories or budgets(options):
+    for memory in memories or budgets(seeded_module(**options)):
         ours = fit(OffmateStrategy(memory=memory), module(options), callbacks=callbacks(), **settings)
         assert differences(stock, ours) == []
         trainable = [p.requires_grad for p in ours.module.parameters()]
@@ -146,6 +140,7 @@ TIED: dict[str, Any] = {"layers": 4, "family": "llama-tied"}
 SETTINGS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", sampling.some(SETTINGS, 1), ids=str)
 def test_thawing_a_layer_per_epoch_equals_stock(settings: dict[str, Any]) -> None:
     require_equal(lambda: [Layers()], OPTIONS, max_epochs=3, **settings)
@@ -201,7 +196,7 @@ def test_a_run_goes_on_from_a_checkpoint_written_after_thawing(tmp_path: Path) -
             thaw(pl_module, trainer.optimizers[0])
 
     expected = fit("auto", module(OPTIONS), callbacks=[thawing()], max_epochs=3)
-    for memory in budgets(OPTIONS):
+    for memory in budgets(seeded_module(**OPTIONS)):
         saver = ModelCheckpoint(tmp_path / f"{memory}", every_n_train_steps=1, save_top_k=-1, filename="{step}")
         saving = {"callbacks": [thawing(), saver], "enable_checkpointing": True, "max_epochs": 2}
         fit(OffmateStrategy(memory=memory), module(OPTIONS), **saving)
@@ -215,7 +210,7 @@ def test_a_run_goes_on_from_a_checkpoint_written_after_thawing(tmp_path: Path) -
 def test_lightnings_callback_takes_its_groups_up_again(tmp_path: Path) -> None:
     """What stock does with frozen weights then, it does, too: its checkpoint has a group for each thawed layer."""
     ordered = {**OPTIONS, "shuffle": False}
-    for at, strategy in enumerate(("auto", OffmateStrategy(memory=budgets(OPTIONS)[0]))):
+    for at, strategy in enumerate(("auto", OffmateStrategy(memory=tight(seeded_module(**OPTIONS))))):
         saver = ModelCheckpoint(tmp_path / f"{at}", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
         fit(strategy, module(ordered), callbacks=[Layers(), saver], enable_checkpointing=True, max_epochs=3)
         path = tmp_path / f"{at}" / "epoch=1.ckpt"
@@ -247,12 +242,13 @@ class Backbone(LightningModule):
         return DataLoader(Tokens(self.model, 6, 0), batch_size=2)
 
 
+@pytest.mark.slow
 def test_backbone_finetuning_with_a_schedule_equals_stock() -> None:
     def callbacks() -> list[Any]:
         return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)]
 
     stock = fit("auto", Backbone(), callbacks=callbacks(), max_epochs=4)
-    for memory in budgets(OPTIONS):
+    for memory in budgets(seeded_module(**OPTIONS)):
         ours = fit(OffmateStrategy(memory=memory), Backbone(), callbacks=callbacks(), max_epochs=4)
         assert state_differences(stock, ours) == []
         assert all(map(torch.equal, stock.module.losses, ours.module.losses))

@@ -96,6 +96,7 @@ def within(memory: int) -> tuple[Result, str]:
     return found, plan.options[-1]
 
 
+@pytest.mark.slow
 def test_budgets() -> None:
     """Fused where all copies of the logits do not fit (it may be faster elsewhere), chunked where fused does not."""
     plain = plainly(in_chunks=False)

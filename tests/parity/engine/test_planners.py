@@ -182,6 +182,7 @@ def test_the_quickstart_model() -> None:
     require_equal(made, plan)
 
 
+@pytest.mark.slow
 @pofo_keeps
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_large_tensors(planner: PlannerName) -> None:

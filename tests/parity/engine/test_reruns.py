@@ -351,6 +351,7 @@ def test_random_schedules(seed: int) -> None:
     assert differences(plainly(**case), result) == []
 
 
+@pytest.mark.slow
 def test_random_schedules_have_everything() -> None:
     schedules = [scheduled(seed)[1] for seed in SEEDS]
     recomputations = [

@@ -156,6 +156,7 @@ LEFT: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LEFT)
 def test_the_last_batch_of_an_epoch_has_the_rows_that_are_left(
     folder: Path, text: Path, stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str

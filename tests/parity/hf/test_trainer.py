@@ -26,6 +26,7 @@ def test_a_run_is_the_plain_one(case: str, budget: str, tmp_path: Path) -> None:
     assert differs == []
 
 
+@pytest.mark.slow
 def test_the_evaluation_that_is_measured_keeps_to_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is free is taken only where the budget is too small for a step of it."""
     taken: list[int] = []
@@ -141,6 +142,7 @@ def used(folder: Path, context: Any) -> list[Any]:
     return flat([before, halfway, predicted, weights, first.evaluate()["eval_loss"], second.model.state_dict()])
 
 
+@pytest.mark.slow
 def test_an_afternoon_with_two_trainers_leaves_what_it_leaves_plainly(tmp_path: Path) -> None:
     with quiet():
         plain = used(tmp_path / "plain", nullcontext())

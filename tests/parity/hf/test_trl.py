@@ -22,6 +22,7 @@ def folder() -> Iterator[Path]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "budget"), grid(cases.TRL, BUDGETS, count=2))
 def test_a_run_is_the_plain_one(case: str, budget: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "1")  # TRL sends word of every Trainer elsewhere

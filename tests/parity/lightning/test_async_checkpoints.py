@@ -149,6 +149,7 @@ def smallest_budget(budget: str) -> int:
     return caught.value.needed_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "room"), sampling.grid(budgets.BUDGETS, ROOM, count=4))
 def test_files_are_those_for_which_training_waits(
     budget: str, room: str, tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch

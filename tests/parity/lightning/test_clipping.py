@@ -18,19 +18,13 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate
 from tests import sampling
 from tests.parity.models.test_models import batches, made
-from tests.support.trainers import Run, differences, fit, seeded_module
+from tests.support.trainers import Run, budgets, differences, fit, seeded_module
 
 
 @pytest.fixture(autouse=True)
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
     monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
-
-
-def budgets(options: dict[str, Any]) -> tuple[int, ...]:
-    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
-    weights = sum(p.nbytes for p in seeded_module(**options).parameters())
-    return 2 * weights, 5 * weights, 200_000_000
 
 
 SETTINGS: list[dict[str, Any]] = [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}]
@@ -40,7 +34,7 @@ MODELS: list[dict[str, Any]] = [{"dropout": 0.1, "layers": 6}, {"family": "llama
 @pytest.mark.parametrize(("options", "settings"), sampling.grid(MODELS, SETTINGS, count=3))
 def test_clipping_by_norm_equals_stock(options: dict[str, Any], settings: dict[str, Any]) -> None:
     stock = fit("auto", seeded_module(**options), gradient_clip_val=0.1, **settings)
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         ours = fit(OffmateStrategy(memory=memory), seeded_module(**options), gradient_clip_val=0.1, **settings)
         assert differences(stock, ours) == []
         assert ours.trainer.strategy.plan.delayed
@@ -54,7 +48,7 @@ def test_clipping_by_value_equals_stock(settings: dict[str, Any]) -> None:
     options: dict[str, Any] = {"dropout": 0.1, "layers": 6}
     clip: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
     stock = fit("auto", seeded_module(**options), **clip, **settings)
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         ours = fit(OffmateStrategy(memory=memory), seeded_module(**options), **clip, **settings)
         assert differences(stock, ours) == []
         assert not ours.trainer.strategy.plan.delayed
@@ -107,7 +101,7 @@ def by_torch(module: Any, optimizer: Any, *_: Any, **__: Any) -> None:
 def test_what_configure_gradient_clipping_asks_for_is_done(hook: Any, settings: dict[str, Any]) -> None:
     options: dict[str, Any] = {"dropout": 0.1, "layers": 6}
     stock = fit("auto", clipping(hook, **options), **settings)
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         ours = fit(OffmateStrategy(memory=memory), clipping(hook, **options), **settings)
         assert differences(stock, ours) == []
         assert "clip_gradients" not in vars(ours.trainer.precision_plugin)
@@ -174,7 +168,7 @@ def test_the_norm_that_is_logged_is_that_before_clipping(settings: dict[str, Any
     options: dict[str, Any] = {"layers": 6}
     once: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1, **settings}
     stock = fit("auto", clipping(watched, **options), **once)
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         ours = fit(OffmateStrategy(memory=memory), seeded_module(**options), **once)
         assert float(ours.trainer.callback_metrics["grad_norm"]) == pytest.approx(norms[-1], rel=1e-5)
         assert torch.equal(ours.trainer.callback_metrics["loss"], stock.trainer.callback_metrics["loss"])
@@ -222,6 +216,7 @@ class WatchedPictures(Pictures):
 ALGORITHMS = [("norm", 0.1), ("value", 1e-3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "settings"), sampling.grid(ALGORITHMS, [{}, {"accumulate_grad_batches": 2}]))
 def test_parameters_outside_the_blocks_are_clipped_with_the_others(
     algorithm: tuple[str, float], settings: dict[str, Any]
@@ -230,8 +225,7 @@ def test_parameters_outside_the_blocks_are_clipped_with_the_others(
     clip = {"gradient_clip_val": value, "gradient_clip_algorithm": name, **settings}
     watched = fit("auto", WatchedPictures(), **clip).module
     stock = watched.state_dict()
-    weights = sum(value.nbytes for value in stock.values())
-    for memory in (2 * weights, 5 * weights, 200_000_000):
+    for memory in budgets(watched):
         run = fit(OffmateStrategy(memory=memory), Pictures(), log_every_n_steps=1, **clip)
         ours = run.module.state_dict()
         assert float(run.trainer.callback_metrics["grad_norm"]) == pytest.approx(watched.norm, rel=1e-5)

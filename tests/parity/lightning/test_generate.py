@@ -44,6 +44,7 @@ def run(strategy: Any, family: str) -> tuple[Run, list[Tensor]]:
     ), writes.written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama-tied", "bloom"])
 def test_what_is_written_and_trained_equals_stock(family: str) -> None:
     stock, expected = run("auto", family)

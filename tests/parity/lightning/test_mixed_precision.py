@@ -50,6 +50,7 @@ def smallest_budget(options: dict[str, Any], budget: str) -> int:
     return caught.value.needed_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "budget"), sampling.grid(MODELS, list(BUDGETS)), ids=str)
 def test_every_budget_equals_stock(options: dict[str, Any], budget: str) -> None:
     memory = int(smallest_budget(options, budget) * BUDGETS[budget])

@@ -62,7 +62,7 @@ SETTINGS: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.1}]
 def test_preferences_are_learnt_as_in_stock(adapters: bool, settings: dict[str, Any]) -> None:
     stock = fit("auto", Preference(adapters=adapters), **settings)
     expected = stock.module.state_dict()
-    for memory in (700_000, 1_500_000, 50_000_000):
+    for memory in sampling.one((700_000, 1_500_000, 50_000_000)):
         ours = fit(OffmateStrategy(memory=memory), Preference(adapters=adapters), **settings)
         found = ours.module.state_dict()
         assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

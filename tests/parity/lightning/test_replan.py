@@ -133,6 +133,7 @@ def train(memory: float, made: Any = None, epochs: int = EPOCHS, **settings: Any
 
 
 @pytest.mark.own_plan("the better plan runs fewer blocks again", share=TIGHT, hostile=False)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "wrong", "true", "hostile"),
     [
@@ -184,6 +185,7 @@ class Keeps(Callback):
             self.kept = self.what(trainer, pl_module)
 
 
+@pytest.mark.slow
 def test_parameters_states_and_hooks_of_users_survive(stock: Run, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     made = module()
@@ -279,6 +281,7 @@ def test_a_replayed_plan_stays_as_it_is(least: int, monkeypatch: pytest.MonkeyPa
 # -- what cannot be corrected ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_the_last_correction_a_difference_is_said_once(
     stock: Run, least: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

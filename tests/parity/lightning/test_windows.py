@@ -20,7 +20,7 @@ from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate, windows
 from tests import sampling
-from tests.support.trainers import Run, differences, fit, seeded_module, trainer
+from tests.support.trainers import Run, budgets, differences, fit, seeded_module, trainer
 
 
 @pytest.fixture(autouse=True)
@@ -37,18 +37,12 @@ def both(options: dict[str, Any], memory: int | str, **settings: Any) -> tuple[R
     return stock, ours
 
 
-def budgets(options: dict[str, Any]) -> tuple[int, ...]:
-    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
-    weights = sum(p.nbytes for p in seeded_module(**options).parameters())
-    return 2 * weights, 5 * weights, 200_000_000
-
-
 MODELS: list[dict[str, Any]] = [{"dropout": 0.1, "layers": 6}, {"dropout": 0.1, "lora": True}, {"family": "llama-tied"}]
 
 
 @pytest.mark.parametrize(("options", "precision"), sampling.grid(MODELS, ["32-true", "bf16-true"], count=3))
 def test_windows_with_a_last_short_one_equal_stock(options: dict[str, Any], precision: Any) -> None:
-    for memory in budgets(options):  # 3 batches per epoch: windows of 2 and 1
+    for memory in budgets(seeded_module(**options)):  # 3 batches per epoch: windows of 2 and 1
         stock, ours = both(options, memory, precision=precision, accumulate_grad_batches=2)
         assert differences(stock, ours) == []
         assert stock.trainer.global_step == 4
@@ -59,7 +53,7 @@ def test_windows_with_a_last_short_one_equal_stock(options: dict[str, Any], prec
 @pytest.mark.parametrize("window", sampling.some([3, 4], 1))
 def test_windows_of_several_lengths_over_several_epochs(window: int) -> None:
     options: dict[str, Any] = {"dropout": 0.1, "layers": 6, "batch_size": 1}  # 6 batches per epoch
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         stock, ours = both(options, memory, accumulate_grad_batches=window, max_epochs=3, log_every_n_steps=1)
         assert differences(stock, ours) == []
         assert stock.trainer.global_step == 6
@@ -70,7 +64,7 @@ def test_windows_of_several_lengths_over_several_epochs(window: int) -> None:
 @pytest.mark.slow
 def test_a_schedule_of_windows_equals_stock() -> None:
     options = {"layers": 6, "batch_size": 1}
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         schedule = {0: 1, 1: 4, 2: 3}
         runs = [
             fit(
@@ -89,15 +83,16 @@ def test_a_schedule_of_windows_equals_stock() -> None:
 @pytest.mark.slow
 def test_validation_in_the_middle_of_a_window() -> None:
     options = {"layers": 6, "batch_size": 1}
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         stock, ours = both(options, memory, accumulate_grad_batches=4, val_check_interval=1)
         assert differences(stock, ours) == []
         assert len(ours.module.validation) > 6
 
 
+@pytest.mark.slow
 def test_batch_size_auto_splits_the_samples_of_an_update() -> None:
     options: dict[str, Any] = {"layers": 4}
-    for memory in budgets(options):
+    for memory in budgets(seeded_module(**options)):
         module = seeded_module(**options)
         ours = fit(OffmateStrategy(memory=memory, batch_size="auto"), module, accumulate_grad_batches=3, max_epochs=1)
         size, count = module.batch_size, ours.trainer.accumulate_grad_batches
@@ -177,6 +172,7 @@ def test_no_checkpoint_in_the_middle_of_a_window(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.ckpt", "3.ckpt", "5.ckpt"]
 
 
+@pytest.mark.slow
 def test_a_run_with_windows_is_resumed_as_if_it_had_not_ended(tmp_path: Path) -> None:
     expected = fit("auto", accumulate_grad_batches=2)
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")

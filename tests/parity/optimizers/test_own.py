@@ -68,16 +68,18 @@ def test_what_updates_take_for_a_moment_is_planned() -> None:
     require_equal(training, plan, training.plainly())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", sampling.some(OWN, 2))
 def test_options_and_counts_of_a_step_are_those_that_its_updates_use(make: Factory) -> None:
     """Where updates wait, the loop's own step is over before they begin."""
     start = models.build(layers=2, dtype=torch.bfloat16)
     training = Training(start=start, windows=[[(2, 12)], [(1, 9), (2, 7)], [(2, 7)]], optimizer=make, clip_norm=0.2)
     profile = training.profile()
-    for memory in budgets(profile, accumulate=2, delayed=True)[::2]:
+    for memory in budgets(profile, accumulate=2, delayed=True):
         require_equal(training, solve(profile, memory=memory, accumulate=2, delayed=True), training.plainly())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "settings"), sampling.grid(OWN, SETTINGS))
 def test_under_a_trainer(make: Factory, settings: dict[str, Any]) -> None:
     """The Trainer's closure runs inside the step."""
@@ -91,7 +93,7 @@ def test_under_a_trainer(make: Factory, settings: dict[str, Any]) -> None:
         return trainers.fit(strategy, Module(layers=2), max_epochs=1, **settings)
 
     expected = run("auto")
-    for memory in (150_000, 100_000_000):
+    for memory in sampling.one((150_000, 100_000_000)):
         assert trainers.differences(expected, run(OffmateStrategy(memory=memory))) == []
 
 

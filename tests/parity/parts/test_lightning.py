@@ -40,6 +40,7 @@ def test_training_and_validation_are_those_of_stock_lightning(accumulate: int) -
     assert "times as fast" in strategy.plan.explain() or "no plan of it" in strategy.plan.explain()
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_replayed_with_its_parts(tmp_path: Path) -> None:
     run(offmate(micro_batches=2, report_dir=tmp_path))
     plan = tmp_path / "plan.json"
@@ -49,6 +50,7 @@ def test_a_saved_plan_is_replayed_with_its_parts(tmp_path: Path) -> None:
         run(offmate(plan=plan))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_number_that_was_chosen(tmp_path: Path) -> None:
     first = run(offmate(micro_batches=2), max_epochs=1)
     path = tmp_path / "last.ckpt"

@@ -106,6 +106,7 @@ def plan_for(profile: Profile, budget: str, **settings: Any) -> Plan:
     return lt_offload.solve(profile, memory=memory, time_limit=10, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "accumulate"), sampling.grid(["tight", "middle", "resident"], [1, 2], count=4))
 def test_every_budget_gives_the_numbers_of_the_reference(profile: Profile, budget: str, accumulate: int) -> None:
     plan = plan_for(profile, budget, accumulate=accumulate)

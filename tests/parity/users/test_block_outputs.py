@@ -165,6 +165,7 @@ def test_a_masked_language_model(budget: str) -> None:
     assert differences(plain(untied_bert), by_budget(untied_bert, budget)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
 def test_an_encoder_whose_output_every_layer_of_a_decoder_uses(budget: str) -> None:
     assert differences(plain(t5), by_budget(t5, budget)) == []

@@ -15,7 +15,7 @@ from lt_offload.plan import solve
 from tests import sampling
 from tests.parity.models.test_models import adamw, batches, made
 from tests.parity.windows.training import Training, budgets, require_equal
-from tests.support import models
+from tests.support import models, trainers
 from tests.support.engines import equal
 
 UNEQUAL = [[(2, 12)], [(2, 12), (1, 9)], [(2, 12), (2, 7), (1, 12)], [(1, 5)]]
@@ -92,8 +92,7 @@ def test_parameters_outside_the_blocks_are_clipped_with_the_others(settings: dic
     start = copy.deepcopy(plain)
     optimizer = adamw(plain)
     expected = train(plain, None)
-    weights = sum(p.nbytes for p in start.parameters())
-    for memory in (2 * weights, 5 * weights, 200_000_000):
+    for memory in trainers.budgets(start):
         model = copy.deepcopy(start)
         optimizer = adamw(model)
         with offloaded(model, optimizer, batches("ViT")[0], memory=memory, accelerator="cpu", **settings) as engine:

@@ -179,6 +179,7 @@ def test_losses_of_several_forwards_equal_plain_training(step: Step, options: di
         assert differences(expected, by(plan, start, step)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "settings"), sampling.grid(COUNTS, SETTINGS, count=3))
 def test_weights_that_blocks_share_and_windows_sum_forward_by_forward(step: Step, settings: dict[str, Any]) -> None:
     """As if each forward had a backward of its own, the last one first: the plan says so."""

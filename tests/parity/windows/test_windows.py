@@ -28,6 +28,7 @@ def test_windows_equal_plain_training(planner: str) -> None:
         require_equal(training, solve(profile, memory=memory, planner=planner, accumulate=3), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "settings"),
     sampling.some(
@@ -50,6 +51,7 @@ def test_models_and_optimizers(options: dict[str, object], settings: dict[str, o
         require_equal(training, solve(profile, memory=memory, accumulate=2, **settings), expected)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_equal_batches_stay_in_the_ram_that_was_planned() -> None:
     training = Training(start=models.build("llama"), windows=[[(2, 12)] * 3] * 3)
     profile, expected = training.profile(), training.plainly()

@@ -253,6 +253,7 @@ def test_sizes_and_members_of_groups_are_checked() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("planner", "memory"), sampling.grid(["offmate", "greedy", "l2l"], ["9GB", "14GB"]))
 def test_little_memory_is_wasted(planner: PlannerName, memory: str) -> None:
     packing = solve(llama7b_b4(14), memory=memory, planner=planner, time_limit=5).packing

@@ -54,6 +54,7 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_folder_that_can_be_resumed_validated_sampled_and_exported(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

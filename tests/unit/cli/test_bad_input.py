@@ -207,6 +207,7 @@ def test_a_few_lines_that_stand_for_billions_of_values(tmp_path: Path) -> None:
         load_hardware(path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_run_is_taken(recipe: str, tmp_path: Path) -> None:
     assert main([recipe, "--trainer.default_root_dir", "run", "--quiet"]) == 0
     [checkpoint] = (tmp_path / "run" / "checkpoints").glob("step*.ckpt")

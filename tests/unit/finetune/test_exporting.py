@@ -54,6 +54,7 @@ def run(recipe: str, folder: str, *flags: str) -> tuple[str, dict[str, torch.Ten
     return str(checkpoint), {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
+@pytest.mark.slow
 def test_other_programs_stop_where_trained_answers_end(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -83,6 +84,7 @@ def test_other_programs_stop_where_trained_answers_end(recipe: str, capsys: pyte
     assert "pretrained" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_as_it_was_trained(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -211,6 +211,7 @@ data: {{path: text.txt, max_length: 32, batch_size: 2}}
 """
 
 
+@pytest.mark.slow
 def test_every_verb_reads_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ MODES: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_token_of_an_update_counts_alike(folder: Path, mode: str) -> None:
     data, parts = MODES[mode]

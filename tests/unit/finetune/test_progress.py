@@ -73,6 +73,7 @@ def run(
     return written.getvalue()
 
 
+@pytest.mark.slow
 def test_plain_lines_elsewhere_than_on_a_terminal(folder: Path) -> None:
     text = run(folder, terminal=False, planned=True)
     assert not re.search(r"[\x1b\r]", text)

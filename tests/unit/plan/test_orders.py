@@ -58,6 +58,7 @@ def test_a_profile_says_what_is_there_for_all_parts_and_what_for_one() -> None:
             assert cut == block
 
 
+@pytest.mark.slow
 def test_what_is_derived_is_near_what_is_measured() -> None:
     derived, parted = in_parts(estimated(8), 4), estimated(8, 4)
     assert derived.parts == 4
@@ -82,6 +83,7 @@ def test_both_orders_have_the_same_samples() -> None:
         assert theirs.forward_s == pytest.approx(mine.forward_s)
 
 
+@pytest.mark.slow
 def test_weights_that_travel_over_a_slow_link_make_layer_by_layer_faster() -> None:
     part = estimated(1, link=1e8)
     memory = int(1.3 * least(part, accumulate=8))
@@ -136,11 +138,13 @@ def test_the_number_of_parts_that_fits_is_chosen_and_measured() -> None:
     assert "1: does not fit" in choice.plan.notes[-1]
 
 
+@pytest.mark.slow
 def test_the_whole_batch_is_chosen_where_it_is_as_fast() -> None:
     choice = choose_parts(lambda parts: estimated(8, parts), Settings())
     assert choice.plan.parts == choice.profile.parts == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_cut_takes_whole_batches() -> None:
     whole = estimated(8)
 

@@ -65,6 +65,7 @@ def sharing(profile: Profile, seed: int) -> Profile:
     return replace(profile, contention=Contention(compute=compute * (seed % 2), h2d=h2d, d2h=d2h, host=host))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "share", "shared"), sampling.grid(range(len(KINDS)), (0.6, 1.6), (False, True)))
 def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int, share: float, shared: bool) -> None:
     profile = rich_profile(seed)
@@ -86,6 +87,7 @@ def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int, share: float, s
     assert found["auto"] <= 1.0101 * min(found.values())
 
 
+@pytest.mark.slow
 def test_every_planner_says_what_it_does_when_it_does_not_apply() -> None:
     profile = rich_profile(0)
     everything = sum(2 * t.bytes + t.state_bytes for t in profile.tensors)

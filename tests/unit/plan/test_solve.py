@@ -196,6 +196,7 @@ def test_what_cannot_be_pinned_is_said() -> None:
     )
 
 
+@pytest.mark.slow
 def test_switches_are_honoured() -> None:
     assert "host" not in solve(LLAMA, memory="12GB", host_update=False, time_limit=2).update_places
     plan = solve(LLAMA, memory="12GB", activation_offload=False, time_limit=2)
@@ -299,6 +300,7 @@ def test_a_short_time_limit_still_gives_a_plan() -> None:
     assert check(plan, LLAMA) == []
 
 
+@pytest.mark.slow
 def test_the_largest_fixture_is_near_its_bound() -> None:
     profile = llama7b_b4(32)
     plan = solve(profile, memory="10GB", planner="offmate")

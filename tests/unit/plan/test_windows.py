@@ -107,6 +107,7 @@ def test_the_bound_of_a_model_that_is_frozen_at_first_is_one_for_copies_at_any_t
     assert make_plan(profile, settings).predicted.lower_bound_s <= bounds[1] * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [{}, {"accumulate": 2}])
 def test_copies_far_from_the_uses_do_not_beat_the_bound(mode: dict[str, Any]) -> None:
     plan = solve(two_giants(), memory="2.65GB", **mode)
@@ -114,6 +115,7 @@ def test_copies_far_from_the_uses_do_not_beat_the_bound(mode: dict[str, Any]) ->
     assert 0 < plan.predicted.gap < 0.05
 
 
+@pytest.mark.slow
 def test_a_window_costs_about_as_many_iterations_at_most_and_more_than_its_computations() -> None:
     """Sums of gradients take room, and travel, so that two passes may cost a little more than two iterations."""
     profile = llama7b_b4(4)

@@ -95,6 +95,7 @@ def proposals(asked: Request) -> dict[str, tuple[Decisions, Trace]]:
     return {proposal.name: (proposal.decisions, planned(proposal.decisions, asked)[1]) for proposal in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("budget", [40e9, 12e9, 7e9, 5e9], ids=lambda budget: f"{budget / 1e9:g} GB")
 def test_plans_pass_every_check_and_fit(tied: bool, budget: float) -> None:
@@ -162,6 +163,7 @@ def test_gradients_are_kept_within_the_reserve(reserve: float, tied: bool) -> No
         assert 0.95 * reserve * total <= kept <= reserve * total
 
 
+@pytest.mark.slow
 def test_more_reserve_and_a_faster_link_never_hurt() -> None:
     profile = fast_host(with_zero_copy(llama7b_b4(4)))
 
@@ -205,6 +207,7 @@ def test_a_frozen_tied_table_that_has_to_travel_is_read_by_the_embedding() -> No
     assert best.iteration_time < slower.iteration_time
 
 
+@pytest.mark.slow
 def test_switches_are_honoured() -> None:
     profile = fast_host(with_zero_copy(llama7b_b4(6)))
     for names in (("keep", "offload"), ("keep", "recompute")):
@@ -351,6 +354,7 @@ def test_embeddings_of_arbitrary_plans() -> None:
     assert 5 < changes < 35
 
 
+@pytest.mark.slow
 def test_arbitrary_small_models() -> None:
     """Weights of one size, arbitrary costs of direct access, some without, and budgets from hopeless to ample."""
     rng = np.random.default_rng(8)

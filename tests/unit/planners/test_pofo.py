@@ -184,6 +184,7 @@ def test_without_keep_or_without_layers_it_does_not_apply() -> None:
         propose_pofo(request(chained_profile(1), 3000))
 
 
+@pytest.mark.slow
 def test_many_blocks_share_layers_and_the_plans_stay_valid() -> None:
     profile = chained_profile(MOST_LAYERS + 7, link=2.0)
     asked = request(profile, 9000, time_limit=2.0)

@@ -31,6 +31,7 @@ def test_networks_have_the_published_shapes(
     assert 0.9 * arithmetic < forward < 4 * arithmetic
 
 
+@pytest.mark.slow
 def test_the_algorithms_stand_in_the_order_of_the_paper() -> None:
     chain = networks.synthetic(10)
     low, high = memory_range(chain)

@@ -163,6 +163,7 @@ def test_offloading_alone_runs_nothing_twice() -> None:
     assert len(computations) == 2 * (len(chain.layers) + 1)
 
 
+@pytest.mark.slow
 def test_rounding_to_the_nearest_slot_is_closer_than_rounding_up() -> None:
     chain = random_chain(7, 20)
     low, high = bounds(chain)

@@ -56,6 +56,7 @@ def by_place(decisions: Decisions) -> Counter[str]:
     return Counter(tensor.place for tensor in decisions.tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", sampling.some(["plain", "tied", "half", "lora", "frozen start"], 3))
 def test_random_models(model: str) -> None:
     planned = Counter[str]()
@@ -174,6 +175,7 @@ def test_too_little_memory_or_ram() -> None:
         assert propose(request(profile, 10_000))
 
 
+@pytest.mark.slow
 def test_a_large_model() -> None:
     profile = llama7b_b4()
     asked = request(profile, 10 * GB)

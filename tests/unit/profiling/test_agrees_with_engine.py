@@ -14,6 +14,7 @@ from lt_offload.profiling.measure import profile
 from tests.support import models, plans, user_nets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["offload", "mixed", "reload"])
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_activations_that_travel(family: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def test_bytes_with_lora() -> None:
     assert_same_bytes(found, real(models.build("llama", lora=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "autocast", "settings"),
     [
@@ -204,6 +205,7 @@ def test_a_large_model_needs_little_memory() -> None:
     assert float(seconds) == pytest.approx(13.5 / 1.137 - 26.95 / 16.6, rel=0.02)
 
 
+@pytest.mark.slow
 def test_estimated_times_follow_the_hardware() -> None:
     slow, fast = (fake(layers_of_smollm2(), hardware=name, sequence_length=256) for name in ("rtx-3060", "rtx-4090"))
     for a, b in zip(slow.blocks, fast.blocks, strict=True):
@@ -274,6 +276,7 @@ def test_a_gpu_needs_page_tables_and_slack_and_an_emulated_device_neither() -> N
     assert (emulated.page_table_bytes, emulated.slack_share) == (0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_base_of_four_bits_without_weights_is_as_with_them(dtype: str) -> None:
     from tests.parity.models import quantized
@@ -286,6 +289,7 @@ def test_a_base_of_four_bits_without_weights_is_as_with_them(dtype: str) -> None
     assert found.dtype == expected.dtype == dtype
 
 
+@pytest.mark.slow
 def test_a_base_of_four_bits_is_small_and_takes_its_time_to_unpack() -> None:
     config = load_model_config("llama3-8b")
     config.num_hidden_layers = 2

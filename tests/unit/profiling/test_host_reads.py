@@ -79,6 +79,7 @@ def test_every_tensor_of_every_family_is_known(family, lora):
     assert all(read.forward_bytes == read.backward_bytes == table.bytes for read in others)
 
 
+@pytest.mark.slow
 def test_estimates_from_a_configuration():
     options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
     found = lt_offload.profile_config("tinyllama-1.1b", **options)

@@ -128,6 +128,7 @@ NAMES = """({
   empty: [...document.querySelectorAll("h2")].filter(e => !e.nextElementSibling).length})"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "width"), sampling.grid(REPORTS, [360, 1280], count=8))
 def test_layout_and_names(write: Callable[[Path], Path], width: int, tmp_path: Path) -> None:
     """Nothing is wider than the window, no label covers another one, everything has a name for those who cannot see."""

@@ -17,7 +17,7 @@ import yaml
 from lt_offload import simulate
 from lt_offload.cli.main import main
 from lt_offload.schema.trace import Span
-from scripts import checkpoint_sums, common, compare, planning, smallest_budget, tables
+from scripts import common, compare, planning, smallest_budget, tables
 from scripts.bench import emulated
 from scripts.docs import figures
 from scripts.overlap import overlap
@@ -522,13 +522,6 @@ def test_smallest_budget_is_found_wherever_the_floor_is(
     assert (figures["floor_bytes"], figures["measured_peak_bytes"]) == (floor, needed - 1)
     assert needed <= figures["runs_bytes"] <= 1.011 * needed
     assert min(size for size in tried if size) < needed, "nothing smaller was tried"
-
-
-def test_comparing_a_checkpoint_with_its_sums_is_measured(tmp_path: Path) -> None:
-    found = checkpoint_sums.measure(1e-4, 1, tmp_path)
-    assert found["bytes"] > 9e4
-    assert found["share"] == found["check_s"] / found["load_s"]
-    assert not list(tmp_path.iterdir())
 
 
 def test_overlap_is_what_ran_beside_computations() -> None:

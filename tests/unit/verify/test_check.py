@@ -56,16 +56,16 @@ def with_op(op: Op, **fields: Any) -> Plan:
     return replace(PLAN, ops=tuple(ops))
 
 
-def without(gone: int) -> Plan:
-    """Return the plan less one op, ids and dependencies renumbered."""
+def without(*gone: int) -> Plan:
+    """Return the plan less some ops, ids and dependencies renumbered."""
 
     def renumber(other: int) -> int:
-        return other - (other > gone)
+        return other - sum(other > one for one in gone)
 
-    left = [op for op in PLAN.ops if op.id != gone]
+    left = [op for op in PLAN.ops if op.id not in gone]
     return of_one_pass(
         PLAN,
-        (replace(op, id=renumber(op.id), after=tuple(renumber(o) for o in op.after if o != gone)) for op in left),
+        (replace(op, id=renumber(op.id), after=tuple(renumber(o) for o in op.after if o not in gone)) for op in left),
     )
 
 
@@ -189,6 +189,14 @@ def with_gradients(tensors: tuple[int, ...]) -> Plan:
     return replace(plan, ops=tuple(ops))
 
 
+def kept_through_the_update() -> Plan:
+    """Block 1's weight stays on the device while the host updates it."""
+    first, again, drop = (named(PLAN, f"{what} weight 1") for what in ("0 prefetch", "8 prefetch", "10 drop"))
+    kept = InitialCopy(group=again.groups[0], offset=again.offsets[0])
+    plan = without(first.id, drop.id)
+    return replace(plan, initial=(*plan.initial, kept))
+
+
 def fetched_gradient() -> Plan:
     fetch, sent = named(PLAN, "0 prefetch weight 1"), named(PLAN, "10 offload grad 1")
     return with_op(fetch, payload="grad", groups=sent.groups)
@@ -242,6 +250,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: replace(PLAN, initial=(*PLAN.initial, InitialCopy(group=groups_of("weight", 4)[0], offset=8192 * 100))),
         "weight weight4 is on the device already",
     ),
+    "outdated on the device": (kept_through_the_update, "its weight weight1 is from before the host's update"),
     "not there at the end": (lambda: without(named(PLAN, "7 prefetch weight 2").id), "cyclic residency"),
     "initial too many": (lambda: replace(PLAN, initial=(*PLAN.initial, PLAN.initial[0])), "is there twice"),
     "initial elsewhere": (

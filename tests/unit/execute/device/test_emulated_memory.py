@@ -96,6 +96,7 @@ def test_a_writer_of_reused_memory_waits_for_the_release(opened, mode, writer):
     assert out.done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("check", [False, True])
 def test_bookkeeping_does_not_grow(opened, mode, check):

@@ -356,6 +356,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*GPU available.*", "ignore:.*tensorboardX.*")
 @pytest.mark.parametrize(
     ("mode", "asks", "stop"),

@@ -21,6 +21,7 @@ from tests.unit.finetune.conftest import data, trainer
 EVERY_SECOND = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "offmate"])
 def test_training_is_bit_for_bit_the_same_with_and_without(strategy: str, folder: str, text: str) -> None:
     ends = []

@@ -1,1 +1,0 @@
-"""Programs that compare ways of training without training: by the simulator."""

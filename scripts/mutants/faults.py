@@ -1,0 +1,548 @@
+"""The faults that ``python -m scripts.mutants`` puts in, each with the tests that should notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scripts.gpu import mutants as cuda
+
+CHECK, ORDERING = "plan/verify/check.py", "plan/verify/ordering.py"
+GROUPS, COPIES, OPS, WINDOW = (f"plan/assembly/{name}.py" for name in ("groups", "copies", "ops", "window"))
+RESIDENCY, LIVE, ACTIVATIONS, SNAPSHOTS, STREAMING = (
+    f"execute/memory/{name}.py" for name in ("residency", "live_group", "activations", "snapshots", "streaming")
+)
+GRADIENTS, SLOTS, CLIPPING, OPTIMIZER, MICRO_BATCHES = (
+    f"execute/updates/{name}.py" for name in ("gradients", "gradient_slots", "clipping", "optimizer", "window")
+)
+PART, SHARED = "execute/blocks/part_run.py", "execute/blocks/shared_inputs.py"
+GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/param_grad.py", "execute/iteration.py"
+REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
+    f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "sample", "checkpoint/sums", "batch_size")
+)
+COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
+PACKING, LOSS, ROWS = "finetune/data/batches/packing.py", "finetune/loss.py", "finetune/data/rows.py"
+BATCHES, RUN = "hf/batches.py", "hf/run.py"
+
+VERIFY, PLANS = "unit/verify", "unit/assembly"
+ENGINE, TRAPS = "parity/engine/test_engine.py", "parity/engine/test_traps.py"
+WINDOWS, LOOPS, CLIPPED_WINDOWS = (f"parity/windows/test_{name}.py" for name in ("windows", "loops", "clipping"))
+PLANNED_WINDOWS = "unit/plan/test_windows.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault in a file of the package, and the tests that should notice it, below tests/."""
+
+    name: str
+    file: str
+    was: str
+    becomes: str
+    tests: tuple[str, ...]
+
+    @property
+    def fault(self) -> cuda.Mutant:
+        """What is written, and where."""
+        return cuda.Mutant(self.name, f"lt_offload/{self.file}", ((self.was, self.becomes),))
+
+
+def _mutant(name: str, file: str, was: str, becomes: str, *tests: str) -> Mutant:
+    return Mutant(name, file, was, becomes, tests)
+
+
+PLANNING = (
+    _mutant(
+        "a plan may need more than its budget",
+        CHECK,
+        "if memory[worst] > plan.budget_bytes:",
+        "if memory[worst] > 2 * plan.budget_bytes:",
+        VERIFY,
+    ),
+    _mutant(
+        "memory may be given back before it is taken",
+        CHECK,
+        "not op.step <= op.release_after < len(plan.timeline):",
+        "not 0 <= op.release_after < len(plan.timeline):",
+        VERIFY,
+    ),
+    _mutant("a tensor may be updated twice", CHECK, "            if t in seen:\n", "            if False:\n", VERIFY),
+    _mutant("a block may run again without its input", CHECK, "elif not block.chained:\n", "elif False:\n", VERIFY),
+    _mutant("an outdated device copy passes", ORDERING, "buffer.outdated = True", "buffer.outdated = False", VERIFY),
+    _mutant(
+        "an unread gradient may be overwritten",
+        ORDERING,
+        "if not cell.reads:",
+        "if False:",
+        "unit/planners/test_slots.py",
+    ),
+    _mutant("a group is not side by side in every stay", GROUPS, " or not follows:", ":", PLANS, "unit/plan", VERIFY),
+    _mutant("weights and states share a span", GROUPS, "            span += 1\n", "", PLANS, ENGINE),
+    _mutant(
+        "a stay over the end of an iteration is not there at its start",
+        COPIES,
+        "self.arrival > self.stay.end",
+        "self.arrival > self.stay.end + 1",
+        PLANS,
+        "unit/plan",
+    ),
+    _mutant(
+        "a copy is thought to be gone",
+        COPIES,
+        "else step >= start or step <= end",
+        "else step >= start and step <= end",
+        PLANS,
+        "unit/plan",
+    ),
+    _mutant(
+        "nobody waits for a gradient that the backward writes",
+        OPS,
+        "            self.computed[step] = out\n",
+        "",
+        PLANS,
+        "parity/engine/test_zero_copy_plans.py",
+    ),
+    _mutant(
+        "gradients are added before the update has used the sum",
+        WINDOW,
+        "after |= {op.id, op.id + 1}",
+        "after |= {op.id}",
+        PLANNED_WINDOWS,
+        WINDOWS,
+    ),
+    _mutant(
+        "an update does not wait for its weight where nothing computes",
+        WINDOW,
+        "return {fetch for t in tensors for fetch in self._fetches[t]}",
+        "return set()",
+        PLANNED_WINDOWS,
+        CLIPPED_WINDOWS,
+    ),
+    _mutant(
+        "sums are copied to the host when they have been used",
+        WINDOW,
+        'yield from self._some(op, sums, "sum", only="accumulating")',
+        'yield from self._some(op, sums, "sum")',
+        PLANNED_WINDOWS,
+        WINDOWS,
+    ),
+)
+
+MEMORY = (
+    _mutant(
+        "a copy to the host does not wait for who computes",
+        RESIDENCY,
+        "after=[self._device.mark(), *distinct(",
+        "after=[*distinct(",
+        ENGINE,
+        LOOPS,
+    ),
+    _mutant(
+        "a copy to the device does not wait for the host's update",
+        RESIDENCY,
+        "there wait for them.\n            after=distinct(item.host_ready for item in items),",
+        "there wait for them.\n            after=[],",
+        ENGINE,
+        WINDOWS,
+    ),
+    _mutant(
+        "what the host has overtaken is used",
+        LIVE,
+        "self._overtaken = self.buffer is not None",
+        "pass",
+        "unit/execute/memory",
+    ),
+    _mutant("what the device has changed is lost", LIVE, "self._newer = self.buffer is not None", "pass", ENGINE),
+    _mutant(
+        "a range is given back while it is copied to the host",
+        LIVE,
+        "distinct((self._device_ready, self._leaving))",
+        "distinct((self._device_ready,))",
+        ENGINE,
+        "unit/execute/memory",
+        LOOPS,
+    ),
+    _mutant(
+        "host memory of activations is overwritten while it is read",
+        ACTIVATIONS,
+        ", *([] if used is None else [used])]",
+        "]",
+        ENGINE,
+        "unit/execute/memory",
+        "parity/engine/test_planned.py",
+    ),
+    _mutant(
+        "activations are let go of while they leave",
+        ACTIVATIONS,
+        "self.device.wait(self._left, writes=[self._leaving[0]])",
+        "pass",
+        ENGINE,
+        "unit/execute/memory",
+    ),
+    _mutant(
+        "an input that travels may be written to",
+        ACTIVATIONS,
+        "if version(tensor) != known:",
+        "if False:",
+        TRAPS,
+        "parity/reruns",
+    ),
+    _mutant(
+        "a snapshot changes while it is read",
+        SNAPSHOTS,
+        "if not (contents.busy or contents.copying) and",
+        "if not contents.copying and",
+        "unit/execute/memory",
+    ),
+    _mutant(
+        "what is needed next is evicted",
+        STREAMING,
+        "kept = set(needed)",
+        "kept = set[LiveGroup]()",
+        "unit/execute/memory",
+        LOOPS,
+        "parity/users/test_parameters.py",
+    ),
+    _mutant(
+        "a parameter stays a view of the arena",
+        STREAMING,
+        "                weight.param.data = weight.host\n",
+        "                pass\n",
+        "unit/execute/memory",
+        "parity/users/test_parameters.py",
+        "parity/users/test_between_steps.py",
+    ),
+)
+
+UPDATES = (
+    _mutant(
+        "a tied weight has half of its gradient",
+        GRADIENTS,
+        "weight.grad = grad if weight.grad is None else weight.grad.add_(grad)",
+        "weight.grad = grad",
+        ENGINE,
+        "parity/engine/test_traps.py",
+    ),
+    _mutant(
+        "an update on the host does not wait for the host copy",
+        GRADIENTS,
+        ", *(p.host_ready for p in groups), *read]",
+        ", *read]",
+        ENGINE,
+        WINDOWS,
+        LOOPS,
+    ),
+    _mutant(
+        "the last micro-batch replaces the sum",
+        GRADIENTS,
+        "total.view.add_(grad) if total.filled else total.view.copy_(grad)",
+        "total.view.copy_(grad)",
+        LOOPS,
+        WINDOWS,
+    ),
+    _mutant(
+        "an update that settles does not wait for who reads the weight",
+        GRADIENTS,
+        "read = [self.device.mark(), *(group.last_fetch for group in groups)]",
+        "read = []",
+        CLIPPED_WINDOWS,
+        "parity/lightning/test_clipping.py",
+    ),
+    _mutant(
+        "gradients arrive before the last ones have been used",
+        SLOTS,
+        "*distinct([*freed, *(",
+        "*distinct([*(",
+        ENGINE,
+        "parity/engine/test_planned.py",
+        "parity/engine/test_masters.py",
+    ),
+    _mutant(
+        "gathered gradients arrive at another's place",
+        SLOTS,
+        "if all(index in grads for index in indices):",
+        "if True:",
+        TRAPS,
+        "parity/users/test_odd_parameters.py",
+        "parity/users/test_weights_in_the_loss.py",
+    ),
+    _mutant(
+        "clipping divides by the norm alone",
+        CLIPPING,
+        "max_norm / (norm + 1e-6)",
+        "max_norm / norm",
+        CLIPPED_WINDOWS,
+    ),
+    _mutant(
+        "only large gradients are clamped",
+        CLIPPING,
+        "grad.clamp_(-value, value)",
+        "grad.clamp_(max=value)",
+        CLIPPED_WINDOWS,
+    ),
+    _mutant(
+        "a learning rate that is a tensor is not copied",
+        OPTIMIZER,
+        "return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()",
+        "return {k: v for k, v in group.items()",
+        "unit/execute/updates",
+    ),
+    _mutant(
+        "a snapshot is not told of an update",
+        OPTIMIZER,
+        "            self.snapshots.changing((weight.host, *tensors_of(self.state(weight)).values()))\n",
+        "            pass\n",
+        "parity/lightning/test_async_checkpoints.py",
+    ),
+    _mutant(
+        "states are in another order than plain PyTorch's",
+        OPTIMIZER,
+        "state.update(ordered)",
+        "state.update(reversed(ordered))",
+        ENGINE,
+        "parity/lightning/test_lightning.py",
+        "parity/lightning/test_round_trips.py",
+    ),
+    _mutant(
+        "an update uses the options after the step",
+        OPTIMIZER,
+        "(self._frozen[0] if self._frozen is not None else self.optimizer.param_groups)[group]",
+        "self.optimizer.param_groups[group]",
+        "unit/execute/updates",
+        "parity/optimizers",
+    ),
+    _mutant(
+        "an update comes after the first pass of a micro-batch",
+        MICRO_BATCHES,
+        "not self.delayed and not waiting else",
+        "not self.delayed else",
+        "parity/windows/test_forwards.py",
+    ),
+)
+
+BLOCKS = (
+    _mutant("a second run draws other numbers", PART, "device.set_rng_state(self._rng)", "pass", ENGINE),
+    _mutant("a second run leaves the generators behind", PART, "device.set_rng_state(now)", "pass", ENGINE),
+    _mutant(
+        "a mask may be rewritten between two runs",
+        "execute/blocks/part_run.py",
+        "            if version(x) != known:\n                raise limits.REWRITTEN",
+        "            if False:\n                raise limits.REWRITTEN",
+        TRAPS,
+        "parity/reruns",
+        "parity/users/test_contexts.py",
+    ),
+    _mutant(
+        "a shared input loses a gradient",
+        PART,
+        "                pairs.append((entry, total.gradient))\n",
+        "",
+        "parity/models/test_shared_inputs.py",
+        "parity/users/test_block_outputs.py",
+    ),
+    _mutant("a shared input is not one", SHARED, "total.users += 1", "pass", "parity/models/test_shared_inputs.py"),
+    _mutant(
+        "a second run is outside its contexts",
+        PART,
+        "if call.ambient == ambient() and not call.ambient.autocasts:",
+        "if True:",
+        "parity/users/test_contexts.py",
+        "parity/lightning/test_mixed_precision.py",
+    ),
+    _mutant(
+        "a hook of a weight reads what is out of date",
+        GUARD,
+        "            self._residency.bring_home(one.groups)\n",
+        "",
+        "parity/users/test_between_steps.py",
+        "parity/users/test_parameters.py",
+    ),
+    _mutant(
+        "what a user has written is not fetched",
+        GUARD,
+        "self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))",
+        "pass",
+        "parity/users/test_between_steps.py",
+        "parity/users/test_parameters.py",
+    ),
+    _mutant(
+        "a view of NumPy's is out of date",
+        GUARD,
+        "        for owned in (*self._views, *self._unseen):\n            self._residency.bring_home(owned.groups)",
+        "        pass",
+        "parity/users/test_between_steps.py",
+        "parity/users/test_parameters.py",
+    ),
+    _mutant(
+        "a gradient that was set to None updates",
+        PARAM_GRAD,
+        "        if grad is None:\n            total.use_up()",
+        "        if grad is None:\n            pass",
+        "parity/callbacks/test_gradients.py",
+        LOOPS,
+    ),
+    _mutant(
+        "a gradient that was kept changes",
+        PARAM_GRAD,
+        "tensor.data = tensor.data.clone()",
+        "pass",
+        "parity/callbacks/test_gradients.py",
+        LOOPS,
+    ),
+    _mutant(
+        "weights of two steps may be read",
+        ITERATION,
+        'backward=Outcome(Next.SAME, (Refused("HALFWAY", "{use}", UPDATING),)),',
+        "backward=Outcome(Next.SAME),",
+        "unit/execute/test_iteration.py",
+        "parity/users/test_between_steps.py",
+        "faults/test_exceptions.py",
+    ),
+    _mutant(
+        "a checkpoint of a broken iteration is written",
+        ITERATION,
+        "self._left = self.unfinished()",
+        "self._left = None",
+        "faults/test_exceptions.py",
+        "unit/execute/test_iteration.py",
+    ),
+)
+
+AROUND = (
+    _mutant(
+        "a plan that takes over has another budget",
+        REPLAN,
+        "memory=plan.budget_bytes, time_limit=limit",
+        "time_limit=limit",
+        "unit/strategy/test_replan.py",
+        "parity/lightning/test_replan.py",
+    ),
+    _mutant(
+        "batches count twice after a resume",
+        RESUME,
+        "        fetcher.fetched -= seen  # Lightning adds them itself\n",
+        "",
+        "parity/lightning/test_resume.py",
+        "unit/strategy/test_checkpoint.py",
+    ),
+    _mutant(
+        "a validation that is done again draws other numbers",
+        RESUME,
+        "states = self._before_validation if validating else _states(trainer, pl_module)",
+        "states = _states(trainer, pl_module)",
+        "parity/lightning/test_resume.py",
+        "unit/strategy/test_checkpoint.py",
+    ),
+    _mutant(
+        "the trial's logs are the run's",
+        SAMPLE,
+        "        vars(module).update(silenced)\n",
+        "",
+        "unit/strategy/test_sample.py",
+    ),
+    _mutant(
+        "a damaged checkpoint is read",
+        SUMS,
+        "_crc(file.fileno(), record) == record.crc",
+        "True",
+        "unit/strategy/test_sums.py",
+    ),
+    _mutant(
+        "a hyperparameter keeps the batch size of before",
+        BATCH_SIZE,
+        'if isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:',
+        'if not holders and isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:',
+        "parity/lightning/test_batch_size.py",
+    ),
+    _mutant(
+        "activations that leave count as saved",
+        COST,
+        "saved_bytes=keep.live - keep.travelling,",
+        "saved_bytes=keep.live,",
+        "unit/profiling/test_measure.py",
+        "unit/profiling/test_agrees_with_engine.py",
+    ),
+    _mutant(
+        "the emptiest draw is measured",
+        COST,
+        "return max(found, key=",
+        "return min(found, key=",
+        "unit/profiling/test_measure.py",
+    ),
+    _mutant(
+        "a block that changes runs again",
+        COST,
+        "    return same\n",
+        "    return True\n",
+        "unit/profiling/test_measure.py",
+        "unit/profiling/test_agrees_with_engine.py",
+    ),
+    _mutant(
+        "states that grow are not waited for",
+        STATES,
+        "held = max(held, _state_after_steps(self._sample(parameter)))",
+        "pass",
+        "unit/profiling/test_optimizer.py",
+    ),
+    _mutant(
+        "an update that stacks tensors is measured with one",
+        STATES,
+        "    for copies in (1, 2):\n",
+        "    for copies in (1,):\n",
+        "unit/profiling/test_optimizer.py",
+        "parity/optimizers/test_own.py",
+    ),
+    _mutant(
+        "a document is predicted from the one before",
+        PACKING,
+        "                labels[begin] = IGNORED\n",
+        "                pass\n",
+        "unit/finetune/data/batches/test_apart.py",
+        "unit/finetune/data/batches",
+    ),
+    _mutant(
+        "another bin with the same room is taken",
+        PACKING,
+        "waiting[room].popleft()",
+        "waiting[room].pop()",
+        "unit/finetune/data/batches",
+    ),
+    _mutant(
+        "a loss is multiplied and not undivided",
+        LOSS,
+        "return loss / (torch.ones_like(loss.detach()) / count)",
+        "return loss * count",
+        "unit/finetune/test_loss.py",
+    ),
+    _mutant(
+        "a key that is there twice passes",
+        ROWS,
+        "    if len(made) != len(pairs):\n",
+        "    if False:\n",
+        "unit/finetune/data/test_rows.py",
+    ),
+    _mutant(
+        "a Trainer is planned for its first batch",
+        BATCHES,
+        "return max([first, *of_rows(loader, train_batch_size(trainer))], key=Size.of)",
+        "return first",
+        "parity/hf/test_trainer.py",
+        "unit/hf",
+    ),
+    _mutant(
+        "a larger batch does not lead to another plan",
+        RUN,
+        "if change is None and all(map(self._size.covers, coming)):",
+        "if change is None:",
+        "parity/hf/test_trainer.py",
+        "unit/hf",
+    ),
+    _mutant(
+        "a Trainer that trains again keeps its plan",
+        RUN,
+        "        self.plan = self.profile = None\n        self._size",
+        "        self._size",
+        "parity/hf/test_trainer.py",
+        "unit/hf",
+    ),
+)
+
+MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *BLOCKS, *AROUND)
