@@ -8,6 +8,7 @@ OffloadError
 ├── InfeasibleError (ValueError)   no plan fits the budgets
 ├── CheckpointError (OSError)      a checkpoint that cannot be written: disk full, folder read-only
 ├── OverBudget (RuntimeError)      an allocation that would pass the budget
+├── ProcessError (RuntimeError)    another process of the run has failed, is gone or hangs
 └── Race (AssertionError)          the happens-before checker found two unordered accesses (a defect of ours)
 """
 
@@ -53,6 +54,10 @@ class CheckpointError(OffloadError, OSError):
 
 class OverBudget(OffloadError, RuntimeError):
     """An allocation would pass the device or host budget; nothing was allocated."""
+
+
+class ProcessError(OffloadError, RuntimeError):
+    """Another process of the same run has failed, is gone or hangs; says which one, and its error where it is known."""
 
 
 class Race(OffloadError, AssertionError):

@@ -31,7 +31,7 @@ from lt_offload.finetune.processes import is_first
 from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
-from lt_offload.strategy.one_process import OneProcess
+from lt_offload.strategy.several.processes import Processes
 
 _STAMP = "%Y%m%d-%H%M%S"
 _UNLIMITED = {"max_steps": "-1", "max_epochs": "null"}
@@ -221,7 +221,7 @@ def _check_length(config: Namespace) -> None:
 def _check_precision(config: Namespace) -> None:
     """Raise ``ConfigError`` for a precision that Lightning silently makes another one of without a GPU."""
     precision, strategy = str(config.get("precision")), config.get("strategy")
-    if precision in ("16", "16-mixed") and (isinstance(strategy, OneProcess) or strategy == STRATEGY_NAME):
+    if precision in ("16", "16-mixed") and (isinstance(strategy, Processes) or strategy == STRATEGY_NAME):
         raise ConfigError(
             f"trainer.precision={precision} needs a scaling of the loss, which offmate does not offer; set it to "
             "bf16-mixed, or to 32-true where the GPU is older than bfloat16"
@@ -259,10 +259,8 @@ def _check_same_data(run: Path, recipe: Path, path: object) -> None:
 
 
 def _one_device(config: Namespace) -> dict[str, Any]:
-    """Return the settings with which one process answers, where several have trained; offmate takes one in any case."""
-    devices, strategy = config.get("devices"), config.get("strategy")
-    if isinstance(strategy, OneProcess) or strategy == STRATEGY_NAME:
-        return {}
+    """Return the settings with which one process answers, where several have trained."""
+    devices = config.get("devices")
     return {"devices": devices[:1] if isinstance(devices, list) else 1, "num_nodes": 1}
 
 

@@ -281,3 +281,13 @@ save_records: Any = torch.serialization._save
 checkpoints are written in the order in which memory changes."""
 open_archive: Any = torch.serialization._open_zipfile_writer
 """The archive that it writes."""
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the store of ``torch.distributed``: where a process that fails says why, for those that wait for it."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()

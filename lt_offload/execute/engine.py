@@ -36,6 +36,7 @@ from lt_offload.execute.training.loop import FollowedLoop, WindowGradients
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.updates.others import Others, SumsOfAll
 from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.aliases import held_by_others
 from lt_offload.execute.user_code.checks import InstalledSetup
@@ -229,6 +230,15 @@ class Engine:
         saved = SavedStates(updates, self._check_read, self._check_write, self.drain, self.invalidate)
         self._undo += [step.remove, saved.remove]
         return step
+
+    def join(self, others: Others) -> None:
+        """Train with other processes, each with an engine of its own: updates use the sums of all their gradients.
+
+        To be called after :meth:`install`, with one plan for all, whose updates wait (``delayed=True``).
+        """
+        assert self._window.delayed
+        rest = [param for _, param in self.structure.rest]
+        self._passes.of_all = SumsOfAll(others, self.device, self.weights, rest, self.residency)
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""

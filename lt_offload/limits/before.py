@@ -41,22 +41,30 @@ def _precision(run: Setup) -> str | None:
 
 
 @limit(
-    "several devices or nodes, accelerators other than cuda and cpu",
+    "several machines, accelerators other than cuda and cpu",
     "trainer",
-    why="one process plans for one device, a CUDA device or the emulated one",
-    instead="use devices=1, num_nodes=1 and accelerator='cuda' or 'cpu'; several devices train the same recipe or "
-    "module with strategy='ddp', or 'fsdp' where the model is larger than each of them",
+    why="plans are for the devices of one machine, CUDA's or the emulated one",
+    instead="use num_nodes=1 and accelerator='cuda' or 'cpu'; several machines train the same recipe or module with "
+    "strategy='ddp', or 'fsdp' where the model is larger than each of their devices",
     training_only=False,
 )
 def _devices(run: Setup) -> str | None:
-    devices = run.trainer.strategy.parallel_devices or ()
-    for device in devices:
+    for device in run.trainer.strategy.parallel_devices or ():
         if device.type not in ("cpu", "cuda"):
             return f"Trainer(accelerator={device.type!r})"
-    if len(devices) > 1:
-        return f"Trainer(devices={len(devices)})"
     nodes = run.trainer.num_nodes
     return f"Trainer(num_nodes={nodes})" if nodes > 1 else None
+
+
+@limit(
+    "sync_batchnorm",
+    "trainer",
+    why="blocks run one by one in each process, and nothing in them waits for others",
+    instead="leave sync_batchnorm out",
+    training_only=False,
+)
+def _sync_batchnorm(run: Setup) -> str | None:
+    return "Trainer(sync_batchnorm=True)" if getattr(run.trainer.strategy, "_layer_sync", None) is not None else None
 
 
 @limit(

@@ -175,7 +175,8 @@ def _profiles(
             try:
                 samples[wanted] = sample.SampleBatch.early(trainer)
                 hardware = first[0].hardware if first else None
-                profile = sample.measure(trainer, optimizer, samples[wanted], hardware)
+                alone = sample.measure(trainer, optimizer, samples[wanted], hardware)
+                profile: Profile = trainer.strategy.one_of(alone, known=hardware)
             except Exception as error:
                 if not _out_of_memory(error):
                     raise _too_early(trainer, error) from error
@@ -235,7 +236,8 @@ def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
 def _rows(trainer: Any, size: BatchSize) -> int:
     """Return how many samples the training data have, as far as that is known."""
     with size.set_to(1):
-        return int(sample.from_data(trainer, _shortest))
+        rows: int = sample.from_data(trainer, _shortest) // trainer.world_size
+    return max(1, rows)
 
 
 def _shortest(loader: Any) -> int:

@@ -41,9 +41,15 @@ def namespace_of(thing: object) -> str | None:
 
 
 def introduce() -> None:
-    """Let the Trainers of all imported namespaces, which ask by ``isinstance``, take the strategies of the others."""
+    """Let the Trainers of all imported namespaces, which ask by ``isinstance``, take the strategies of the others.
+
+    They ask that, too, before they say whose samples are whose: every strategy here can be one of several processes.
+    """
     for namespace in NAMESPACES:
-        base = getattr(sys.modules.get(f"{namespace}.strategies"), "Strategy", None)
+        strategies = sys.modules.get(f"{namespace}.strategies")
+        base, parallel = (getattr(strategies, name, None) for name in ("Strategy", "ParallelStrategy"))
         for other, (strategy, _) in named.items():
             if base is not None and other != namespace:
                 base.register(strategy)
+            if parallel is not None:
+                parallel.register(strategy)

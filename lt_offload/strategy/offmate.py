@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,8 +32,6 @@ from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
-from lt_offload.profiling.measure import extent
-from lt_offload.report.perfetto import save_perfetto
 from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
@@ -43,9 +42,10 @@ from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
-from lt_offload.strategy.one_process import OneProcess
 from lt_offload.strategy.parts import check_micro_batches, profile_and_plan
+from lt_offload.strategy.records import Records
 from lt_offload.strategy.replan import Replanning, follow, measured_again, planning, steps_left
+from lt_offload.strategy.several.facts import facts
 from lt_offload.suggest import naming_options
 from lt_offload.units import Budget
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-class OffmateStrategy(OneProcess, Checkpoints):
+class OffmateStrategy(Records, Checkpoints):
     """Trains inside a device memory budget by planning one iteration, with the same numbers as plain training.
 
     On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
@@ -197,11 +197,13 @@ class OffmateStrategy(OneProcess, Checkpoints):
     def setup_environment(self) -> None:
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
+        self.open_processes()
         self.check_checkpoint_io()
         limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
         check_memory(self.memory, self.root_device)
         if windows.fitting(trainer):
-            self.settings = windows.settings_from_trainer(self.settings, trainer)
+            part = self.part_of_ram(self.host_memory)
+            self.settings = replace(windows.settings_from_trainer(self.settings, trainer), host_memory=part)
             if self.plan_path is not None:
                 replay.load_plan(self.plan_path, self._budget, self.settings, micro_batches=self.micro_batches)
         if self.batch_size is not None and windows.fitting(trainer):
@@ -231,6 +233,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        self.same_start()
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
             self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
@@ -255,7 +258,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         if known is None:
             settings = self.settings.within(lambda: self._budget)
             with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
-                choice, self.sample = choose(trainer, optimizer, size, settings, effective)
+                choice, self.sample = self.of_first(lambda: choose(trainer, optimizer, size, settings, effective))
             self.profile, self.plan, known = choice.profile, choice.plan, choice.batch_size
         size.value = known
         if effective is not None:
@@ -272,6 +275,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
             )
         for sentence in switched_off(self._module):
             rank_zero_info(f"offmate: {sentence}")
+        self.compare(lambda: facts(self, trainer, self._structure()))
         self._undo.enter_context(plainly(self._module))
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if self.profile is not None:
@@ -319,7 +323,8 @@ class OffmateStrategy(OneProcess, Checkpoints):
     def _plan_for(self, batch: sample.SampleBatch) -> None:
         """Measure a step, plan, and be ready for it."""
         (optimizer,) = self.optimizers
-        found = profile_and_plan(self, self._trainer, batch, self._before, self._budget, self._make_plan)
+        budget = min(self.together(lambda: self._budget))
+        found = profile_and_plan(self, self._trainer, batch, self._before, budget, self._make_plan)
         self.sample, (self.profile, self.plan) = batch, found
         if self.micro_batches == "auto" and self.plan_path is None:
             self._replanning = follow(self.settings, self.profile)
@@ -339,13 +344,15 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
         self._replanning = follow(settings, profile)
-        return make_plan(profile, settings)
+        return self.of_first(lambda: make_plan(profile, settings))
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
         self.engine = Engine(self._module, optimizer, plan, self._device, structure=self._structure())
         self.engine.install()
+        if plan is not None and self.ranks is not None:
+            self.engine.join(self.ranks)
         windows.prepare(self._trainer, self.engine)
         self._watch.enter_context(self._device.between())
 
@@ -387,9 +394,10 @@ class OffmateStrategy(OneProcess, Checkpoints):
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         with sample.isolated(self.namespace):
-            self.profile = measured_again(trainer, optimizer, self.sample, profile)
-            plan = make_plan(self.profile, replace(self.settings, memory=memory))
-        self.plan, self._replanning = plan, follow(self.settings, self.profile)
+            again = partial(measured_again, trainer, optimizer, self.sample, profile)
+            self.profile = self.one_profile(again, known=profile.hardware)
+            plan = self._make_plan(self.profile, replace(self.settings, memory=memory))
+        self.plan = plan
         self._save_plan(self._folder(trainer))
         rank_zero_info(f"offmate: {headline(plan)}")
         self._install(optimizer, plan, plan.budget_bytes)
@@ -418,23 +426,12 @@ class OffmateStrategy(OneProcess, Checkpoints):
             if device is not None:
                 device.close()
 
-    def _save_plan(self, folder: Path | None) -> None:
-        if folder is not None and self.profile is not None and self.plan is not None:
-            self.profile.save(folder / "profile.json")
-            self.plan.save(folder / "plan.json")
-
-    def _folder(self, trainer: Any) -> Path | None:
-        """Return the run folder, None if the run keeps nothing."""
-        if self.report_dir is not None:
-            return Path(self.report_dir)
-        kept = trainer.loggers and not trainer.fast_dev_run and trainer.log_dir
-        return Path(trainer.log_dir) if kept else None
-
     # -- training and evaluation -------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Remember the shapes of the batch; hooks of users, which may freeze and unfreeze weights, have run by now."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
+        self.begins_batch(batch_idx)
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
         else:
@@ -476,6 +473,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward, and end a micro-batch without an update."""
+        self.divide(closure_loss)
         with self._micro_batch:
             loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss
@@ -507,22 +505,12 @@ class OffmateStrategy(OneProcess, Checkpoints):
         with self._streaming():
             return super().predict_step(*args, **kwargs)
 
-    def on_train_end(self) -> None:
-        """Keep the record of the last iteration."""
-        if self.plan is None or self.engine is None or self.engine.stats.iterations == 0:
-            return
-        if self.trace is None:
-            self.trace = self.engine.trace()
-        folder = self._folder(self._trainer)
-        if folder is not None:
-            self.trace.save(folder / "trace.json")
-            save_perfetto(self.trace, folder / "trace.perfetto.json")
-
     # -- afterwards --------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the iteration; a second error must not hide the first."""
         self._failed = True
+        self.fail_with(exception)
         if self.engine is not None:
             try:
                 self._micro_batch.pop_all()  # there is nothing to end
@@ -535,20 +523,13 @@ class OffmateStrategy(OneProcess, Checkpoints):
         """Give the model back with complete host weights and release the device."""
         # From the last to the first, each whatever becomes of the others.
         with ExitStack() as leaving:
+            leaving.callback(self.leave_processes)
             leaving.callback(super().teardown)
             leaving.callback(self._undo.close)
             leaving.callback(self._close_engine)
             self.finish_saves()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-
-    def _keep_trace(self, batch: Any) -> None:
-        """Keep the record of the iteration before the last one, if the last ``batch`` is smaller than the plan's."""
-        engine, plan = self.engine, self.plan
-        if engine is None or plan is None or extent(batch)[0] >= plan.batch_size or not engine.stats.iterations:
-            return
-        if self.trace is None and steps_left(self._trainer) <= 1:
-            self.trace = engine.trace()
 
     @property
     def _module(self) -> LightningModule:
@@ -566,7 +547,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
     @property
     def _budget(self) -> int:
         """Device bytes that may be taken now."""
-        return self.settings.device.resolved(lambda: free_memory(self.root_device))
+        return self.settings.device.resolved(lambda: self.part_of_memory(free_memory(self.root_device)))
 
     def _streaming(self) -> AbstractContextManager[None]:
         assert self.engine is not None

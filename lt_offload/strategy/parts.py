@@ -62,7 +62,7 @@ def profile_and_plan(
 
     def measure(parts: int) -> Profile:
         with sample.isolated(strategy.namespace):
-            return sample.measure(trainer, optimizer, batch, micro_batches=parts)
+            return strategy.one_profile(lambda: sample.measure(trainer, optimizer, batch, micro_batches=parts))
 
     if path is not None:
         # In the plan's own number of parts, which the setting may leave open.
@@ -87,4 +87,4 @@ def profile_and_plan(
         first = profile
         choice = choose_parts(lambda parts: first if parts == 1 else measure(parts), settings)
         profile, plan = choice.profile, choice.plan
-    return profile, compared(plan, profile, settings)
+    return profile, strategy.of_first(lambda: compared(plan, profile, settings))

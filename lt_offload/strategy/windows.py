@@ -39,6 +39,7 @@ def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
     if count < 1:
         raise ConfigError(f"accumulate_grad_batches={count} must be at least 1: micro-batches per update")
     delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer) or looks_at_gradients(trainer) is not None
+    delayed = delayed or trainer.world_size > 1  # they wait for the gradients of all processes
     return replace(settings, accumulate=count, delayed=delayed)
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("errors",),
     ("units", "resources", "suggest", "nested", "replacing", "yaml_files", "compat"),
     ("schema",),
-    ("machine", "optim"),
+    ("machine", "optim", "distributed"),
     ("model",),
     ("limits",),
     ("profiling", "plan", "execute"),

@@ -99,7 +99,7 @@ TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
     ),
     "16-true": (lambda: trainer(precision="16-true"), "Trainer(precision='16-true')"),
     "64-true": (lambda: trainer(precision="64-true"), "Trainer(precision='64-true')"),
-    "devices": (lambda: trainer(devices=2), "Trainer(devices=2)"),
+    "sync_batchnorm": (lambda: trainer(sync_batchnorm=True), "Trainer(sync_batchnorm=True)"),
     "nodes": (lambda: trainer(num_nodes=2), "Trainer(num_nodes=2)"),
     "anomaly": (lambda: trainer(detect_anomaly=True), "Trainer(detect_anomaly=True)"),
     "manual": (lambda: trainer(Manual()), "Manual.automatic_optimization=False"),
@@ -148,13 +148,13 @@ def test_an_accelerator_that_is_neither_cuda_nor_cpu() -> None:
 
 
 def test_all_problems_come_in_one_error() -> None:
-    text = message("trainer", Setup(trainer=trainer(detect_anomaly=True, devices=2)))
+    text = message("trainer", Setup(trainer=trainer(detect_anomaly=True, num_nodes=2)))
     assert text.count("\n- ") == 2
 
 
 def test_validation_refuses_only_what_concerns_it() -> None:
     check("trainer", Setup(trainer=trainer(detect_anomaly=True)), training=False)
-    assert "devices=2" in message("trainer", Setup(trainer=trainer(devices=2)), training=False)
+    assert "num_nodes=2" in message("trainer", Setup(trainer=trainer(num_nodes=2)), training=False)
 
 
 # -- model ------------------------------------------------------------------------------------------------------------

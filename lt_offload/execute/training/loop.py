@@ -89,6 +89,8 @@ class WindowGradients:
         """Clamp the gradients of parameters outside the blocks to :attr:`clip_value`, once they are complete."""
         if self.clip_value is not None:
             with self._guard.suspended:
+                if self._passes.of_all is not None:
+                    self._passes.end()
                 self._clip_rest(self.clip_value)
 
     def _clip_rest(self, value: float) -> None:

@@ -27,6 +27,7 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Walk
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.user_code import checks
+from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
@@ -58,6 +59,9 @@ class Passes:
 
     manual: ManualLoop | None = None
     """Follows a loop that is not ours; elsewhere ``Engine.iteration`` encloses every backward."""
+
+    of_all: SumsOfAll | None = None
+    """Where other processes train the same model: what the last pass of a window leaves is added to theirs."""
 
     def __init__(
         self,
@@ -280,6 +284,8 @@ class Passes:
             return
         self._complete()
         self._iteration.enter(Transition.ADD)
+        if self.of_all is not None and self._window.last and not self.waiting:
+            self.of_all.add_up()
 
     def update(self, *, keep: bool) -> bool:
         """End the pass that updates; return whether there was something to update with.

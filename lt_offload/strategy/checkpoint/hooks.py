@@ -135,6 +135,8 @@ class Checkpoints(_Base):
         if unfinished is not None:
             rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
             return
+        if not self.is_global_zero:  # all processes have the same weights and states
+            return
         if self.profile is not None:
             record(checkpoint, self.profile.batch_size, self.profile.parts)
         files, later = self._files()

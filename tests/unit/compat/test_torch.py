@@ -340,6 +340,16 @@ def switches() -> None:
     assert compat.fp32_precision("mkldnn", "matmul") in ("none", "ieee", "tf32", "bf16")
 
 
+@check("whose error is told when one of several processes fails", "default_store")
+def stores() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        compat.default_store().set("key", "value")
+        assert compat.default_store().get("key") == b"value"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @check("the order in which a checkpoint is written", "save_records", "open_archive")
 def files() -> None:
     names: list[str] = []

@@ -1,0 +1,35 @@
+"""What all processes of a run must have alike, compared before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lt_offload.errors import ConfigError
+
+Facts = Mapping[str, object]
+"""What one process says of itself, by the name that users know it by."""
+
+
+def compare(all_facts: Sequence[Facts]) -> None:
+    """Check that all processes, in the order of ranks, have said the same.
+
+    Raises:
+        ConfigError: naming what differs, the values and the processes.
+    """
+    first = all_facts[0]
+    for name, value in first.items():
+        for rank, facts in enumerate(all_facts):
+            if facts[name] != value:
+                raise ConfigError(
+                    f"{name} differs between the processes of this run: process 0 has "
+                    f"{_told(value, facts[name])}, process {rank} {_told(facts[name], value)}; start all of them "
+                    "with the same code, settings and data"
+                )
+
+
+def _told(value: object, other: object) -> str:
+    """Return ``value`` for people; of long lists what ``other`` has not."""
+    if isinstance(value, tuple) and isinstance(other, tuple) and len(value) + len(other) > 6:
+        own = [one for one in value if one not in other]
+        return f"{len(value)}, among them {', '.join(map(str, own[:3]))}" if own else f"{len(value)}"
+    return repr(value)

@@ -1,0 +1,57 @@
+"""One profile for all processes of a run: what the slowest one takes, and the most that any of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from lt_offload.distributed.sums import BUCKET_BYTES
+from lt_offload.schema.profile import Profile
+
+_LEAST = ("device_bytes", "host_bytes", "pinnable_bytes")
+"""Of these the smallest counts, as of speeds: what there is, not what is needed."""
+_ALONE = ("contention", "batch_size", "sequence_length", "schema", "host_threads", "chunk_tokens")
+"""Fits of several numbers, and names in the form of numbers: as in the profile that the others are added to."""
+
+
+def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool) -> Profile:
+    """Return the profile that one plan for all is made for.
+
+    Times are the longest, speeds the lowest, sizes the largest of any process. The RAM that each may take is its part
+    of the machine's.
+
+    Args:
+        profiles: of the same model, measured at the same time, in the order of ranks.
+        per_machine: how many processes share the RAM of a machine.
+        on_cuda: gradients are added up in device memory that plans have to leave.
+    """
+    base = max(profiles, key=lambda profile: profile.batch_size * profile.sequence_length)
+    found: Profile = _merged("", [base, *profiles])
+    machine = replace(
+        found.hardware,
+        host_bytes=found.hardware.host_bytes // per_machine,
+        pinnable_bytes=found.hardware.pinnable_bytes // per_machine,
+    )
+    buckets = 2 * BUCKET_BYTES if on_cuda else 0
+    return replace(found, hardware=machine, shared_bytes=found.shared_bytes + buckets)
+
+
+def _merged(name: str, values: Sequence[Any]) -> Any:
+    """Return what is put in the place of ``values``, the first of which is the base."""
+    base = values[0]
+    if name in _ALONE or any(type(value) is not type(base) for value in values):
+        return base
+    if is_dataclass(base) and not isinstance(base, type):
+        return replace(
+            base, **{f.name: _merged(f.name, [getattr(value, f.name) for value in values]) for f in fields(base)}
+        )
+    if isinstance(base, tuple) and len({len(value) for value in values}) == 1:
+        return tuple(_merged(name, column) for column in zip(*values, strict=True))
+    if isinstance(base, dict):
+        alike = all(value.keys() == base.keys() for value in values)
+        return {key: _merged(name, [v[key] for v in values]) for key in base} if alike else base
+    if isinstance(base, bool) or not isinstance(base, int | float):
+        return base
+    least = name in _LEAST or name.endswith("_per_s") or name == "host_speeds"
+    return min(values) if least else max(values)

@@ -1,0 +1,83 @@
+"""Gradients of all processes, added up in the order of ranks: the numbers of one process that takes them in turn.
+
+An all-reduce adds in an order of its backend's, which depends on where in a buffer an element is. Here each process
+gets one part of everybody's buffer, adds these parts in the order of ranks, and hands the sum on to all. That moves as
+many bytes as a ring does, and an element's sum is the same wherever it lies: with three ranks or more, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 8 << 20
+"""What is added up at once; two of these are taken beside the gradients."""
+gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""By the name that it has in this version of torch: the older one is deprecated from 2.13 on."""
+
+
+def add_up(
+    tensors: Sequence[Tensor], group: Any = None, wait: Callable[[Any], None] = lambda work: work.wait()
+) -> None:
+    """Let each of ``tensors`` be its sum over all processes of ``group``, in the order of ranks.
+
+    All processes call this with tensors of the same sizes, dtypes and kinds of device, in the same order.
+
+    Args:
+        tensors: are changed in place.
+        group: of ``torch.distributed``; None: the default one.
+        wait: waits for a collective that has begun.
+    """
+    for bucket in _buckets(tensors, BUCKET_BYTES):
+        _add_up(bucket, group, wait)
+
+
+def _buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
+    """Yield flat parts of ``tensors``: those of one list have one dtype and device, and ``nbytes`` at most."""
+    kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
+    for dtype, device in kinds:
+        bucket: list[Tensor] = []
+        room = most = max(1, nbytes // dtype.itemsize)
+        for tensor in tensors:
+            if (tensor.dtype, tensor.device) != (dtype, device):
+                continue
+            # A sum of elements does not care where they were, so that parts of a tensor do as well as all of it.
+            for part in torch.split(_flat(tensor), most):
+                if part.numel() > room:
+                    yield bucket
+                    bucket, room = [], most
+                bucket.append(part)
+                room -= part.numel()
+        if bucket:
+            yield bucket
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all elements of ``tensor`` as a view, in the order of memory.
+
+    A gradient may be transposed or channels-last, but it lies without gaps.
+    """
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    return tensor.detach().permute(order).view(-1)
+
+
+def _add_up(parts: list[Tensor], group: Any, wait: Callable[[Any], None]) -> None:
+    world = dist.get_world_size(group)
+    sizes = [part.numel() for part in parts]
+    # A backend wants equal parts for all.
+    length = -(-sum(sizes) // world)
+    sent = parts[0].new_zeros(world * length)
+    torch.cat(parts, out=sent[: sum(sizes)])
+    received = torch.empty_like(sent)
+    wait(dist.all_to_all_single(received, sent, group=group, async_op=True))
+    first, *others = received.view(world, length)
+    for other in others:
+        first += other
+    wait(gather_single(sent, first, group=group, async_op=True))
+    for part, total in zip(parts, torch.split(sent[: sum(sizes)], sizes), strict=True):
+        part.copy_(total)

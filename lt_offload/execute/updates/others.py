@@ -1,0 +1,107 @@
+"""Gradients of several processes: when those of a window are complete here, they are added to everybody else's.
+
+Every process has the same plan, so that the sums are the same tensors in all. Where they are, and whether there is a
+gradient at all (an expert may have got no tokens), is asked each time: a process without one has zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.memory.live_group import LiveGroup, distinct
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.tensors import Sum, Weight
+
+
+class Others(Protocol):
+    """The other processes of the run, as the engine sees them."""
+
+    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the small ``numbers`` of every process."""
+        ...
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Let each of ``tensors`` be its sum over all processes, in their order."""
+        ...
+
+
+_FILLED, _ON_DEVICE = 1, 2
+"""What a process says of a sum: there is a gradient in it; it is on the device."""
+
+
+class SumsOfAll:
+    """Adds up the gradients of all processes.
+
+    Args:
+        others: the other processes.
+        device: has some of the sums.
+        weights: of the engine, whose updates wait for their sums.
+        rest: parameters outside the blocks, which have ordinary gradients.
+        residency: of the sums.
+    """
+
+    def __init__(
+        self,
+        others: Others,
+        device: Device,
+        weights: Sequence[Weight],
+        rest: Sequence[nn.Parameter],
+        residency: Residency,
+    ) -> None:
+        self._others, self._device, self._residency = others, device, residency
+        self._totals = [weight.total for weight in weights if weight.total is not None]
+        self._rest = [param for param in rest if param.requires_grad]
+
+    def add_up(self) -> None:
+        """Let the sums of this window be those of all processes; called once per window, when they are complete."""
+        own = [_state(total) for total in self._totals] + [_FILLED * (p.grad is not None) for p in self._rest]
+        states = list(zip(*self._others.numbers_of_all(own), strict=True))
+        of_sums = list(zip(self._totals, states, strict=False))
+        there = [total for total, of_all in of_sums if any(state & _FILLED for state in of_all)]
+        # A collective takes tensors of one kind: what is on the device here is brought home if it is not everywhere.
+        mixed = [total.group for total, of_all in of_sums if len({state & _ON_DEVICE for state in of_all}) > 1]
+        if mixed:
+            self._bring_home([group for group in dict.fromkeys(mixed) if group.buffer is not None])
+        rest = [p for p, of_all in zip(self._rest, states[len(self._totals) :], strict=True) if any(of_all)]
+        for param in rest:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        groups = list(dict.fromkeys(total.group for total in there))
+        self._begin(groups)
+        with torch.no_grad():
+            tensors = [_complete(total) for total in there]
+            self._others.add_up([*tensors, *(param.grad for param in rest if param.grad is not None)])
+        for group in groups:
+            if group.buffer is not None:
+                group.changed_on_device()
+        for total in there:
+            total.fill()
+
+    def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
+        self._residency.bring_home(groups)
+        self._residency.forget(groups)
+
+    def _begin(self, groups: Sequence[LiveGroup]) -> None:
+        """Order this thread, which reads and writes the sums, after whatever fills them."""
+        here = [group for group in groups if group.buffer is not None]
+        buffers = [group.buffer for group in here if group.buffer is not None]
+        self._device.wait(*distinct(group.device_ready for group in here), writes=buffers)
+        at_home = [group for group in groups if group.buffer is None]
+        self._device.synchronize(*distinct(group.host_ready for group in at_home))
+        for group in at_home:
+            group.awaited_on_host()
+
+
+def _state(total: Sum) -> int:
+    return _FILLED * total.filled | _ON_DEVICE * (total.group.buffer is not None)
+
+
+def _complete(total: Sum) -> Tensor:
+    """Return the sum where it is, zeros if this process has no gradient for it."""
+    tensor = total.host if total.view is None else total.view
+    return tensor if total.filled else tensor.zero_()

@@ -1,0 +1,53 @@
+"""What a process says of itself before training, for all to compare: differences would give other numbers, or hang."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lt_offload.schema.plan import PLAN_SCHEMA
+from lt_offload.schema.profile import PROFILE_SCHEMA
+from lt_offload.units import Budget
+
+if TYPE_CHECKING:
+    from lt_offload.model.blocks import Structure
+    from lt_offload.strategy.offmate import OffmateStrategy
+
+
+def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict[str, object]:
+    """Return what has to be the same in all processes, by the names that users know.
+
+    Args:
+        strategy: with its optimizer.
+        trainer: about to train.
+        structure: the model's blocks.
+    """
+    tensors = [*structure.tensors, *structure.rest]
+    (optimizer,) = strategy.optimizers
+    found: dict[str, object] = {
+        "the version of lt_offload": f"{version('lt-offload')} (profile {PROFILE_SCHEMA}, plan {PLAN_SCHEMA})",
+        "the version of torch": str(torch.__version__),
+        "devices": trainer.num_devices,
+        "precision": str(trainer.precision),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
+        "the number of blocks": len(structure.blocks),
+        "the set of parameters": tuple(
+            f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in tensors
+        ),
+        "the set of trainable parameters": tuple(name for name, p in tensors if p.requires_grad),
+        "the optimizer": type(optimizer).__name__,
+        "the number of parameters in the optimizer": sum(len(group["params"]) for group in optimizer.param_groups),
+        "the number of training batches": trainer.num_training_batches,
+        "batch_size": strategy.batch_size,
+        "micro_batches": strategy.micro_batches,
+        "plan": None if strategy.plan_path is None else str(strategy.plan_path),
+    }
+    for setting in fields(strategy.settings):
+        value = getattr(strategy.settings, setting.name)
+        found[setting.name] = value.nbytes if isinstance(value, Budget) else value
+    return found

@@ -1,0 +1,330 @@
+"""What a Trainer asks a strategy about processes and devices: one of each, or one process for each of several devices.
+
+With one device nothing of ``torch.distributed`` is touched. With several, Lightning's launcher, torchrun or SLURM start
+the processes, as under ``ddp``; what they say to each other goes through ``lt_offload.distributed``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
+
+from lt_offload.compat.lightning import ALL_GATHER, SCRIPT_LAUNCHER
+from lt_offload.errors import ConfigError, ProcessError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from lt_offload.distributed.ranks import Ranks
+    from lt_offload.schema.profile import HardwareProfile, Profile
+
+Value = TypeVar("Value")
+_LEAVING_S = 8.0
+"""A process that fails waits so long for others to hear why, and then for those that it has started to end."""
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+class Processes:
+    """The part of a strategy for its processes and devices."""
+
+    namespace: str
+    num_nodes = 1  # set by the Trainer
+    parallel_devices: list[torch.device] | None = None  # filled in by the Trainer
+    cluster_environment: Any = None
+    """Lightning's: who starts processes, and which one this is."""
+    ranks: Ranks | None = None
+    """The connections to the other processes, where there are any."""
+    if TYPE_CHECKING:
+
+        @property
+        def _module(self) -> LightningModule: ...
+
+    _layer_sync: Any = None
+    """What the Trainer makes of ``sync_batchnorm``, which is refused."""
+    _alone = 0
+    _failing: BaseException | None = None
+    _children: tuple[subprocess.Popen[bytes], ...] = ()
+
+    # -- which one this is -------------------------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are on this machine: one for each device."""
+        return len(self.parallel_devices or ()) or 1
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return self.num_nodes * self.num_processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several."""
+        return self.world_size > 1
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its machine."""
+        return int(self.cluster_environment.local_rank()) if self.is_distributed else 0
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine."""
+        return int(self.cluster_environment.node_rank()) if self.is_distributed else 0
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process."""
+        return self.node_rank * self.num_processes + self.local_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.global_rank == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where batches go and blocks run."""
+        assert self.parallel_devices, "the Trainer has not chosen a device yet"
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Whose samples are this process's."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and whoever speaks for all, which process this is."""
+        if self.is_distributed:
+            self.cluster_environment.set_global_rank(self.global_rank)
+            self.cluster_environment.set_world_size(self.world_size)
+            rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            launchers = import_module(f"{self.namespace}.strategies.launchers")
+            launcher = getattr(launchers, SCRIPT_LAUNCHER)
+            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Enclose a backward that no update follows: its gradients stay here in any case."""
+        yield
+
+    # -- what Lightning says to all ----------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean of a tensor over all processes, or what ``reduce_op`` says; in place, as under ``ddp``."""
+        if not isinstance(tensor, Tensor) or not self._others_listen:
+            return tensor
+        dist, op = torch.distributed, reduce_op
+        mean = isinstance(op, str) and op.lower() in ("mean", "avg")
+        if isinstance(op, str):
+            op = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, op.upper())
+        home = tensor.cpu() if group is None else tensor
+        if group is None and self.ranks is not None:
+            self.ranks.reduce(home, op)
+        else:
+            dist.all_reduce(home, op=op, group=group)
+        if mean:
+            home.copy_(home / self.world_size)
+        return tensor if home is tensor else tensor.copy_(home)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all processes decide so; with ``all=False`` whether any does."""
+        votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
+        return votes == (self.world_size if self._others_listen else 1) if all else votes > 0
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all processes, one after the other in a new dimension."""
+        if not self.is_distributed:
+            return tensor
+        if not self._others_listen:
+            return torch.stack([tensor] * self.world_size)
+        gather = getattr(import_module(f"{_FABRIC[self.namespace]}.utilities.distributed"), ALL_GATHER)
+        found: Tensor = gather(tensor, group=group, sync_grads=sync_grads)
+        return found
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes."""
+        if self.ranks is not None and self._others_listen:
+            self.ranks.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of the process ``src``."""
+        if self.ranks is None or not self._others_listen:
+            return obj
+        return self.ranks.gather(obj)[src]
+
+    @property
+    def _others_listen(self) -> bool:
+        return self.is_distributed and self.ranks is not None and not self._alone
+
+    @contextmanager
+    def by_itself(self) -> Iterator[None]:
+        """Enclose a step on trial, which others do not take, or not as often: nothing in it waits for them."""
+        self._alone += 1
+        try:
+            yield
+        finally:
+            self._alone -= 1
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+
+    def open_processes(self) -> None:
+        """Connect all processes, if there are several."""
+        if not self.is_distributed:
+            return
+        from lt_offload.distributed.ranks import Ranks, initialize
+
+        environment = self.cluster_environment
+        device = self.root_device.type
+        os.environ["MASTER_ADDR"] = str(environment.main_address)
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        initialize(device, rank=self.global_rank, size=self.world_size)
+        import_module(f"{_FABRIC[self.namespace]}.utilities.seed").reset_seed()  # as ddp does where it connects
+        self._failing, self._children = None, ()
+        if self.ranks is None:
+            self.ranks = Ranks(on_device=device == "cuda")
+
+    def fail_with(self, error: BaseException) -> None:
+        """Let the other processes know why this one ends, and the user which one was the first."""
+        if self.ranks is None or not isinstance(error, Exception):
+            return
+        self._failing = error
+        self.ranks.watch.tell(error)
+        if self.ranks.watch.failure is not None and not isinstance(error, ProcessError):
+            rank_zero_warn(f"offmate: {self.ranks.watch.failure}")
+        started: list[subprocess.Popen[bytes]] = getattr(getattr(self, "_launcher", None), "procs", [])
+        # Lightning watches them, and would kill this process as soon as one of them has ended, whatever it has to say.
+        self._children = (*self._children, *started)
+        started.clear()
+
+    def leave_processes(self) -> None:
+        """End what this process has to do with others; after an error, together with them."""
+        if self.ranks is None:
+            return
+        if self._failing is not None:
+            self.ranks.watch.leave(_LEAVING_S)
+        self.ranks.close()
+        self.ranks = None
+        until = time.monotonic() + _LEAVING_S
+        for child in self._children:
+            try:
+                child.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        self._children = ()
+
+    # -- what all have alike -----------------------------------------------------------------------------------------
+
+    def together(self, work: Callable[[], Value]) -> list[Value]:
+        """Return what ``work``, which waits for no other, gives in each process; an error of one is everybody's."""
+        if self.ranks is None:
+            return [work()]
+        with self.by_itself():
+            return self.ranks.together(work)
+
+    def of_first(self, work: Callable[[], Value]) -> Value:
+        """Return what ``work`` gives in the first process, which alone does it."""
+        if self.ranks is None:
+            return work()
+        with self.by_itself():
+            return self.ranks.of_first(work)
+
+    def one_profile(self, measure: Callable[[], Profile], *, known: HardwareProfile | None = None) -> Profile:
+        """Return one profile for all processes, of which each measures its own; the machine may be ``known``."""
+        if self.ranks is None:
+            return measure()
+        return self._merged(self.together(measure), known)
+
+    def same_start(self) -> None:
+        """Let all processes begin with the weights and buffers of the first one, as ``ddp`` does."""
+        if self.ranks is None:
+            return
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        distinct = {id(tensor): tensor.detach() for tensor in tensors if tensor.device.type == "cpu"}
+        found = list(distinct.values())
+        sums = self.together(lambda: [_checksum(tensor) for tensor in found])
+        if len({len(of_one) for of_one in sums}) > 1:
+            counts = [len(of_one) for of_one in sums]
+            raise ConfigError(
+                f"the models of the processes of this run have {counts} parameters and buffers, in the order of ranks; "
+                "make the same one in all of them"
+            )
+        # Only what differs: writing to memory that is mapped from a file would make a copy of it.
+        differing = [tensor for tensor, *of_all in zip(found, *sums, strict=True) if len(set(of_all)) > 1]
+        self.ranks.copy_first(differing)
+
+    def one_of(self, profile: Profile, *, known: HardwareProfile | None = None) -> Profile:
+        """Return ``profile``, which this process alone has measured, as that of one of several."""
+        return profile if self.ranks is None else self._merged([profile], known)
+
+    def _merged(self, profiles: list[Profile], known: HardwareProfile | None) -> Profile:
+        from lt_offload.distributed.merge import merged
+
+        on_cuda = self.root_device.type == "cuda"
+        found = merged(profiles, per_machine=self.num_processes, on_cuda=on_cuda)
+        # Each one's part of a machine that was measured before has been taken by then.
+        return found if known is None else replace(found, hardware=known)
+
+    def part_of_memory(self, free: int) -> int:
+        """Return this process's part of device memory that is ``free``: an emulated device is in everybody's RAM."""
+        return free // self.num_processes if self.is_distributed and self.root_device.type == "cpu" else free
+
+    def part_of_ram(self, named: int | None) -> int | None:
+        """Return this process's part of the RAM that the run may take, as it was ``named``."""
+        return None if named is None else named // self.num_processes
+
+    def divide(self, loss: Tensor) -> None:
+        """Let gradients of ``loss`` be divided by the number of processes, where one process that adds up does it."""
+        count = self.world_size
+        # By a hook: hooks of users, before and after the backward, see the loss as it is.
+        if self.ranks is not None and not self._alone and loss.requires_grad:
+            loss.register_hook(lambda grad: grad / count)  # type: ignore[no-untyped-call]
+
+    def begins_batch(self, number: int) -> None:
+        """Check that all processes are at the batch with this ``number``, and go on with it."""
+        self._meet(1 + number)
+
+    def ends_training(self) -> None:
+        """Check that no other process goes on training."""
+        self._meet(0)
+
+    def _meet(self, where: int) -> None:
+        if self.ranks is None:
+            return
+        self.ranks.watch.strict = True
+        found = [int.from_bytes(bytes(row), "big") for row in self.ranks.numbers_of_all(list(where.to_bytes(6, "big")))]
+        if len(set(found)) > 1:
+            told = ", ".join("at its end" if one == 0 else f"at batch {one}" for one in found)
+            raise ConfigError(
+                f"the processes of this run do not have as many batches: training is {told}, in the order of ranks; "
+                "give all of them as many, with drop_last=True or a limit (limit_train_batches)"
+            )
+
+    def compare(self, facts: Callable[[], dict[str, object]]) -> None:
+        """Check that all processes say the same of themselves; raises ``ConfigError``."""
+        if self.ranks is None:
+            return
+        from lt_offload.distributed.handshake import compare
+
+        compare(self.together(facts))
+
+
+def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
+    flat = tensor.contiguous().view(-1)
+    content = zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    return tuple(tensor.shape), str(tensor.dtype), content

@@ -1,0 +1,241 @@
+"""Training in several processes, each with an engine, and what plain PyTorch makes of the same batches in one.
+
+``python -m tests.parity.several.training FOLDER`` carries out what :class:`Runs` has put there: it imports everything
+once and forks the processes of each group.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lt_offload.distributed.ranks import Ranks
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.schema.plan import Plan
+from tests.support import models
+from tests.support.engines import Result, make_optimizer, scheduler
+
+STEPS = 3
+PATIENCE = 100.0
+"""Seconds in which all processes of a group have to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, and how it is trained."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """Options of ``models.build``."""
+    optimizer: str = "adamw-fused"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    idle: str = ""
+    """The part of a parameter's name that gets a gradient in the first process only."""
+
+    def build(self) -> nn.Module:
+        return models.build(**{"layers": 2} | self.model)
+
+    def batch(self, step: int, rank: int, part: int) -> dict[str, Tensor]:
+        seed = 1000 * step + 10 * rank + part
+        return models.batch(self.build(), batch_size=1 + rank % 2, sequence_length=12 - part, seed=seed)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], ranks: int) -> Tensor:
+        loss: Tensor = model(**batch).loss / self.accumulate / ranks
+        return loss
+
+
+def plainly(case: Case, ranks: int) -> Result:
+    """Train in one process without the engine: it adds up what the processes would, in their order."""
+    model = case.build()
+    optimizer = make_optimizer(model, case.optimizer)
+    schedule = scheduler(optimizer)
+    losses = []
+    for step in range(STEPS):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for rank in range(ranks):
+            for part in range(case.accumulate):
+                loss = case.loss(model, case.batch(step, rank, part), ranks)
+                loss.backward()
+                losses.append(loss.detach())
+            if case.accumulate > 1:  # each adds up its own first
+                for param in model.parameters():
+                    if param.grad is not None:
+                        sums[param] = sums[param] + param.grad if param in sums else param.grad
+                        param.grad = None
+        for param, total in sums.items():
+            param.grad = total
+        if case.clip_norm is not None:
+            losses.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm))
+        if case.clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), case.clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return Result(losses, model, optimizer)
+
+
+def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> Result:
+    """Train as one of several processes; ``delay`` lets copies of the last one be late, each by another time."""
+    model = case.build()
+    optimizer = make_optimizer(model, case.optimizer)
+    schedule = scheduler(optimizer)
+    threads = delay and ranks.rank == ranks.size - 1
+    device = EmulatedDevice(plan.budget_bytes, mode="thread" if threads else "lazy", check=not threads)
+    if threads:
+        _delay(device)
+    engine = Engine(model, optimizer, plan, device)
+    losses = []
+    try:
+        engine.install()
+        engine.join(ranks)
+        engine.follow(optimizer)
+        engine.clip_value = case.clip_value
+        if case.accumulate > 1:
+            engine.accumulate = case.accumulate
+        for step in range(STEPS):
+            for part in range(case.accumulate):
+                loss = case.loss(model, case.batch(step, ranks.rank, part), ranks.size)
+                loss.backward()
+                losses.append(loss.detach().clone())
+            if case.clip_norm is not None:
+                losses.append(engine.clip_grad_norm_(case.clip_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    return Result(losses, model, optimizer)
+
+
+def _delay(device: EmulatedDevice) -> None:
+    chance, copy = random.Random(7), device.copy
+
+    def late(target: Tensor, source: Tensor) -> None:
+        time.sleep(chance.random() * 2e-3)
+        copy(target, source)
+
+    device.copy = late  # type: ignore[method-assign]
+
+
+# -- groups of processes ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """What some processes do, one after the other."""
+
+    ranks: int
+    runs: list[tuple[str, Case, Plan, bool]] = field(default_factory=list)
+    """Names, cases, plans, and whether one is late."""
+
+
+def main(folder: Path) -> None:
+    for group in pickle.loads((folder / "groups").read_bytes()):
+        rendezvous = folder / f"store of {group.ranks}"
+        fork(group.ranks, lambda rank, group=group, file=rendezvous: _work(folder, group, rank, file))
+
+
+def _work(folder: Path, group: Group, rank: int, rendezvous: Path) -> None:
+    dist.init_process_group("gloo", store=store_at(rendezvous, rank), rank=rank, world_size=group.ranks)
+    ranks = Ranks()
+    for name, case, plan, delay in group.runs:
+        found = by_engine(case, plan, ranks, delay=delay)
+        saved = found.losses, found.model.state_dict(), found.optimizer.state_dict()
+        torch.save(saved, folder / f"{name}-{rank}.pt")
+        ranks.barrier()
+    ranks.close()
+
+
+def store_at(file: Path, rank: int) -> dist.TCPStore:
+    """Return a store of the run; the first process opens it at a port that is free, and says in ``file`` which."""
+    timeout = timedelta(seconds=PATIENCE)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        part = file.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.rename(file)
+        return store
+    while not file.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(file.read_text()), None, False, timeout, wait_for_workers=False)
+
+
+def fork(count: int, work: Callable[[int], None]) -> None:
+    """Run ``work`` in so many processes; leave with an error if one of them fails or takes too long."""
+    children = [_forked(rank, work) for rank in range(count)]
+    late = threading.Timer(PATIENCE, lambda: [os.kill(child, 9) for child in children])
+    late.daemon = True
+    late.start()
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    late.cancel()
+    if any(codes):
+        sys.exit(f"processes ended with {codes}")
+
+
+def _forked(rank: int, work: Callable[[int], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work(rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return what torchrun would set."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "NODE_RANK": 0, "MASTER_PORT": port}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def free_port() -> int:
+    """Return a port that nobody listened to a moment ago."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def same(results: Sequence[Path]) -> bool:
+    """Return whether all processes have left the same weights and states."""
+    first, *others = ((path.read_bytes() and torch.load(path, weights_only=True))[1:] for path in results)
+    return all(_equal(first, other) for other in others)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
