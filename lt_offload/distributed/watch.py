@@ -1,8 +1,8 @@
 """Notices that another process of a run has failed, is gone or hangs, and says so where this one waits for it.
 
 Each process writes a number that counts up to the store of the run, and, before anything else, why it fails. A thread
-of every other one reads both. Who waits for others asks what that thread has seen (:meth:`PeerWatch.check`), so that the
-first error is told by all and nobody waits for half an hour.
+of every other one reads both. Who waits for others asks what that thread has seen (:meth:`PeerWatch.check`), so that
+the first error is told by all and nobody waits for half an hour.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class Engine:
 
         To be called after :meth:`install`, with one plan for all, whose updates wait (``delayed=True``).
         """
-        assert self._window.delayed
+        assert self._passes is not None and self._window.delayed
         rest = [param for _, param in self.structure.rest]
         self._passes.of_all = SumsOfAll(others, self.device, self.weights, rest, self.residency)
 

@@ -26,8 +26,8 @@ from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Walk
 from lt_offload.execute.updates.gradients import Gradients
-from lt_offload.execute.user_code import checks
 from lt_offload.execute.updates.others import SumsOfAll
+from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
