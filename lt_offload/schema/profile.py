@@ -259,8 +259,9 @@ class Contention:
     """The measurements that the shares come from; empty for an estimate."""
 
     def of(self, lane: LaneName) -> float:
-        """Return the share of ``lane``; 0 for ``none``."""
-        return {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}.get(lane, 0.0)
+        """Return the share of ``lane``; 0 for one that has no field here, such as ``none``."""
+        share: float = getattr(self, lane, 0.0)
+        return share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -68,21 +68,21 @@ class Scheduler:
     def _enough(self) -> float:
         return _ENOUGH * sum(self._work.seconds)
 
-    def start(self, *, tries: int = len(_SHARES), anyhow: bool = True) -> Timetable | Misfit:
+    def start(self, *, tries: int = len(_SHARES), allow_no_prefetch: bool = True) -> Timetable | Misfit:
         """Return the best of a few schedules, enough to compare sets.
 
         Args:
             tries: how many, if one of them is found; one compares sets of the same kind well enough.
-            anyhow: if none is found, also one in which nothing comes early.
+            allow_no_prefetch: if none is found, also one in which nothing comes early.
         """
         if self._room < 0:
             return Misfit(-self._room)
         for count, share in enumerate(_SHARES):
             if self.best is None or count < tries:
                 self._try([_Division(share, *_WAYS[0])])
-        if self.best is None and anyhow:
+        if self.best is None and allow_no_prefetch:
             self._try(_Division(_SHARES[0], *way) for way in _WAYS[1:])
-        if self.best is None and anyhow:
+        if self.best is None and allow_no_prefetch:
             # Nothing fits when copies may come early; with a place for everything beforehand only the sizes decide.
             arena = self._sets.tight_arena
             over = arena + self._sets.least_framework - self._capacity

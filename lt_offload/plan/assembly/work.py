@@ -6,11 +6,8 @@ from collections import defaultdict
 
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.computations import computations
-from lt_offload.schema.lanes import LaneName
+from lt_offload.schema.lanes import LANES, LaneName
 from lt_offload.schema.profile import Profile
-
-CLOCKED: tuple[LaneName, ...] = ("compute", "h2d", "d2h", "host")
-"""The lanes that the clock of the schedule and the linear program know of."""
 
 
 class LaneWork:
@@ -29,12 +26,12 @@ class LaneWork:
     def least_s(self) -> float:
         """No schedule is shorter: the time of the lane with the most work, or of what all need of what they share."""
         shares, busy_s = self.profile.contention, self.busy_s
-        shared = zip((shares.compute, shares.h2d, shares.d2h, shares.host), busy_s, strict=True)
-        return max(*busy_s, sum(share * seconds for share, seconds in shared))
+        shared = (shares.of(lane.name) * seconds for lane, seconds in zip(LANES, busy_s, strict=True))
+        return max(*busy_s, sum(shared))
 
     @property
-    def busy_s(self) -> tuple[float, float, float, float]:
-        """The seconds of work of each lane, alone: computations, copies to the device, to the host, updates there."""
+    def busy_s(self) -> tuple[float, ...]:
+        """The seconds of work of each lane, alone, in the order of ``LANES``; 0 of one for which sets have nothing."""
         sets, profile = self.sets, self.profile
         out = sum(sets.offloaded(block) for block in range(len(profile.blocks)))
         for parts in (*sets.gradients, *sets.write_backs, sets.written):
@@ -46,12 +43,13 @@ class LaneWork:
             for tensor, decision in zip(profile.tensors, sets.decisions.tensors, strict=True)
             if decision.place == "host"
         )
-        return (
-            sum(self.seconds),
-            sum(self.reads) + sum(self.transfer_s(stay.bytes) for stay in sets.stays),
-            out / profile.hardware.d2h_bytes_per_s,
-            on_host / profile.optimizer.host_bytes_per_s,
-        )
+        work: dict[LaneName, float] = {
+            "compute": sum(self.seconds),
+            "h2d": sum(self.reads) + sum(self.transfer_s(stay.bytes) for stay in sets.stays),
+            "d2h": out / profile.hardware.d2h_bytes_per_s,
+            "host": on_host / profile.optimizer.host_bytes_per_s,
+        }
+        return tuple(work.get(lane.name, 0.0) for lane in LANES)
 
     def transfer_s(self, nbytes: int) -> float:
         """Return the seconds of a copy to the device."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lt_offload.plan.iteration.computations import SAVED, Computation, Recomputation, computations
 from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.schema.accesses import writes
 from lt_offload.schema.plan import ALIGNMENT, Plan, UpdatePlace
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
 
@@ -63,7 +64,7 @@ def usage(plan: Plan) -> Usage:
         elif op.sends_gradients and op.release_after is not None:
             found.grad_release_after.update(dict.fromkeys(plan.tensors(op), op.release_after))
         elif op.payload == "activation":
-            if op.kind == "prefetch":
+            if "activation" in writes(op, "device"):
                 found.fetched[op.block] = op.step
             elif op.release_after is not None:
                 found.left[op.block] = op.release_after

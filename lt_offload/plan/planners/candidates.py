@@ -87,9 +87,9 @@ class Candidates:
         """Note what was left out for lack of time."""
         self.cut.append(what)
 
-    def _start(self, proposal: Proposal, *, anyhow: bool = True) -> PlanScheduler | Missed:
+    def _start(self, proposal: Proposal, *, allow_no_prefetch: bool = True) -> PlanScheduler | Missed:
         search = PlanScheduler(proposal.name.partition(",")[0], proposal.sets, self.request)
-        misfit = search.start(anyhow=anyhow)
+        misfit = search.start(allow_no_prefetch=allow_no_prefetch)
         if misfit is None:
             return search
         self.fail(proposal.name, f"needs {format_bytes(misfit.bytes)} more device memory")
@@ -103,7 +103,7 @@ class Candidates:
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        search = self._start(proposal, anyhow=False)
+        search = self._start(proposal, allow_no_prefetch=False)
         if isinstance(search, Missed):
             return search
         self._started[proposal.name] = search

@@ -6,19 +6,20 @@ after a while is a mean of such rates, or less: a polytope, which rows describe.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from itertools import combinations
 
 import numpy as np
 
-from lt_offload.plan.assembly.work import CLOCKED
 from lt_offload.plan.verify.lanes import D2H, H2D, READ, WRITE, rates
+from lt_offload.schema.lanes import LANES, LaneName
 from lt_offload.schema.profile import Contention
 
-Row = tuple[float, float, float, float]
-"""Factors of the seconds of work, alone, of computations, copies to the device, to the host, and updates there."""
+Row = Mapping[LaneName, float]
+"""Factors of the seconds of work of lanes, alone; 0 of those that are not named."""
 
-_LANES = len(CLOCKED)
+_LANES = len(LANES)
 _TOLERANCE = 1e-9
 
 
@@ -31,10 +32,10 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
         direct: whether computations may also read and write host memory, which counts as copies do. Without that the
             rows are tighter.
     """
-    # All four together do not need more than there is, so that no lane ever slows another.
-    if sum((contention.compute, contention.h2d, contention.d2h, contention.host)) <= 1:
+    # All together do not need more than there is, so that no lane ever slows another.
+    if sum(contention.of(lane.name) for lane in LANES) <= 1:
         return ()
-    rows: list[Row] = []
+    rows: list[list[float]] = []
     points = _points(contention, direct=direct)
     # Rows over all lanes first: one over fewer lanes is often part of them, and then left out.
     for count in range(_LANES, 1, -1):
@@ -45,8 +46,8 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
                 for lane, factor in zip(lanes, facet, strict=True):
                     row[lane] = float(factor)
                 if not any(all(a <= b + _TOLERANCE for a, b in zip(row, other, strict=True)) for other in rows):
-                    rows.append((row[0], row[1], row[2], row[3]))
-    return tuple(rows)
+                    rows.append(row)
+    return tuple({LANES[lane].name: factor for lane, factor in enumerate(row) if factor} for row in rows)
 
 
 def _points(contention: Contention, *, direct: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

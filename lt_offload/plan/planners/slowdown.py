@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.assembly.work import CLOCKED
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
+from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -20,30 +20,23 @@ from lt_offload.schema.trace import Trace
 class LaneSlowdown:
     """How many times longer than alone the work of each lane takes."""
 
-    compute: float = 1.0
-    h2d: float = 1.0
-    d2h: float = 1.0
-    host: float = 1.0
+    factors: tuple[float, ...] = (1.0,) * len(LANES)
+    """In the order of ``LANES``."""
 
     def is_near(self, other: LaneSlowdown, part: float) -> bool:
         """Return whether no lane differs by more than ``part``."""
-        pairs = (
-            (self.compute, other.compute),
-            (self.h2d, other.h2d),
-            (self.d2h, other.d2h),
-            (self.host, other.host),
-        )
-        return all(abs(a - b) <= part * max(a, b) for a, b in pairs)
+        return all(abs(a - b) <= part * max(a, b) for a, b in zip(self.factors, other.factors, strict=True))
 
     def applied_to(self, profile: Profile) -> Profile:
-        """Return ``profile`` with these lanes slower."""
+        """Return ``profile`` with these lanes slower: each speed is that of one lane."""
         if self == LaneSlowdown():
             return profile
+        computing = self.factors[COMPUTE]
         blocks = tuple(
             replace(
                 block,
                 options=tuple(
-                    replace(o, forward_s=o.forward_s * self.compute, backward_s=o.backward_s * self.compute)
+                    replace(o, forward_s=o.forward_s * computing, backward_s=o.backward_s * computing)
                     for o in block.options
                 ),
             )
@@ -51,32 +44,32 @@ class LaneSlowdown:
         )
         hardware = replace(
             profile.hardware,
-            h2d_bytes_per_s=profile.hardware.h2d_bytes_per_s / self.h2d,
-            d2h_bytes_per_s=profile.hardware.d2h_bytes_per_s / self.d2h,
+            h2d_bytes_per_s=profile.hardware.h2d_bytes_per_s / self.factors[H2D],
+            d2h_bytes_per_s=profile.hardware.d2h_bytes_per_s / self.factors[D2H],
         )
         optimizer = replace(
             profile.optimizer,
-            host_bytes_per_s=profile.optimizer.host_bytes_per_s / self.host,
-            device_bytes_per_s=profile.optimizer.device_bytes_per_s / self.compute,
+            host_bytes_per_s=profile.optimizer.host_bytes_per_s / self.factors[HOST],
+            device_bytes_per_s=profile.optimizer.device_bytes_per_s / computing,
         )
         return replace(profile, blocks=blocks, hardware=hardware, optimizer=optimizer)
 
 
 def at_worst(profile: Profile) -> LaneSlowdown:
     """Return how slow each lane is while all are busy."""
-    rate = rates(profile.contention, 0b1111)
-    return LaneSlowdown(compute=1 / rate[COMPUTE], h2d=1 / rate[H2D], d2h=1 / rate[D2H], host=1 / rate[HOST])
+    rate = rates(profile.contention, (1 << len(LANES)) - 1)
+    return LaneSlowdown(factors=tuple(1 / rate[lane] for lane in range(len(LANES))))
 
 
-def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> LaneSlowdown:
+def expected(profile: Profile, busy_s: tuple[float, ...]) -> LaneSlowdown:
     """Return how slow lanes with so much work are on average if they are busy at independent times.
 
     Args:
         profile: what lanes take from each other.
-        busy_s: seconds of work alone: computations, copies to the device, copies to the host, updates on the host.
+        busy_s: seconds of work of each lane, alone, in the order of ``LANES``.
     """
-    slow = [1.0] * len(CLOCKED)
-    busy = [rates(profile.contention, mask) for mask in range(1 << len(CLOCKED))]
+    slow = [1.0] * len(LANES)
+    busy = [rates(profile.contention, mask) for mask in range(1 << len(LANES))]
     for _ in range(_ROUNDS):
         taken = [seconds * factor for seconds, factor in zip(busy_s, slow, strict=True)]
         part = [seconds / max(taken) if max(taken) else 0.0 for seconds in taken]
@@ -85,22 +78,23 @@ def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> Lan
             for mask, rate in enumerate(busy):
                 if mask >> lane & 1:
                     # The chance that just these lanes are busy, if each is at moments of its own.
-                    others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(CLOCKED)) if o != lane)
+                    others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(LANES)) if o != lane)
                     mean += rate[lane] * math.prod(others)
             slow[lane] = 1 / mean if alone else 1.0
-    return LaneSlowdown(**dict(zip(CLOCKED, slow, strict=True)))
+    return LaneSlowdown(factors=tuple(slow))
 
 
 def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
     """Return how much longer the work of each lane took in ``trace``, a simulation of ``plan``."""
-    alone, taken = dict.fromkeys(CLOCKED, 0.0), dict.fromkeys(CLOCKED, 0.0)
+    alone, taken = ({lane.name: 0.0 for lane in LANES} for _ in range(2))
     for op in plan.ops:
         if op.lane in alone:
             alone[op.lane] += op.seconds
     for span in trace.spans:
         if span.lane in taken:
             taken[span.lane] += span.end - span.start
-    return LaneSlowdown(**{lane: max(1.0, taken[lane] / alone[lane]) if alone[lane] else 1.0 for lane in CLOCKED})
+    pairs = zip(alone.values(), taken.values(), strict=True)
+    return LaneSlowdown(factors=tuple(max(1.0, longer / least) if least else 1.0 for least, longer in pairs))
 
 
 _ROUNDS = 6

@@ -55,12 +55,12 @@ class PlanScheduler:
         self._search = Scheduler(work, request.capacity_bytes, request.deadline)
         self.best: TimedPlan | None = None
 
-    def start(self, *, anyhow: bool = True) -> Misfit | None:
+    def start(self, *, allow_no_prefetch: bool = True) -> Misfit | None:
         """Try a few schedules; return by how much the sets miss the budget if there is none.
 
-        ``anyhow``: also one in which nothing comes early.
+        ``allow_no_prefetch``: also one in which nothing comes early.
         """
-        found = self._search.start(anyhow=anyhow)
+        found = self._search.start(allow_no_prefetch=allow_no_prefetch)
         return found if isinstance(found, Misfit) else None
 
     @property
@@ -153,5 +153,5 @@ def estimated_s(sets: Sets, request: Request) -> float:
     """
     profile = request.profile
     profile = expected(profile, LaneWork(sets, profile).busy_s).applied_to(profile)
-    found = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, anyhow=False)
+    found = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, allow_no_prefetch=False)
     return math.inf if isinstance(found, Misfit) else found.seconds

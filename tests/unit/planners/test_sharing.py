@@ -7,6 +7,7 @@ import pytest
 
 from lt_offload.plan.planners.sharing import Row, sharing_rows
 from lt_offload.plan.verify.lanes import D2H, H2D, READ, WRITE, rates
+from lt_offload.schema.lanes import LANES
 from lt_offload.schema.profile import Contention
 
 ONE_MEMORY = Contention(h2d=0.36, d2h=0.36, host=1.0)
@@ -19,7 +20,7 @@ def work(contention: Contention, busy: int) -> tuple[float, ...]:
 
 
 def needed(row: Row, done: tuple[float, ...]) -> float:
-    return sum(factor * part for factor, part in zip(row, done, strict=True))
+    return sum(row.get(lane.name, 0.0) * part for lane, part in zip(LANES, done, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,7 +40,7 @@ def test_all_lanes_at_once_are_on_the_surface() -> None:
     together = work(ONE_MEMORY, 0b1111)
     assert max(needed(row, together) for row in sharing_rows(ONE_MEMORY, direct=False)) == pytest.approx(1)
     greedy = (1.0, 1.0, 1.0, 1 - 0.36 - 0.36)
-    assert needed((0.0, 0.36, 0.36, 1.0), greedy) == pytest.approx(1)
+    assert needed({"h2d": 0.36, "d2h": 0.36, "host": 1.0}, greedy) == pytest.approx(1)
     assert max(needed(row, greedy) for row in sharing_rows(ONE_MEMORY, direct=False)) > 1.05
 
 

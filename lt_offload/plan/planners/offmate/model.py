@@ -559,10 +559,10 @@ class Program:
         times = [self.problem.add_variable(f"t{step:03d}", 0) for step in range(self.steps)]
         computed = [[*pairs(own), *pairs(waits)] for own, waits in zip(self.compute, self.exposed, strict=True)]
         copied = [[pairs(row) for row in rows] for rows in (self.h2d, self.d2h, self.host)]
+        work = {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}
         direct = self.config.optimistic and any(tensor.zero_copy for tensor in self.profile.tensors)
         for factors in sharing_rows(self.profile.contention, direct=direct):
-            lanes = zip(factors, (self.compute, self.h2d, self.d2h, self.host), strict=True)
-            used = [(factor, rows) for factor, rows in lanes if factor]
+            used = [(factor, work[lane]) for lane, factor in factors.items() if lane in work]
             copied.append([[(f * a, x) for f, rows in used for a, x in pairs(rows[t])] for t in range(self.steps)])
         for rows in (computed, *copied):  # C11 to C15
             for row, time in zip(rows, times, strict=True):
