@@ -25,6 +25,9 @@ FULL = EVERY_ROW = False
 
 SHARES = {
     "parity": 8,
+    "parity/engine/test_engine.py": 2,
+    "parity/reruns": 2,
+    "parity/users/test_hooks.py": 4,
     "unit/plan": 3,
     "unit/planners": 3,
     "unit/profiling": 3,

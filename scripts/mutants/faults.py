@@ -182,8 +182,9 @@ MEMORY = (
         ACTIVATIONS,
         "if version(tensor) != known:",
         "if False:",
-        TRAPS,
         "parity/reruns",
+        TRAPS,
+        "faults/test_saved_tensors.py",
     ),
     _mutant(
         "a snapshot changes while it is read",
@@ -206,9 +207,8 @@ MEMORY = (
         STREAMING,
         "                weight.param.data = weight.host\n",
         "                pass\n",
-        "unit/execute/memory",
         "parity/users/test_parameters.py",
-        "parity/users/test_between_steps.py",
+        "parity/lightning/test_lightning.py",
     ),
 )
 
@@ -290,6 +290,7 @@ UPDATES = (
         OPTIMIZER,
         "            self.snapshots.changing((weight.host, *tensors_of(self.state(weight)).values()))\n",
         "            pass\n",
+        "unit/execute/memory",
         "parity/lightning/test_async_checkpoints.py",
     ),
     _mutant(
@@ -307,28 +308,40 @@ UPDATES = (
         "(self._frozen[0] if self._frozen is not None else self.optimizer.param_groups)[group]",
         "self.optimizer.param_groups[group]",
         "unit/execute/updates",
-        "parity/optimizers",
     ),
     _mutant(
         "an update comes after the first pass of a micro-batch",
         MICRO_BATCHES,
         "not self.delayed and not waiting else",
         "not self.delayed else",
+        LOOPS,
         "parity/windows/test_forwards.py",
     ),
 )
 
 BLOCKS = (
-    _mutant("a second run draws other numbers", PART, "device.set_rng_state(self._rng)", "pass", ENGINE),
-    _mutant("a second run leaves the generators behind", PART, "device.set_rng_state(now)", "pass", ENGINE),
+    _mutant(
+        "a second run draws other numbers",
+        PART,
+        "device.set_rng_state(self._rng)",
+        "pass",
+        ENGINE,
+        "parity/engine/test_reruns.py",
+    ),
+    _mutant(
+        "a second run leaves the generators behind",
+        PART,
+        "device.set_rng_state(now)",
+        "pass",
+        ENGINE,
+        "parity/engine/test_reruns.py",
+    ),
     _mutant(
         "a mask may be rewritten between two runs",
         "execute/blocks/part_run.py",
         "            if version(x) != known:\n                raise limits.REWRITTEN",
         "            if False:\n                raise limits.REWRITTEN",
-        TRAPS,
         "parity/reruns",
-        "parity/users/test_contexts.py",
     ),
     _mutant(
         "a shared input loses a gradient",
@@ -369,7 +382,7 @@ BLOCKS = (
         "        for owned in (*self._views, *self._unseen):\n            self._residency.bring_home(owned.groups)",
         "        pass",
         "parity/users/test_between_steps.py",
-        "parity/users/test_parameters.py",
+        "parity/users/test_hooks.py",
     ),
     _mutant(
         "a gradient that was set to None updates",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,18 +169,23 @@ def test_states_and_groups_that_were_replaced(name: str) -> None:
     assert twins.equal()
 
 
-def test_options_are_those_of_the_moment_when_an_update_is_queued() -> None:
-    twins = Twins(FAST["adamw-fused"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["queued before", "frozen before"])
+@pytest.mark.parametrize("make", [FAST["adamw-fused"], OTHER["adamw-tensor-lr"]], ids=["number", "tensor"])
+def test_options_are_those_of_the_moment_when_an_update_is_queued(make: Make, frozen: bool) -> None:
+    """Or when the loop's own step has begun."""
+    twins = Twins(make)
     twins.update()
     grads = [torch.ones_like(param) for param in twins.ours]
     for param, grad in zip(twins.plain, grads, strict=True):
         param.grad = grad.clone()
-    queued = twins.updates.prepare(twins.weights, "host", grads)
+    prepare = partial(twins.updates.prepare, twins.weights, "host", grads)
+    queued = twins.updates.freeze() if frozen else prepare()
     twins.optimizer.step()
     for optimizer in (twins.optimizer, twins.other):
-        optimizer.param_groups[0]["lr"] = 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"].fill_(1.0) if isinstance(group["lr"], torch.Tensor) else 1.0
     with torch.no_grad():
-        queued()
+        (queued or prepare())()
     assert twins.equal()
 
 
