@@ -492,6 +492,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "agreement": agreement,
     "bench-load": bench_load,
     "bench-start": bench_start,
+    "bench-imports": lambda results: trainer_tables.imports(_section, results),
     "bench": bench,
 }
 

@@ -391,20 +391,6 @@ def _captured(run: Setup) -> str | None:
 
 
 @limit(
-    "options of single tensors in bitsandbytes' GlobalOptimManager",
-    "optimizer",
-    why="it knows tensors by their place in memory and in the groups, which those of an update alone do not have",
-    instead="give these tensors a parameter group, or raise min_8bit_size, below which states have 32 bits",
-)
-def _managed_options(run: Setup) -> str | None:
-    for optimizer in run.optimizers:
-        manager = getattr(optimizer, "mng", None)
-        if any(getattr(manager, name, None) for name in ("pid2config", "index2config", "module_weight_config_triple")):
-            return f"GlobalOptimManager of {type(optimizer).__name__}"
-    return None
-
-
-@limit(
     "optimizers of sparse gradients, and states in CUDA's managed memory (paged optimizers of bitsandbytes)",
     "optimizer",
     why="gradients travel as dense tensors, and states as the plan says, which the driver may not move as well",

@@ -109,21 +109,16 @@ def _updates_in_backward(run: Setup) -> str | None:
     return f"optim={name!r}" if name in _IN_BACKWARD or name.endswith("_layerwise") else None
 
 
-_8BIT = ("adamw_bnb_8bit", "adamw_8bit", "lion_8bit", "ademamix_8bit", "rmsprop_bnb_8bit")
-
-
 @limit(
-    "optim='adamw_bnb_8bit' and the other 8-bit optimizers of bitsandbytes by name, paged ones too",
+    "optim='paged_adamw_8bit' and the other paged ones",
     "hf",
-    why="transformers then keeps the states of embeddings in 32 bits by bitsandbytes' GlobalOptimManager, which knows "
-    "tensors by their place in the groups, and those of an update alone have another",
-    instead="leave it out and use Trainer(..., optimizer_cls_and_kwargs=(bitsandbytes.optim.AdamW8bit, {'lr': 1e-5})), "
-    "with states of 8 bits for all; nothing need be paged, as states travel as the plan says",
+    why="the driver would move their states as well, which travel as the plan says",
+    instead="use optim='adamw_8bit', 'lion_8bit' or 'ademamix_8bit': the numbers are those of the paged ones",
 )
-def _8bit_by_name(run: Setup) -> str | None:
+def _paged(run: Setup) -> str | None:
     name: Any = run.trainer.args.optim
     name = str(getattr(name, "value", name))
-    return f"optim={name!r}" if name.removeprefix("paged_") in _8BIT else None
+    return f"optim={name!r}" if name.startswith("paged_") else None
 
 
 @limit(

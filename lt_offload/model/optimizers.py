@@ -274,6 +274,7 @@ def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any,
     vars(twin).update(vars(optimizer))
     # A scheduler puts its own ``step`` on the object, and that one steps the real optimizer.
     vars(twin).pop("step", None)
+    vars(twin).update(managed(optimizer, {}))
     forget_step_hooks(twin)
     groups: dict[int, dict[str, Any]] = {}
     for index, stand in stands:
@@ -382,6 +383,50 @@ def of_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 def of_none(optimizer: Optimizer) -> dict[Any, Any]:
     """Return the entries that belong to no parameter: counters, as a rule."""
     return {key: value for key, value in list(optimizer.state.items()) if not isinstance(key, Tensor)}
+
+
+# -- options of single tensors ---------------------------------------------------------------------------------------
+
+
+class _Manager:
+    """Stands for bitsandbytes' ``GlobalOptimManager`` in an optimizer of some tensors, which have no other place."""
+
+    def __init__(self, options: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        self.pid2config = {id(tensor): dict(own) for tensor, own in options.items() if own}
+        self.index2config: dict[tuple[int, int], Any] = {}
+        self.module_weight_config_triple: list[Any] = []
+        self.uses_config_override = bool(self.pid2config)
+
+
+def places_of(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
+    """Return the group of each parameter, and where it is in that."""
+    return {p: (g, i) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
+
+
+def own_options(optimizer: Optimizer, parameter: nn.Parameter, place: tuple[int, int]) -> dict[str, Any]:
+    """Return the options of ``parameter`` alone: those that bitsandbytes' ``GlobalOptimManager`` has for it.
+
+    As a step of ``optimizer`` would find them, whose first one takes those over that were registered with modules.
+    """
+    manager = _manager(optimizer)
+    if manager is None:
+        return {}
+    by_place, by_identity = manager.index2config.get(place, {}), manager.pid2config.get(id(parameter), {})
+    if not getattr(optimizer, "initialized", True):
+        for module, name, options in manager.module_weight_config_triple:
+            if getattr(module, name, None) is parameter:
+                by_place = by_identity = options
+    return {**by_place, **by_identity}
+
+
+def managed(optimizer: Optimizer, options: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the attributes of an optimizer that stands for ``optimizer``, whose tensors have ``options`` alone."""
+    return {} if _manager(optimizer) is None else {"mng": _Manager(options)}
+
+
+def _manager(optimizer: Optimizer) -> Any:
+    manager = vars(optimizer).get("mng")
+    return manager if hasattr(manager, "pid2config") else None
 
 
 _FACTORIES = {

@@ -36,8 +36,11 @@ from lt_offload.model.optimizers import (
     STATE_ALIGNMENT,
     StateAllocator,
     is_known,
+    managed,
     of_none,
     of_parameters,
+    own_options,
+    places_of,
     put,
     tensors_of,
 )
@@ -87,7 +90,7 @@ class UpdateSizes:
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, scratch_ratio: float = 0.0) -> None:
         self._optimizer, self._device, self._ratio = optimizer, device, scratch_ratio
-        self._group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._places = places_of(optimizer)
         self._states: dict[object, int] = {}
         self._scratch: dict[object, int] = {}
 
@@ -121,13 +124,15 @@ class UpdateSizes:
         return self._scratch[kind]
 
     def _kind(self, parameter: nn.Parameter) -> object:
-        index = self._group_of.get(parameter)
-        held = index is not None and parameter.requires_grad
-        return (tuple(parameter.shape), parameter.dtype, index) if held else None
+        place = self._places.get(parameter)
+        if place is None or not parameter.requires_grad:
+            return None
+        alone = own_options(self._optimizer, parameter, place)
+        return tuple(parameter.shape), parameter.dtype, place[0], repr(sorted(alone.items()))
 
     def _sample(self, parameter: nn.Parameter) -> _Sample:
-        group, shape = self._group_of[parameter], tuple(parameter.shape)
-        return _Sample(self._optimizer, group, shape, parameter.dtype, parameter)
+        place, shape = self._places[parameter], tuple(parameter.shape)
+        return _Sample(self._optimizer, place, shape, parameter.dtype, parameter)
 
 
 def _state_bytes(state: Mapping[str, Any]) -> int:
@@ -232,7 +237,8 @@ class _Sample:
     """What is updated for a trial, and by whom."""
 
     optimizer: Optimizer
-    group: int
+    place: tuple[int, int]
+    """The group of the parameter that it stands for, and where that is in it."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     like: nn.Parameter
@@ -250,7 +256,9 @@ class _ParameterStandIn:
         vars(self._optimizer).update(vars(sample.optimizer))
         vars(self._optimizer).pop("step", None)  # a scheduler's wrapper around the real optimizer's step
         forget_step_hooks(self._optimizer)
-        group = sample.optimizer.param_groups[sample.group]
+        alone = own_options(sample.optimizer, sample.like, sample.place)
+        vars(self._optimizer).update(managed(sample.optimizer, dict.fromkeys(self.parameters, alone)))
+        group = sample.optimizer.param_groups[sample.place[0]]
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         self._optimizer.param_groups = [options | {"params": self.parameters}]
         self._optimizer.state = defaultdict(dict, of_none(sample.optimizer))
@@ -426,9 +434,8 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
 
 def _largest(optimizer: Optimizer) -> _Sample:
     """Return the largest tensor, cut down to what can be updated quickly."""
-    pairs = [(index, parameter) for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]]
-    group, parameter = max(pairs, key=lambda pair: pair[1].numel())
-    return _Sample(optimizer, group, _cut(tuple(parameter.shape)), parameter.dtype, parameter)
+    parameter, place = max(places_of(optimizer).items(), key=lambda pair: pair[0].numel())
+    return _Sample(optimizer, place, _cut(tuple(parameter.shape)), parameter.dtype, parameter)
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:

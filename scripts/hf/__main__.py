@@ -13,6 +13,7 @@ kernels of the CPU (tests/fake_cuda).
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -40,10 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "fake":
         fake_cuda.enable()
+        # Without kernels of its own for that device bitsandbytes compiles an update, anew for each number of a step.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import torch  # finds the fake device
 
     from scripts.hf import cases as known
 
+    _once()
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -68,6 +72,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(cell["differs"] for each in found for cell in each["budgets"].values()))
 
 
+def _once() -> None:
+    """Measure the machine once, and not in every run: how fast it is decides about no number that is compared."""
+    from lt_offload.profiling import measure
+
+    machine, contention = measure.measure_hardware, measure.measure_contention
+    measured: dict[str, Any] = {}
+
+    def hardware(*args: Any, **options: Any) -> Any:
+        if "hardware" not in measured:
+            measured["hardware"] = machine(*args, **options)
+        return measured["hardware"]
+
+    def slowdowns(*args: Any, **options: Any) -> Any:
+        if "contention" not in measured:
+            measured["contention"] = contention(*args, **options)
+        return measured["contention"]
+
+    measure.measure_hardware, measure.measure_contention = hardware, slowdowns
+    gc.collect()
+    gc.freeze()  # imported modules need not be looked through in every run
+
+
 def row(name: str, make: Make) -> dict[str, Any]:
     """Compare one case at every budget."""
     from scripts.hf.runs import BUDGETS, Outcome, compare, home, train
@@ -78,7 +104,8 @@ def row(name: str, make: Make) -> dict[str, Any]:
         for budget in BUDGETS:
             try:
                 outcome, differs = compare(make, budget, folder, plain)
-                cells[budget] = {"device_peak_bytes": outcome.peak, "differs": differs}
+                travels = sorted(outcome.travels)
+                cells[budget] = {"device_peak_bytes": outcome.peak, "travels": travels, "differs": differs}
             except OffloadError as error:
                 cells[budget] = {"device_peak_bytes": 0, "differs": [f"{type(error).__name__}: {error}"]}
             print(name, budget, cells[budget], flush=True)

@@ -187,6 +187,19 @@ def eight_bits(folder: Path) -> Any:
     return plain(_optimizer_cls_and_kwargs=(AdamW8bit, {"lr": 1e-2, "min_8bit_size": 1024}))(folder)
 
 
+def eight_bits_by_name(folder: Path) -> Any:
+    """Make a Trainer for which transformers chooses one, with 32 bits for the embedding."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    # It outlives trainings, and would take a tensor for one that has had the same place in memory.
+    GlobalOptimManager.get_instance().initialize()
+    return plain(lambda: llama(hidden_size=64, intermediate_size=128), optim="adamw_bnb_8bit")(folder)
+
+
+EIGHT_BITS = (eight_bits, eight_bits_by_name)
+"""Those of bitsandbytes' optimizers."""
+
+
 def lora() -> Any:
     """Return a model with adapters."""
     from peft import LoraConfig, get_peft_model
@@ -223,6 +236,7 @@ HF: dict[str, Make] = {
     "optim=adafactor": plain(optim="adafactor"),
     "optim=sgd": plain(optim="sgd"),
     "optimizer_cls_and_kwargs, AdamW8bit of bitsandbytes": eight_bits,
+    "optim=adamw_bnb_8bit": eight_bits_by_name,
     "PEFT": plain(lora),
     "PEFT, load_best_model_at_end": plain(
         lora, **_EVALUATED, save_strategy="steps", save_steps=2, load_best_model_at_end=True

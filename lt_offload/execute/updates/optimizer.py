@@ -37,8 +37,11 @@ from lt_offload.model.optimizers import (
     DrawWatch,
     StateAllocator,
     is_known,
+    managed,
     of_none,
     of_parameters,
+    own_options,
+    places_of,
     put,
     tensors_of,
     tried,
@@ -171,6 +174,7 @@ class Updates:
         # By index, not by reference: ``load_state_dict`` replaces the dictionaries of groups and states, and an update
         # through an old one would use the learning rate from before.
         self._group_of: dict[nn.Parameter, int] = {}
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self.generation = 0
         """Counts up when tensors of the optimizer's state are made or replaced, or given other memory."""
         self.states_move = False
@@ -206,7 +210,8 @@ class Updates:
 
     def index_groups(self) -> None:
         """Learn which group each parameter is in; call when groups may have been added."""
-        self._group_of = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        self._places = places_of(self.optimizer)
+        self._group_of = {param: group for param, (group, _) in self._places.items()}
 
     @property
     def members(self) -> set[nn.Parameter]:
@@ -295,6 +300,7 @@ class Updates:
         """Return a function that has a sub-optimizer update ``weights``."""
         groups: dict[int, dict[str, Any]] = {}
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        alone: dict[Tensor, Mapping[str, Any]] = {}
         for weight, grad in zip(weights, grads, strict=True):
             data = weight.host if place == "host" else weight.view
             assert data is not None
@@ -305,6 +311,7 @@ class Updates:
                 groups[index] = self._copied(self._live(index)) | {"params": []}
             groups[index]["params"].append(proxy)
             state[proxy] = self.state(weight)
+            alone[proxy] = own_options(self.optimizer, weight.param, self._places[weight.param])
         sub = self._sub(tuple(weight.index for weight in weights))
         owned = list(zip(weights, state.items(), strict=True))
         held = (value for own in state.values() for value in own.values())
@@ -318,6 +325,7 @@ class Updates:
         if place == "host":
             # A GradScaler's are on the GPU, and change there before the host's lane would ask for them.
             attributes = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in attributes.items()}
+        attributes = attributes | managed(self.optimizer, alone)
 
         def run() -> None:
             vars(sub).update(attributes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,9 +228,6 @@ def test_those_that_cannot_be_are_refused() -> None:
     paged = Lion(params)
     vars(paged)["is_paged"] = True
     assert "- optimizer Lion: gradients travel as dense tensors, and states" in refusal(paged)
-    managed = Lion(params)
-    vars(managed)["mng"] = types.SimpleNamespace(pid2config={1: {"optim_bits": 32}})
-    assert "- GlobalOptimManager of Lion: " in refusal(managed)
 
 
 def drawn(draw: Callable[[Tensor], Tensor | float], wants: Callable[[Tensor], bool]) -> Factory:

@@ -79,7 +79,7 @@ REFUSED = {
     "use_liger_kernel": True,
     "activation_offloading": True,
     "optim": "galore_adamw_layerwise",
-    "optim, 8 bits": "paged_adamw_8bit",
+    "optim, paged": "paged_adamw_8bit",
 }
 
 

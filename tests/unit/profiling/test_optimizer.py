@@ -273,3 +273,22 @@ def test_build() -> None:
     assert build_optimizer(made, []) is made
     with pytest.raises(ConfigError, match="no trainable parameter"):
         build_optimizer(AdamW, [])
+
+
+def test_options_of_single_tensors_are_those_of_their_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept by bitsandbytes' manager: an embedding with 32 bits beside a matrix of the same shape with 8."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    monkeypatch.setattr(optim.GlobalOptimManager, "_instance", None)
+    embedding, matrix = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+    optimizer = optim.AdamW([matrix.weight, embedding.weight], optim_bits=8)
+    optim.GlobalOptimManager.get_instance().register_module_override(embedding, "weight", {"optim_bits": 32})
+    sizes = UpdateSizes(optimizer, CPU)
+    for parameter in (matrix.weight, embedding.weight):
+        parameter.grad = torch.ones_like(parameter)
+    found = {parameter: sizes.state(parameter) for parameter in (matrix.weight, embedding.weight)}
+    optimizer.step()
+    expected = {parameter: real_bytes(optimizer, parameter) for parameter in found}
+    assert found[embedding.weight] == expected[embedding.weight] == 2 * embedding.weight.nbytes
+    assert found[matrix.weight] == expected[matrix.weight]
+    # The step has registered them, with places in the groups: elsewhere they are those of other tensors.
+    assert UpdateSizes(optimizer, CPU).state(embedding.weight) == expected[embedding.weight]
