@@ -21,6 +21,9 @@ from lt_offload.units import format_bytes
 if TYPE_CHECKING:
     from lt_offload.hf.run import Run
 
+_TRIES = 12
+"""Plans that are made to find out what has to be left free for evaluations."""
+
 
 def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan]:
     """Measure a step with ``batch`` and plan for ``budget``.
@@ -94,7 +97,7 @@ def _reserve(solve: Callable[[int, int], tuple[Profile, Plan]], budget: int, eva
     Where ``budget`` is too small it is the least that is not: what the error will say is enough then.
     """
     reserved = 0
-    while True:
+    for _ in range(_TRIES):
         try:
             profile, plan = solve(budget, reserved)
         except InfeasibleError as error:
@@ -107,3 +110,4 @@ def _reserve(solve: Callable[[int, int], tuple[Profile, Plan]], budget: int, eva
             return reserved
         # A plan with more in reserve has another arena, which may lack again: until one does not.
         reserved += lacking
+    return evaluated  # enough whatever the arena: by small steps it could take thousands of plans
