@@ -76,7 +76,7 @@ class Ranks:
         self._gradients: Any = dist.new_group(backend="gloo")
         there = on_device and dist.is_nccl_available()
         self._on_device: Any = dist.new_group(backend="nccl") if there else None
-        self.watch = PeerWatch(default_store(), self.rank, self.size)
+        self.watch = PeerWatch(default_store(), self.rank, self.size, self.control.group_name)
 
     def close(self) -> None:
         """Stop watching the others; the connections end with those of ``torch.distributed``."""

@@ -26,7 +26,6 @@ _PATIENCE_S = 2.0
 """Whoever finds a connection closed waits so long for the reason."""
 _ANSWER_S = 20.0
 """The store answers within this time, or the process that holds it does not run."""
-_PREFIX = "lt_offload"
 
 
 class PeerWatch:
@@ -36,13 +35,14 @@ class PeerWatch:
         store: of the run; it gets a connection of its own.
         rank: of this process.
         size: how many there are.
+        name: of the run; the store may have had others before, which failed.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._others = [other for other in range(size) if other != rank]
-        self._rank = rank
+        self._rank, self._run_name = rank, f"lt_offload/{name}"
         self._failure: str | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -95,10 +95,10 @@ class PeerWatch:
 
     def _set(self, what: str, value: str) -> None:
         with self._lock:
-            self._store.set(f"{_PREFIX}/{what}/{self._rank}", value)
+            self._store.set(f"{self._run_name}/{what}/{self._rank}", value)
 
     def _get(self, what: str, rank: int) -> str | None:
-        key = f"{_PREFIX}/{what}/{rank}"
+        key = f"{self._run_name}/{what}/{rank}"
         with self._lock:
             return self._store.get(key).decode() if self._store.check([key]) else None
 

@@ -68,6 +68,22 @@ def _sync_batchnorm(run: Setup) -> str | None:
 
 
 @limit(
+    "batch normalization with several devices",
+    "trainer",
+    why="each process would have statistics of its own, and checkpoints hold those of the first",
+    instead="use devices=1, or normalize in another way (LayerNorm, GroupNorm, track_running_stats=False)",
+)
+def _batch_norm(run: Setup) -> str | None:
+    if run.trainer.world_size == 1:
+        return None
+    for name, module in run.trainer.lightning_module.named_modules():
+        known = any(base.__name__ == BATCH_NORM for base in type(module).__mro__)
+        if known and getattr(module, "track_running_stats", False):
+            return f"{type(module).__name__} {name} with devices={run.trainer.world_size}"
+    return None
+
+
+@limit(
     "anomaly detection",
     "trainer",
     why="it does not see into the blocks, which have graphs of their own",

@@ -1,0 +1,45 @@
+"""A Trainer with ``devices=2``: the numbers of stock ``ddp``, one checkpoint for all, errors that say who failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lt_offload
+from tests.parity.several.trainers import MEMORY, module
+from tests.support import trainers
+
+
+@pytest.mark.slow
+def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.parity.several.trainers", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    for found in (first, second):
+        assert found["differences"] == []
+        assert found["steps"] > 2
+        assert (
+            "memory differs between the processes of this run: process 0 has 40000000, process 1 41000000"
+            in (found["settings"])
+        )
+        assert found["seconds"] < 100
+    assert first["broken"] == "ProcessError: process 1 failed: ValueError: broken here"
+    assert second["broken"] == "ValueError: broken here"
+    with pytest.warns(UserWarning, match="the random states of 2 processes, this run has 1"):
+        resumed = one_process(tmp_path / "run.ckpt", steps=first["steps"] + 1)
+    assert resumed.trainer.global_step == first["steps"] + 1
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], first["weights"][name]) for name in saved)
+    assert any(not torch.equal(saved[name], value) for name, value in resumed.module.state_dict().items())
+
+
+def one_process(checkpoint: Path, steps: int) -> Any:
+    """Go on with one process."""
+    strategy = lt_offload.OffmateStrategy(memory=MEMORY)
+    return trainers.fit(strategy, module(), ckpt=checkpoint, max_steps=steps, max_epochs=-1)

@@ -1,0 +1,82 @@
+"""A Trainer in two processes: with the strategy, with stock ``ddp``, and where one process goes wrong.
+
+``python -m tests.parity.several.trainers FOLDER`` imports everything once, forks two processes, and leaves in the
+folder what each of them saw.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lt_offload
+from tests.parity.several import training
+from tests.support import trainers
+
+MEMORY = "40MB"
+
+
+class Synced(trainers.Module):
+    """Logs the mean of all processes."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = self.model(**batch).loss
+        self.log("val_loss", loss, sync_dist=True)
+        self.validation.append(loss.detach().clone())
+
+    def on_validation_end(self) -> None:
+        self.validation.append(self.trainer.callback_metrics["val_loss"].clone())
+
+
+class Broken(Synced):
+    """Fails in the second process, at its third step: the first one is run twice."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            raise ValueError("broken here")
+
+
+def module(kind: type[Any] = Synced) -> Any:
+    import lightning.pytorch
+
+    lightning.pytorch.seed_everything(7, verbose=False)
+    return kind(shuffle=True, batch_size=1)
+
+
+def main(folder: Path) -> None:
+    port = training.free_port()
+    training.models.build()  # transformers is imported once
+
+    def work(rank: int) -> None:
+        os.environ.update(training.environment(rank, 2, port))
+        found: dict[str, Any] = {}
+        run = trainers.fit(lt_offload.OffmateStrategy(memory=MEMORY), module(), devices=2)
+        run.trainer.save_checkpoint(folder / "run.ckpt")
+        found["differences"] = trainers.differences(run, trainers.fit("ddp", module(), devices=2))
+        found["weights"] = run.module.state_dict()
+        found["steps"] = run.trainer.global_step
+        found["settings"] = failing(module(), memory=f"{40 + rank}MB")[0]
+        found["broken"], found["seconds"] = failing(module(Broken), memory=MEMORY)
+        torch.save(found, folder / f"{rank}.pt")
+
+    training.fork(2, work)
+
+
+def failing(seen: Any, **options: Any) -> tuple[str, float]:
+    """Return what a run fails with, and how long that took after it had begun to train."""
+    begun = time.monotonic()
+    try:
+        trainers.fit(lt_offload.OffmateStrategy(**options), seen, devices=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "nothing", 0.0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
