@@ -224,7 +224,7 @@ UPDATES = (
     _mutant(
         "an update on the host does not wait for the host copy",
         GRADIENTS,
-        ", *(p.host_ready for p in groups), *read]",
+        ", *[p.host_ready for p in groups], *read]",
         ", *read]",
         ENGINE,
         WINDOWS,
