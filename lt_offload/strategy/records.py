@@ -58,7 +58,7 @@ class Records(Processes):
     def _folder(self, trainer: Any) -> Path | None:
         """Return the run folder, None if the run keeps nothing."""
         if self.report_dir is not None:
-            return Path(self.report_dir)
-        # The logger's folder is the first process's: all processes ask for it.
+            return Path(self.broadcast(str(self.report_dir)))
+        # The logger's folder is the first process's, too: all processes ask for it.
         kept = trainer.loggers and not trainer.fast_dev_run and trainer.log_dir
         return Path(trainer.log_dir) if kept else None
