@@ -104,6 +104,11 @@ def format_bytes(count: float) -> str:
     return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 99.95 else f"{size:.3g} {unit}"
 
 
+def format_rate(per_s: float) -> str:
+    """Return something per second with at least three digits."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration with a fitting unit, e.g. ``"12.3 ms"`` or ``"1.85 s"``."""
     if seconds == 0:

@@ -16,7 +16,7 @@ from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.infeasible import as_setting
 from lt_offload.schema.files import load_json, save_json
 from lt_offload.schema.plan import Plan
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 SWEEP_SCHEMA = 1
 MOST_POINTS = 40
@@ -234,7 +234,7 @@ def _planned(asked: SweepPoint, plan: Plan) -> SweepPoint:
         asked,
         batch_size=plan.batch_size,
         iteration_s=found.iteration_s,
-        tokens_per_s=plan.batch_size * plan.sequence_length / found.iteration_s,
+        tokens_per_s=plan.samples_per_s * plan.sequence_length,
         lower_bound_s=found.lower_bound_s,
         no_offload_s=found.no_offload_s,
         device_peak_bytes=found.device_peak_bytes,
@@ -278,11 +278,6 @@ def name_of(point: SweepPoint, axis: Axis) -> str:
     if axis == "hardware":
         return point.hardware
     return format_bytes(point.memory_bytes if axis == "memory" else point.host_memory_bytes)
-
-
-def format_rate(tokens_per_s: float) -> str:
-    """Return tokens per second with at least three digits."""
-    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
 
 
 def headline(sweep: Sweep) -> str:

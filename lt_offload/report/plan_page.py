@@ -5,7 +5,7 @@ It needs no trainer, so that a plan can be reported on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lt_offload.schema.explain import samples_of
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.units import format_bytes, format_rate, format_seconds
 
 _COMMON_AXIS = 3.0
 """Two iterations share one time scale unless one is so many times longer than the other."""
@@ -112,9 +112,15 @@ def _figures(plan: Plan, profile: Profile) -> str:
         ("Device peak", format_bytes(promise.device_peak_bytes), "predicted"),
         ("Iteration", format_seconds(promise.iteration_s), "predicted"),
         *bound_figures(plan, promise.iteration_s),
+        *_rate(plan),
         ("Host peak", format_bytes(promise.host_peak_bytes), f"of {format_bytes(plan.host_budget_bytes)} allowed"),
     ]
     return figures(entries)
+
+
+def _rate(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    if plan.tokens_per_s:
+        yield "Tokens per second", format_rate(plan.tokens_per_s), "padding included"
 
 
 def budget_figure(plan: Plan, profile: Profile) -> tuple[str, str, str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from lt_offload.plan.sweep import Sweep, SweepPoint, format_rate, headline, name_of
+from lt_offload.plan.sweep import Sweep, SweepPoint, headline, name_of
 from lt_offload.report.drawing import Line, lines, page, unbroken
 from lt_offload.report.plan_page import header, write
 from lt_offload.report.tables import NONE, bar_list, section, table
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.units import format_bytes, format_rate, format_seconds
 
 _TITLES = {"memory": "how much GPU memory?", "host_memory": "how much RAM?", "hardware": "which card?"}
 _OF = {"memory": "GPU memory", "host_memory": "RAM allowed", "hardware": "machine"}

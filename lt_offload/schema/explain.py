@@ -10,7 +10,7 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from lt_offload.schema.lanes import LANES
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
@@ -128,8 +128,13 @@ def _time(plan: Plan) -> str:
     slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
     return (
         f"{unit} takes {about}{format_seconds(found.iteration_s)}, {slower:.2f} times the "
-        f"{format_seconds(found.no_offload_s)} of a device with enough memory."
+        f"{format_seconds(found.no_offload_s)} of a device with enough memory{_rate(plan)}."
     )
+
+
+def _rate(plan: Plan) -> str:
+    """Return the tokens per second as the rest of a sentence, where they are known."""
+    return f": {format_rate(plan.tokens_per_s)} tokens per second" if plan.tokens_per_s else ""
 
 
 # -- totals ----------------------------------------------------------------------------------------------------------
@@ -162,7 +167,7 @@ def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
         "iteration",
         f"{about}{format_seconds(found.iteration_s)}, {found.gap:.1%} above the lower bound of "
         f"{format_seconds(found.lower_bound_s)}; {slower:.2f} times the {format_seconds(found.no_offload_s)} "
-        "of a device with enough memory",
+        f"of a device with enough memory{_rate(plan)}",
     )
 
 

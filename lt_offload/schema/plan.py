@@ -371,6 +371,21 @@ class Plan:
         return self.window // self.forwards
 
     @property
+    def samples_per_s(self) -> float:
+        """Samples trained per second, as simulated; 0 if it was not."""
+        seconds = self.predicted.iteration_s
+        return self.batch_size * self.micro_batches / seconds if seconds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second, padding included; None where that is not known.
+
+        What has no length has no tokens, and of several forwards only the largest one's length is known.
+        """
+        known = self.sequence_length > 1 and self.forwards == 1 and self.predicted.iteration_s
+        return self.samples_per_s * self.sequence_length if known else None
+
+    @property
     def adds_up(self) -> bool:
         """Whether it has sums of gradients."""
         return self.window > 1 or self.delayed

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from lt_offload.plan import explain, solve
+from lt_offload.plan.assembly.plan import UNKNOWN
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.lanes import LANES
@@ -68,6 +70,23 @@ def test_in_short_it_is_one_paragraph() -> None:
     assert "Device memory: 19 kB of 20 kB; RAM: 16 kB of" in text
     assert "Activations of 4 blocks stay on the device; of 1 block are computed again." in text
     assert "Tensors updated: 4 on the device, 1 on the host." in text
+
+
+@pytest.mark.parametrize(("changes", "rate"), [({}, 0.08), ({"window": 4}, 0.32), ({"batch_size": 4}, 0.16)])
+def test_tokens_per_second_are_those_of_an_update(changes: dict[str, int], rate: float) -> None:
+    """16 tokens in 200 s; a window is one update of several micro-batches."""
+    plan = replace(hand_made(), **changes)
+    assert plan.tokens_per_s == pytest.approx(rate)
+    for text in (brief(plan), explain(plan)):
+        assert f"of a device with enough memory: {rate:.3g} tokens per second" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("changes", [{"sequence_length": 1}, {"forwards": 2, "window": 2}, {"predicted": UNKNOWN}])
+def test_tokens_that_are_not_known_are_not_counted(changes: dict[str, Any]) -> None:
+    """Images have none, of several forwards one length is known, and what was not simulated takes no time."""
+    plan = replace(hand_made(), **changes)
+    assert plan.tokens_per_s is None
+    assert "tokens per second" not in brief(plan) + explain(plan)
 
 
 def test_plans_that_were_not_simulated_say_so_in_short() -> None:
