@@ -320,7 +320,9 @@ class Updates:
             self.states_move = True
             self._known.update(weight for weight, (_, own) in owned if own)
 
-        attributes = self._frozen[1] if self._frozen is not None else self._attributes()
+        # A dictionary with tensors is each update's own, frozen or not. bitsandbytes brings its tables to the device of
+        # what it updates, where they become part of that one's state, and updates on the host run beside it.
+        attributes = _with_own_tables(self._frozen[1] if self._frozen is not None else self._attributes())
         state.update(self._frozen[2] if self._frozen is not None else of_none(self.optimizer))
         if place == "host":
             # A GradScaler's are on the GPU, and change there before the host's lane would ask for them.
@@ -417,17 +419,8 @@ class Updates:
         return limits.RANDOM_UPDATE.error(f"optimizer {type(self.optimizer).__name__} draws random numbers")
 
     def _attributes(self) -> dict[str, Any]:
-        """Return the attributes that a step of tensors of its own may find: counters of steps, above all.
-
-        A dictionary with tensors is each step's own. bitsandbytes brings its tables to the device of what it updates,
-        and updates on the host run beside those on the device.
-        """
-        found = {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
-        return found | {
-            name: dict(value)
-            for name, value in found.items()
-            if type(value) is dict and any(isinstance(part, Tensor) for part in value.values())
-        }
+        """Return the attributes that a step of tensors of its own may find: counters of steps, above all."""
+        return _with_own_tables({name: value for name, value in vars(self.optimizer).items() if name not in _OWN})
 
     def move(self, params: Iterable[nn.Parameter], device: torch.device) -> None:
         """Bring the states of ``params`` to ``device``; counters of steps as ``Optimizer.load_state_dict`` does it."""
@@ -453,6 +446,14 @@ class Updates:
             forget_step_hooks(sub)
             self._subs[key] = sub
         return sub
+
+
+def _with_own_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``attributes`` with copies of the dictionaries that hold tensors."""
+    return {
+        name: dict(value) if type(value) is dict and any(isinstance(part, Tensor) for part in value.values()) else value
+        for name, value in attributes.items()
+    }
 
 
 def _same(known: Sequence[Tensor], state: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Plan
-from tests.gpu.loops.bench import LOOPS, ROOM, Bench, Here, in_both_ways, plain_steps, same
+from tests.gpu.loops.bench import LOOPS, ROOM, Bench, Here, Loop, in_both_ways, plain_steps, same
 from tests.parity.models import quantized
 from tests.support import models
 from tests.support.plans import streamed
@@ -55,10 +55,24 @@ def test_adapters_on_four_bits(dtype: torch.dtype, way: str, quantised: Quantize
     assert quantised.compare(way, plain_steps, dtype=dtype, lora_dropout=0.1) == []
 
 
-@in_both_ways
-def test_states_of_eight_bits(way: str, quantised: Quantized) -> None:
-    expected, _ = quantised.plainly(plain_steps, eight_bits="device")
-    found, _ = quantised.ours(way, plain_steps, eight_bits="device")
+def clipped_steps(here: Here) -> list[torch.Tensor]:
+    """What a Trainer does: no update is made before the norm of all gradients is known."""
+    losses = []
+    for batch in here.batches[:2]:
+        loss = here.model(**batch).loss
+        loss.backward()
+        here.clip_norm(1.0)
+        here.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("way", "loop"), [("tight", plain_steps), ("resident", plain_steps), ("resident", clipped_steps)]
+)
+def test_states_of_eight_bits(loop: Loop, way: str, quantised: Quantized) -> None:
+    expected, _ = quantised.plainly(loop, eight_bits="device")
+    found, _ = quantised.ours(way, loop, delayed=loop is clipped_steps, eight_bits="device")
     assert same(expected.losses, found.losses)
     assert same(expected.model.state_dict(), found.model.state_dict())
     states = [result.optimizer.state_dict()["state"] for result in (expected, found)]
