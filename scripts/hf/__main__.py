@@ -63,11 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [
         before
         for before in (read_json(path)["figures"]["cases"] if options.save and path.is_file() else [])
-        if before["case"] not in cases
+        if before["case"] in made and before["case"] not in cases
     ]
     for name, make in cases.items():
         found.append({"case": name, **row(name, make)})
         if options.save:  # each time: a run that is stopped leaves what it has
+            found.sort(key=lambda each: list(made).index(each["case"]))
             save(path.stem, "hf", settings, {"cases": found}, RESULTS)
     return int(any(cell["differs"] for each in found for cell in each["budgets"].values()))
 

@@ -3,7 +3,8 @@
 Between two iterations, and between two blocks of a forward, a weight's newest value may be on the device only, or the
 host may still be computing it. Two torch modes stand in front of every operation outside the blocks and compare the
 storages that it touches with those of the engine's host copies. A read waits for that tensor alone. A write brings the
-newest value home first and forgets the device copy. Inside the blocks the modes are off.
+newest value home first and forgets the device copy. An operation with tensors of a GPU's runs there, as in plain
+PyTorch, if it only reads weights and nothing is differentiated. Inside the blocks the modes are off.
 
 The modes belong to the thread that installed the engine. Two ways around them remain. A view of a tensor's memory that
 is no tensor (NumPy's) may be read and written unseen: while there is one, the host copy is complete whenever an
@@ -40,6 +41,7 @@ from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo, writes
+from lt_offload.machine.zero_copy import zero_copy_view
 from lt_offload.model.optimizers import Place, tensor_at, tensors_of
 
 GRADIENT = "p.grad"
@@ -339,18 +341,21 @@ class _Operations(TorchDispatchMode):
         if guard is None:
             return func(*args, **kwargs)
         touched: dict[TrackedTensor, bool] = {}  # and whether it is written
-        on_gpu = False
+        gpu: torch.device | None = None  # of a tensor of the user's
         for position, argument in enumerate((*args, *kwargs.values())):
             for tensor in _tensors(argument):
                 owned = guard.find(tensor)
-                on_gpu |= owned is None and tensor.device.type != "cpu"
+                if owned is None and tensor.device.type != "cpu":
+                    gpu = tensor.device
                 if owned is not None:
                     touched[owned] = touched.get(owned, False) or writes(func, position, len(args), kwargs)
         if not touched:
             return func(*args, **kwargs)
-        # In plain PyTorch, where the model fits, weight and tensor would be on one device and this would work.
-        if on_gpu and func not in _COPIES:
-            raise limits.OUTSIDE_USE.error(f"{next(iter(touched)).label} is used outside its block, by {func}")
+        if gpu is not None and func not in _COPIES:
+            if any(touched.values()) or not _is_plain_read(gpu, (*args, *kwargs.values())):
+                raise limits.OUTSIDE_USE.error(f"{next(iter(touched)).label} is used outside its block, by {func}")
+            guard.read(touched)
+            return _computed_on(gpu, func, args, kwargs)
         guard.read(owned for owned, written in touched.items() if not written)
         if any(touched.values()):
             guard.write(owned for owned, written in touched.items() if written)
@@ -381,6 +386,34 @@ class _Calls(WatchingMode):
             if owned is not None:
                 guard.hand_out(owned, out)
         return out
+
+
+def _is_plain_read(gpu: torch.device, arguments: Sequence[Any]) -> bool:
+    """Return whether no gradient is to come of an operation on ``gpu``."""
+    differentiated = any(tensor.requires_grad for argument in arguments for tensor in _tensors(argument))
+    return gpu.type == "cuda" and not (differentiated and torch.is_grad_enabled())
+
+
+def _computed_on(gpu: torch.device, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` as in plain PyTorch, where weights would be on ``gpu`` with the tensors that they meet.
+
+    An average of weights that is kept there, or a reference model, is an example. Page-locked weights are read where
+    they are: the budget need not have room for a copy.
+    """
+
+    def there(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(map(there, argument))
+        if not isinstance(argument, Tensor) or argument.device.type != "cpu" or argument.dim() == 0:
+            return argument
+        argument = argument.detach()
+        if argument.is_contiguous() and argument.is_pinned():
+            return zero_copy_view(argument, gpu)
+        return argument.to(gpu)
+
+    out = func(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
+    torch.cuda.current_stream(gpu).synchronize()  # the host copies may change as soon as this returns
+    return out
 
 
 _COPIES = (torch.ops.aten.copy_.default, FOREACH_COPY)

@@ -80,6 +80,27 @@ def test_an_average_of_the_weights(way: str, bench: Bench) -> None:
 
 
 @in_both_ways
+def test_averages_that_are_kept_on_the_device(way: str, bench: Bench) -> None:
+    """As TRL's reference model is, and torch's own averages; there the weights' host copies meet tensors of a GPU."""
+
+    def loop(here: Here) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        weights = list(here.model.parameters())
+        one, other = ([torch.ones_like(weight, device=here.device) for weight in weights] for _ in range(2))
+        for batch in here.batches:
+            trained(here, batch, losses)
+            for average, weight in zip(one, weights, strict=True):
+                average.data.mul_(0.4).add_(weight.data, alpha=0.6)
+            with torch.no_grad():
+                torch._foreach_lerp_(other, weights, 0.1)
+                here.seen[f"product {len(losses)}"] = other[-1] @ weights[-1].t()
+        here.seen["averages"] = [average.cpu() for average in (*one, *other)]
+        return losses
+
+    assert bench.compare(way, loop) == []
+
+
+@in_both_ways
 def test_torchs_averaged_model(way: str, bench: Bench) -> None:
     """Where the model is: on the device in plain PyTorch, on the host within a session."""
 
