@@ -22,6 +22,14 @@ from lt_offload.model.location import brought, located, staged
 from lt_offload.model.quantized import tensors_of
 
 
+def at_home(model: nn.Module) -> nn.Module:
+    """Return ``model``, on the host: TRL loads the reference that it makes to a GPU, where no plan has room for it."""
+    places = set(getattr(model, "hf_device_map", {}).values())
+    if len(places) > 1 or getattr(model, "is_quantized", False):
+        return model  # such a model cannot be moved
+    return model.to("cpu")
+
+
 @contextmanager
 def computing(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Let ``model``, which is on the host, run on ``device`` within the context, block by block, without gradients."""

@@ -94,7 +94,9 @@ class Run:
         def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
             found = prepare(thing, device_placement=False, **options)
             if isinstance(found, nn.Module) and options.get("evaluation_mode") and thing is not self.trainer.model:
-                self._others.append(found)
+                # A reference that is to follow the model is computed with: on a GPU, as in plain PyTorch.
+                follows = getattr(self.trainer.args, "sync_ref_model", False)
+                self._others.append(found if follows else others.at_home(found))
             return found
 
         return prepared

@@ -44,7 +44,10 @@ def test_a_run_is_the_plain_one(
     library, budget = CASES[case]
     make = getattr(cases, library)[case]
     plain = Outcome.of(train(make, folder))
-    assert plain.differs(Outcome.of(train(make, folder, offloaded(make, budget, folder)))) == []
+    trainer = train(make, folder, offloaded(make, budget, folder))
+    assert plain.differs(Outcome.of(trainer)) == []
+    reference = getattr(trainer, "ref_model", None)  # TRL loads it to the GPU
+    assert reference is None or {parameter.device.type for parameter in reference.parameters()} == {"cpu"}
 
 
 def test_a_trainer_evaluates_without_training_and_its_model_stays_on_the_host(
