@@ -197,9 +197,10 @@ class OffmateStrategy(Records, Checkpoints):
     def setup_environment(self) -> None:
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
+        # First what every process refuses by itself: to meet the others may take as long as they are late.
+        limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
         self.open_processes()
         self.check_checkpoint_io()
-        limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
         check_memory(self.memory, self.root_device)
         if windows.fitting(trainer):
             part = self.part_of_ram(self.host_memory)
