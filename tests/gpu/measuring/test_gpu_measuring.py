@@ -174,10 +174,11 @@ def test_a_profile_leaves_no_trace(device: torch.device, monkeypatch: pytest.Mon
     states = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     driver.warm_up(device)
     gc.collect()  # of tests before
+    torch.cuda.empty_cache()  # and what streams have used is not counted as free before that
     before = torch.cuda.memory_allocated(device)
     profile = profiled(model, optimizer, device)
     gc.collect()
-    assert torch.cuda.memory_allocated(device) == before
+    assert torch.cuda.memory_allocated(device) <= before, "less: of what tests before left to a lane"
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(torch.cuda.get_rng_state(device), states[1])
     for parameter, address, value in weights:
