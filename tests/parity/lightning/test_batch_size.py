@@ -211,11 +211,14 @@ def test_a_saved_plan_brings_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- where it is -----------------------------------------------------------------------------------------------------
 
 
-def test_hyperparameters_hold_it_too() -> None:
+@pytest.mark.parametrize("both", [False, True])
+def test_hyperparameters_hold_it_too(both: bool) -> None:
     class Kept(LightningDataModule):
         def __init__(self, batch_size: int = 2) -> None:
             super().__init__()
             self.save_hyperparameters()
+            if both:
+                self.batch_size = batch_size
 
         def train_dataloader(self) -> list[Tensor]:
             return [torch.ones(self.hparams["batch_size"], 2)]

@@ -189,6 +189,18 @@ def test_tensors_side_by_side_are_one_transfer() -> None:
     assert [(group.payload, group.tensors) for group in plan.groups[:1]] == [("weight", (0, 1, 2))]
 
 
+def test_no_mapping_of_host_memory_is_for_more_than_one_block() -> None:
+    """While a mapping is made, its weights are there twice."""
+    profile = small_profile(4)
+    plan = built(streaming_decisions(profile, ("keep",) * 4, host_update=True), profile)
+    blocks = defaultdict[tuple[str, int], set[int]](set)
+    for group in plan.groups:
+        if group.payload != "grad":
+            blocks[group.payload, group.span].update(profile.tensors[tensor].blocks[0] for tensor in group.tensors)
+    assert len(blocks) >= 4
+    assert all(len(mine) == 1 for mine in blocks.values())
+
+
 def test_groups_apart_in_the_arena_are_several_transfers() -> None:
     profile = small_profile(1)
     (one,) = profile.tensors

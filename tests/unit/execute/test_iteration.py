@@ -16,7 +16,8 @@ from torch import Tensor
 
 import lt_offload
 from lt_offload.errors import ConfigError, UnsupportedError
-from lt_offload.execute.iteration import TABLE, State, Transition
+from lt_offload.execute.iteration import HALFWAY, TABLE, Iteration, State, Transition
+from lt_offload.execute.updates.window import Window
 from tests.support.engines import installed
 from tests.support.user_nets import Net, adamw, measured, rows, seed
 
@@ -27,6 +28,49 @@ def test_every_transition_has_an_outcome_in_every_state() -> None:
     for outcomes in TABLE.values():
         for cell in outcomes.values():
             assert cell.then is not None or all(refused.when is None for refused in cell.refusals)
+
+
+BEFORE = {  # what has come, what comes then, what the error says
+    "weights are read while updates run": ((Transition.FORWARD, Transition.BACKWARD), Transition.READ, "of this step"),
+    "they are written": ((Transition.FORWARD, Transition.BACKWARD), Transition.WRITE, "would see other weights"),
+    "another forward": ((Transition.FORWARD, Transition.BACKWARD), Transition.FORWARD, "called a second time"),
+    "another plan": ((Transition.FORWARD, Transition.BACKWARD), Transition.LEAVE, "of this step"),
+    "a forward was given up": ((Transition.FORWARD, Transition.FORGET), Transition.BACKWARD, "had been given up"),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE)
+def test_what_is_refused(case: str) -> None:
+    """Said here once more: the walk below asks the table itself what it refuses."""
+    come, then, message = BEFORE[case]
+    iteration = Iteration(None, open=lambda: False, waiting=lambda: 0)
+    iteration.enclosed = True
+    for transition in come:
+        iteration.enter(transition)
+    with pytest.raises(UnsupportedError, match=message):
+        iteration.enter(then, "weights were used")
+
+
+def test_no_checkpoint_is_complete_until_an_iteration_has_followed_the_one_that_broke_off() -> None:
+    iteration = Iteration(None, open=lambda: False, waiting=lambda: 0)
+    iteration.enclosed = True
+    for transition in (Transition.FORWARD, Transition.BACKWARD, Transition.FAIL):
+        iteration.enter(transition)
+    assert (iteration.state, iteration.unfinished()) == (State.FAILED, HALFWAY)
+    for transition in (Transition.FORWARD, Transition.BACKWARD, Transition.UPDATED):
+        iteration.enter(transition)
+    assert (iteration.state, iteration.unfinished()) == (State.IDLE, None)
+
+
+def test_only_the_last_pass_of_a_window_updates() -> None:
+    window = Window(None)
+    window.begin()
+    assert window.which == "updating"
+    passes = []
+    for waiting in (2, 1, 0):
+        window.begin_pass(waiting)
+        passes.append(window.which)
+    assert passes == ["accumulating", "accumulating", "updating"]
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -6,8 +6,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lt_offload.hf import planning
+from lt_offload.hf.batches import Size
+from lt_offload.hf.run import Run
+
+
+def test_a_batch_that_the_plan_has_no_room_for_leads_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batch(rows: int, length: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.ones(rows, length, dtype=torch.long)}
+
+    known, larger = batch(2, 8), batch(2, 9)
+    running: Any = Run(SimpleNamespace(), SimpleNamespace(plan=None))  # type: ignore[arg-type]
+    running.engine = SimpleNamespace(handover=SimpleNamespace(changed=lambda optimizer: None))
+    running.plan, running.optimizer, running._planned, running._size = object(), None, known, Size.of(known)
+    planned: list[Any] = []
+    monkeypatch.setattr(running, "_plan_for", planned.append)
+    running.expect([known, batch(1, 8), batch(2, 3)])
+    assert not planned
+    running.expect([known, larger])
+    assert planned == [larger]
 
 
 def test_a_reserve_that_plans_eat_up_is_found_in_a_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,14 @@ def test_a_window_costs_about_as_many_iterations_at_most_and_more_than_its_compu
     assert times[0].iteration_s < times[1].iteration_s < times[2].iteration_s
 
 
+def test_what_an_update_has_used_up_does_not_travel() -> None:
+    """Sums are copied to the host where more is added to them later, states where an update has changed them."""
+    plan = solve(small_profile(), memory=8_000, accumulate=3, host_update=False)
+    copied = {which: {op.payload for op in plan.program(which) if op.kind == "offload"} for which in plan.passes}
+    assert "sum" in copied["accumulating"] - copied["updating"]
+    assert "state" in copied["updating"] - copied["accumulating"]
+
+
 def test_lanes_that_share_memory_make_windows_slower() -> None:
     plan = solve(small_profile(), memory=20_000, accumulate=3)
     slow = replace(small_profile(), contention=Contention(compute=0.5, h2d=0.9, d2h=0.9, host=0.9))

@@ -75,6 +75,17 @@ def test_memory_is_let_go_of_when_its_copy_is_over(device: EmulatedDevice) -> No
     offloader.close()
 
 
+def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device: EmulatedDevice) -> None:
+    """Nothing has waited for these: their backward broke off while they were on their way back."""
+    pool = HostPool(device)
+    travel(device, pool, saved())[0].close()
+    tensors = saved()
+    _, moved = travel(device, pool, tensors)
+    for each, (name, tensor) in zip(moved, tensors.items(), strict=True):
+        assert torch.equal(each.unpack(), tensor), name
+    assert pool.nbytes == 4096
+
+
 def test_one_call_copies_them_all_and_each_is_counted(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     copy_all = device.copy_all

@@ -105,6 +105,7 @@ def test_a_change_waits_while_it_is_being_read(waiting: threading.Event) -> None
     def change() -> None:
         owner.changing([tensor])
         tensor.fill_(2)
+        waiting.set()  # had it not waited, this would be seen below
 
     with snapshot.reading(tensor.untyped_storage()):
         thread = threading.Thread(target=change)

@@ -189,6 +189,27 @@ def test_options_are_those_of_the_moment_when_an_update_is_queued(make: Make, fr
     assert twins.equal()
 
 
+@pytest.mark.parametrize("name", ["adamw-fused", "adafactor"])
+def test_snapshots_are_told_of_every_update_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins((FAST | OTHER)[name])
+    twins.update()
+    told: list[int] = []
+    monkeypatch.setattr(twins.updates.snapshots, "changing", lambda tensors: told.extend(map(id, tensors)))
+    twins.update()
+    states = [value for state in twins.other.state.values() for value in state.values()]
+    assert {id(tensor) for tensor in (*(w.host for w in twins.weights), *states)} <= set(told)
+
+
+def test_states_are_in_the_order_of_the_parameters() -> None:
+    """Updates make them in another order; whoever goes through ``optimizer.state`` sees that of a plain step."""
+    twins = Twins(FAST["adamw-fused"])
+    twins.update()
+    twins.updates.order_states()
+    order = {id(param): at for params in (twins.plain, twins.ours) for at, param in enumerate(params)}
+    ours, plain = ([order[id(param)] for param in made.state] for made in (twins.other, twins.optimizer))
+    assert ours == plain != sorted(plain)
+
+
 def test_a_group_that_was_added() -> None:
     twins = Twins(FAST["adamw-fused"])
     twins.update()
