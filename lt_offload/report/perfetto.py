@@ -10,15 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lt_offload.schema.lanes import LaneName
+from lt_offload.schema.lanes import LANES, LaneName
 from lt_offload.schema.trace import Trace
 
-LANES: dict[LaneName, str] = {
-    "compute": "compute",
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "host": "host update",
-}
+TITLES: dict[LaneName, str] = {lane.name: lane.title for lane in LANES}
 """The lanes of a trace in the order in which they are drawn, with their names for people."""
 
 _PROCESS = 1
@@ -28,10 +23,10 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     """Return ``trace`` in the Trace Event format, ready for ``json.dump``."""
     # A simulated prefetch may begin before its iteration does; the viewers want times that are not negative.
     origin = min([0.0, *(span.start for span in trace.spans)])
-    threads: dict[LaneName, int] = {lane: number for number, lane in enumerate(LANES, start=1)}
+    threads: dict[LaneName, int] = {lane: number for number, lane in enumerate(TITLES, start=1)}
     events = [_metadata("process_name", 0, name=f"lt_offload, one iteration ({trace.source})")]
     for lane, thread in threads.items():
-        events.append(_metadata("thread_name", thread, name=LANES[lane]))
+        events.append(_metadata("thread_name", thread, name=TITLES[lane]))
         events.append(_metadata("thread_sort_index", thread, sort_index=thread))
     # Of two spans that start together the longer one comes first: viewers nest by the order of events.
     for span in sorted(trace.spans, key=lambda span: (span.start, -span.end)):

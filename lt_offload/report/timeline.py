@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.report.drawing import OUT_OF_VIEW, Drawing, axis, frame, layout
-from lt_offload.report.perfetto import LANES
+from lt_offload.report.perfetto import TITLES
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
@@ -68,7 +68,7 @@ class Bar:
 
 def bars(trace: Trace, plan: Plan) -> list[Bar]:
     """Return what to draw for ``trace``, at most :data:`MAX_BARS`, in drawing order."""
-    lanes = (span for span in trace.spans if span.lane in LANES)
+    lanes = (span for span in trace.spans if span.lane in TITLES)
     single = _mark_nested(bar for span in lanes for bar in _within(_bar(span, plan), trace.iteration_time))
     gap = trace.iteration_time / _RESOLUTION
     merged = _merge(single, gap, per_block=True)
@@ -180,18 +180,18 @@ def iteration(trace: Trace, plan: Plan, blocks: Sequence[str], axis_s: float, *,
             anchor="y2", range=[0, end], ticksuffix=f" {unit}", nticks=7, showline=True, minallowed=0, maxallowed=end
         ),
         yaxis=axis(
-            domain=[_MEMORY + 0.07, 1], range=[len(LANES) - 0.6, -0.75], showticklabels=False, showgrid=False,
+            domain=[_MEMORY + 0.07, 1], range=[len(TITLES) - 0.6, -0.75], showticklabels=False, showgrid=False,
             fixedrange=True,
         ),
         yaxis2=axis(domain=[0, _MEMORY], range=[0, top], showticklabels=False, nticks=3, fixedrange=True),
     )  # fmt: skip
-    busy = ", ".join(f"{LANES[lane]} {_busy(found, lane, trace)}" for lane in LANES)
+    busy = ", ".join(f"{TITLES[lane]} {_busy(found, lane, trace)}" for lane in TITLES)
     label = f"{trace.source} iteration of {format_seconds(trace.iteration_time)}: {busy}; {_peak(trace)}"
     return frame(drawn, caption=caption, label=label, height=HEIGHT, kind="iteration")
 
 
 def _draw_lanes(drawn: Drawing, found: Sequence[Bar], trace: Trace, blocks: Sequence[str], scale: float) -> None:
-    height = {lane: number for number, lane in enumerate(LANES)}
+    height = {lane: number for number, lane in enumerate(TITLES)}
     for lane, number in height.items():
         drawn.shapes.append(
             {
@@ -200,7 +200,7 @@ def _draw_lanes(drawn: Drawing, found: Sequence[Bar], trace: Trace, blocks: Sequ
             }
         )  # fmt: skip
         place = {"xref": "paper", "x": 0, "xanchor": "left", "y": number - _LANE / 2, "yanchor": "bottom"}
-        drawn.say(f"{LANES[lane]} <span style='color:var(--faint)'>{_busy(found, lane, trace)}</span>", place)
+        drawn.say(f"{TITLES[lane]} <span style='color:var(--faint)'>{_busy(found, lane, trace)}</span>", place)
     by_kind: dict[tuple[str, bool], list[Bar]] = defaultdict(list)
     for bar in found:
         by_kind[bar.kind, bar.nested].append(bar)

@@ -82,7 +82,6 @@ PLANNING = (
         "return other.host.data_ptr() == one.host.data_ptr() + one.room",
         "return True",
         "unit/execute/memory",
-        ENGINE,
     ),
     _mutant(
         "a stay over the end of an iteration is not there at its start",

@@ -266,7 +266,8 @@ def _phase(op: Op) -> int:
     if op.computes:
         # A forward that runs again has to leave what the backward behind it needs.
         return 3 if op.save is None else 2
-    if op.uses_gradients or op.payload == "grad":
+    # What moves nothing and computes nothing works on gradients and their sums: updates, adding up.
+    if op.payload in (None, "grad"):
         return 4
     return 5 if op.kind == "offload" else 6
 

@@ -57,6 +57,14 @@ def test_clipping_by_value_equals_plain_training(options: dict[str, Any], settin
         require_equal(training, solve(profile, memory=memory, **settings), expected)
 
 
+def test_updates_that_settle_come_after_the_sums_that_they_use() -> None:
+    """No gradient that arrives tells them so."""
+    training = Training(start=models.build("llama"), windows=[[(2, 12)]], clip_value=1e-3)
+    plan = solve(training.profile(), memory="1GB", delayed=True, planner="stream")
+    assert {op.lane for op in plan.ops if op.kind == "update"} == {"host"}
+    require_equal(training, plan, training.plainly())
+
+
 @pytest.mark.parametrize(
     ("settings", "by_value"),
     sampling.some(

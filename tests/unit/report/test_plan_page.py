@@ -129,9 +129,9 @@ def test_names_lose_the_prefix_that_all_share() -> None:
 def test_totals_of_bytes_are_those_of_the_plan() -> None:
     traffic = plain(report()).split("Traffic and load")[1].split("Runners-up")[0]
     down = sum(op.bytes for op in PLAN.ops if op.lane == "d2h") / MB
-    assert re.search(r"device to host 113 MB 112 MB 226 MB 54 MB (\d+) MB", traffic)[1] == f"{down:.0f}"
+    assert re.search(r"copies to host 113 MB 112 MB 226 MB 54 MB (\d+) MB", traffic)[1] == f"{down:.0f}"
     updated = sum(PROFILE.tensors[t].bytes for op in PLAN.ops if op.lane == "host" for t in PLAN.tensors(op)) / MB
-    assert f"host update – – – – {updated:.0f} MB" in traffic
+    assert f"updates on host – – – – {updated:.0f} MB" in traffic
 
 
 def test_runners_up_and_notes_are_escaped() -> None:

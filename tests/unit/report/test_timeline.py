@@ -31,7 +31,7 @@ def bars_of(figure: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_all_lanes_and_the_budget_are_named() -> None:
     said = [note["text"] for note in drawn()["layout"]["annotations"]]
-    for name in ("compute ", "host to device ", "device to host ", "host update ", "device memory: peak 423 MB"):
+    for name in ("compute ", "copies to device ", "copies to host ", "updates on host ", "device memory: peak 423 MB"):
         assert any(text.startswith(name) for text in said), name
     assert "budget 440 MB" in said
     assert {"forward", "backward"} <= set(said)

@@ -160,6 +160,16 @@ def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int
         assert weight.param.data.data_ptr() == weight.host.data_ptr()
 
 
+def test_what_is_apart_on_the_host_is_not_one_range(device: EmulatedDevice) -> None:
+    weights = weights_of()
+    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights))
+    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
+    first, _, third, *_ = layout.all
+    first.attach(device.place(0, first.room))
+    third.attach(device.place(first.room, third.room))
+    assert [host.data_ptr() for host, _ in coalesced([first, third])] == [first.host.data_ptr(), third.host.data_ptr()]
+
+
 def test_saving_one_tensor_writes_its_bytes_only(device: EmulatedDevice) -> None:
     weights = weights_of(((4, 4), (4096,), (4, 4)))
     Layout(device, weights, [weights], None)
