@@ -1,7 +1,7 @@
 """The rows of grids that one run of the tests takes: a sample drawn by a seed, or all with ``--full``.
 
 Large grids draw their rows themselves. Of all other tests a run takes a few rows where they differ in a ``seed`` only,
-a part of the rows in the folders of ``SHARES``, and few of the tests that are marked ``slow``.
+a part of the rows in the folders of ``SHARES``, few of the tests that are marked ``slow`` and none that is ``long``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuri
 SEEDS = 5
 """So many rows are run of those that differ in a parameter ``seed`` only, fewer where there are several kinds."""
 SLOW = 5
-"""Of the tests of a folder that are marked ``slow`` one in so many is run, and at least one."""
+"""Of the tests of a folder that are marked ``slow`` one in so many is run, and at least one; of that one row."""
 
 
 def some(rows: Sequence[T], count: int, name: str = "") -> list[T]:
@@ -109,14 +109,18 @@ def of_seeds(rows: list[pytest.Item], name: str) -> list[pytest.Item]:
 
 
 def without_slow(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return ``items`` with one in ``SLOW`` of each folder's tests that are marked so."""
-    tests = defaultdict[Path, dict[str, None]](dict)
-    slow = {item for item in items if item.get_closest_marker("slow") is not None}
+    """Return ``items`` with a row of one in ``SLOW`` of each folder's tests that are marked so, and no ``long`` one."""
+    if FULL:
+        return items
+    tests = defaultdict[Path, dict[str, list[pytest.Item]]](lambda: defaultdict(list))
+    left_out = {item for item in items if any(item.get_closest_marker(name) for name in ("slow", "long"))}
     for item in items:
-        if item in slow:
-            tests[item.path.parent][item.nodeid.partition("[")[0]] = None
-    kept = {name for folder, mine in tests.items() for name in some(list(mine), max(1, len(mine) // SLOW), folder.name)}
-    return [item for item in items if item not in slow or item.nodeid.partition("[")[0] in kept]
+        if item in left_out and item.get_closest_marker("long") is None:
+            tests[item.path.parent][item.nodeid.partition("[")[0]].append(item)
+    for folder, mine in tests.items():
+        for name in some(list(mine), max(1, len(mine) // SLOW), folder.name):
+            left_out.difference_update(some(mine[name], 1, name))
+    return [item for item in items if item not in left_out]
 
 
 def a_quarter(items: list[pytest.Item], places: Sequence[str]) -> list[pytest.Item]:

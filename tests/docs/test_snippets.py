@@ -83,7 +83,7 @@ def test_scripts_are_where_people_look_and_the_same() -> None:
     assert len({block.text for block in SCRIPTS}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs as it is: with no name that it does not define, in an empty folder, without the hub."""
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from tests import sampling
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", sampling.some([[], ["--asynchronous"]], 1), ids=str)
 def test_killed_runs_end_like_a_run_that_nobody_killed(options: list[str], tmp_path: Path) -> None:
     report = tmp_path / "kills.json"

@@ -16,7 +16,7 @@ PLACES = ("callbacks", "lightning", "optimizers", "users", "windows")
 ROWS = 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.own_plan("is about this option")
 def test_a_sample_is_equal_when_blocks_run_again() -> None:
     folder = Path(__file__).parent

@@ -16,10 +16,10 @@ from tests import sampling
 class Row:
     path: Path
     nodeid: str
-    slow: bool = False
+    mark: str = ""
 
     def get_closest_marker(self, name: str) -> object:
-        return self if self.slow and name == "slow" else None
+        return self if name == self.mark else None
 
 
 class Seeded(Row):
@@ -79,22 +79,21 @@ def test_one_of_some_values_which_the_running_test_draws(monkeypatch: pytest.Mon
     assert sampling.one("abc") == [*"abc"]
 
 
-def test_few_of_the_slow_tests_of_a_folder_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_few_of_the_slow_tests_of_a_folder_and_none_of_the_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "FULL", False)
-    slow: list[Any] = [
-        Row(sampling.HERE / f"{place}/test_{file}.py", f"{place}::{file}[{row}]", slow=True)
-        for place, files in (("a", 2 * sampling.SLOW), ("b", 2))
+    marked: list[Any] = [
+        Row(sampling.HERE / f"{place}/test_{file}.py", f"{place}::{file}[{row}]", mark)
+        for place, files, mark in (("a", 2 * sampling.SLOW, "slow"), ("b", 2, "slow"), ("b", 9, "long"), ("c", 1, "long"))
         for file in range(files)
         for row in range(3)
     ]
     others = rows("a/test_x.py", "other", 5)
-    chosen = sampling.without_slow([*slow, *others])
-    assert chosen[-5:] == others
-    tests = {item.nodeid.partition("[")[0] for item in chosen[:-5]}
-    assert sorted(name.partition("::")[0] for name in tests) == ["a", "a", "b"]
-    assert len(chosen) == 3 * len(tests) + 5
+    *chosen, one, two, three, four, five = sampling.without_slow([*marked, *others])
+    assert [one, two, three, four, five] == others
+    assert [item.nodeid.partition("::")[0] for item in chosen] == ["a", "a", "b"]
+    assert {item.mark for item in chosen} == {"slow"}
     monkeypatch.setattr(sampling, "FULL", True)
-    assert sampling.without_slow([*slow, *others]) == [*slow, *others]
+    assert sampling.without_slow([*marked, *others]) == [*marked, *others]
 
 
 def test_one_row_is_run_where_it_is_asked_for() -> None:

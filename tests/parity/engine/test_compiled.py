@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("accounting", ["always", "off"])
 @pytest.mark.parametrize("case", CASES, ids=["every option", "recompute"])
 def test_equal_to_the_compiled_model(case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def taking_turns(first: Run, second: Run) -> list[dict[str, Tensor]]:
     return [batch for pair in pairs for batch in pair if (batch["labels"] != -100).any()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["padded", "batches", "streamed"])
 def test_two_processes_train_like_one_that_accumulates(folder: Path, case: str) -> None:
     first, second = both(folder, case)
@@ -76,7 +76,7 @@ def test_two_processes_train_like_one_that_accumulates(folder: Path, case: str) 
     assert equal(first["losses"], expected["losses"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_accumulating_in_both_gives_each_update_the_batches_of_one_process(folder: Path) -> None:
     """Each process adds up its own gradients first, which is another order of additions than that of one process."""
     first, second = both(folder, "accumulated")
@@ -105,7 +105,7 @@ def gradients(model: Any, batches: Sequence[dict[str, Tensor]], tokens: Tensor) 
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["padded", "streamed"])
 def test_both_go_on_where_they_stopped(folder: Path, case: str) -> None:
     whole, stopped, resumed = (both(folder, f"{case}{part}") for part in ("", ", stopped", ", resumed"))
@@ -115,7 +115,7 @@ def test_both_go_on_where_they_stopped(folder: Path, case: str) -> None:
     assert equal(whole[0]["weights"], resumed[0]["weights"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_held_out_row_counts_once(folder: Path) -> None:
     first, second = both(folder, "padded")
     assert [len(run["held_out"]) for run in (first, second)] == [2 * len(first["val_losses"])] * 2
@@ -133,7 +133,7 @@ def test_every_held_out_row_counts_once(folder: Path) -> None:
     assert equal(second["val_losses"], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stream_goes_on_with_another_number_of_processes(folder: Path) -> None:
     both(folder, "streamed, stopped")
     whole = alone(folder, "streamed")

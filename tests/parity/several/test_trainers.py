@@ -15,7 +15,7 @@ from tests.parity.several.trainers import MEMORY, module
 from tests.support import trainers
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.parity.several.trainers", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
