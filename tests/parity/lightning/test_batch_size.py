@@ -211,30 +211,30 @@ def test_a_saved_plan_brings_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- where it is -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_hyperparameters_hold_it_too(both: bool) -> None:
+def test_hyperparameters_hold_it_too() -> None:
     class Kept(LightningDataModule):
         def __init__(self, batch_size: int = 2) -> None:
             super().__init__()
             self.save_hyperparameters()
-            if both:
-                self.batch_size = batch_size
 
         def train_dataloader(self) -> list[Tensor]:
             return [torch.ones(self.hparams["batch_size"], 2)]
 
-    made = lightning.pytorch.Trainer(strategy="offmate", accelerator="cpu", logger=False)
-    module = seeded_module()
-    del module.batch_size
-    made._data_connector.attach_data(module, datamodule=Kept())
-    made.strategy._lightning_module = module
-    size = batch_size.BatchSize(made, "auto")
-    assert size.value == 2
-    with size.set_to(5):
-        assert made.datamodule.train_dataloader()[0].shape == (5, 2)
-    assert size.value == 2
-    size.value = 3
-    assert made.datamodule.hparams["batch_size"] == 3
+    for both in (False, True):
+        made = lightning.pytorch.Trainer(strategy="offmate", accelerator="cpu", logger=False)
+        module = seeded_module()
+        del module.batch_size
+        made._data_connector.attach_data(module, datamodule=Kept())
+        if both:
+            made.datamodule.batch_size = 2
+        made.strategy._lightning_module = module
+        size = batch_size.BatchSize(made, "auto")
+        assert size.value == 2
+        with size.set_to(5):
+            assert made.datamodule.train_dataloader()[0].shape == (5, 2)
+        assert size.value == 2
+        size.value = 3
+        assert made.datamodule.hparams["batch_size"] == 3
 
 
 def test_a_loader_made_already_is_refused() -> None:
