@@ -241,6 +241,6 @@ def test_a_scaled_down_model_trains_two_steps(
     assert check(plan, profile) == []
     assert profile.dtype == merged["model"]["dtype"]
     assert profile.parts == merged["trainer"]["strategy"]["init_args"].get("micro_batches", 1)
-    assert plan.micro_batches == merged["trainer"].get("accumulate_grad_batches", 1)
+    assert plan.accumulate == merged["trainer"].get("accumulate_grad_batches", 1)
     assert any(not tensor.trainable for tensor in profile.tensors) == ("lora" in merged["model"])
     assert {path.name for path in Path("run").iterdir()} >= {"config.yaml", "trace.json", "report.html", "checkpoints"}

@@ -126,7 +126,7 @@ def plan_differences(found: RunComparison) -> list[Row]:
         ("device budget", lambda plan: format_bytes(plan.budget_bytes)),
         ("RAM budget", lambda plan: format_bytes(plan.host_budget_bytes)),
         ("batch", samples_of),
-        ("micro-batches", lambda plan: str(plan.micro_batches)),
+        ("micro-batches", lambda plan: str(plan.accumulate)),
         ("iteration, planned", lambda plan: format_seconds(plan.predicted.iteration_s)),
         ("lower bound", lambda plan: format_seconds(plan.predicted.lower_bound_s)),
         ("to the device", lambda plan: _travels(plan, "h2d")),

@@ -123,7 +123,7 @@ def _time(plan: Plan) -> str:
     found = plan.predicted
     if not found.iteration_s:
         return "It was not simulated."
-    unit = "An iteration" if plan.micro_batches == 1 else f"A {plan.unit}"
+    unit = "An iteration" if plan.accumulate == 1 else f"A {plan.unit}"
     about = "about " if plan.estimated else ""
     slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
     return (
@@ -147,7 +147,7 @@ def samples_of(what: Plan | Profile, times: str = "x") -> str:
 
 def _inputs(plan: Plan) -> str:
     samples = samples_of(plan)
-    tokens = f"batch {samples}" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches of {samples}"
+    tokens = f"batch {samples}" if plan.accumulate == 1 else f"{plan.accumulate} micro-batches of {samples}"
     if plan.forwards > 1:
         tokens += f", {plan.forwards} forwards each"
     if plan.parts > 1:

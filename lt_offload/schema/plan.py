@@ -366,15 +366,15 @@ class Plan:
     schema: int = PLAN_SCHEMA
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches per update that it was made for."""
+    def accumulate(self) -> int:
+        """Micro-batches per update that it was made for, as the setting says it; ``parts`` are within each."""
         return self.window // self.forwards
 
     @property
     def samples_per_s(self) -> float:
         """Samples trained per second, as simulated; 0 if it was not."""
         seconds = self.predicted.iteration_s
-        return self.batch_size * self.micro_batches / seconds if seconds else 0.0
+        return self.batch_size * self.accumulate / seconds if seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -413,7 +413,7 @@ class Plan:
     @property
     def unit(self) -> str:
         """What people call what an update needs, e.g. ``"iteration"`` or ``"window of 4 micro-batches"``."""
-        return "iteration" if self.micro_batches == 1 else f"window of {self.micro_batches} micro-batches"
+        return "iteration" if self.accumulate == 1 else f"window of {self.accumulate} micro-batches"
 
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""

@@ -204,18 +204,18 @@ def traced(plan: Plan) -> list[Call]:
     device = RecordingDevice(plan.budget_bytes)
     engine = Engine(model, optimizer, plan, device)
     batch = partial(models.batch, model)
-    micro_batches = plan.micro_batches
+    accumulate = plan.accumulate
     try:
         engine.install()
         engine.follow(optimizer)
         for window in range(WINDOWS):
             if plan.window > 1:
-                engine.accumulate = micro_batches
-            for at in range(micro_batches):
-                last = at == micro_batches - 1 and not plan.delayed
+                engine.accumulate = accumulate
+            for at in range(accumulate):
+                last = at == accumulate - 1 and not plan.delayed
                 device.during = f"window {window}, batch {at}, {'updating' if last else 'accumulating'}"
                 with device.accounting():
-                    (model(**batch(seed=at)).loss / micro_batches).backward()
+                    (model(**batch(seed=at)).loss / accumulate).backward()
             device.during = f"window {window}, {'settling' if plan.delayed else 'step'}"
             if plan.delayed:
                 engine.clip_grad_norm_(CLIP_NORM)

@@ -36,7 +36,7 @@ class SimulatedStep:
         """Return what ``plan`` says."""
         found = plan.predicted
         return cls(
-            samples=plan.batch_size * plan.micro_batches,
+            samples=plan.batch_size * plan.accumulate,
             sequence_length=plan.sequence_length,
             iteration_s=found.iteration_s,
             no_offload_s=found.no_offload_s,

@@ -183,7 +183,7 @@ class FollowedLoop:
         iteration.manual, passes.manual = True, hooks
 
     def _end_backward(self) -> None:
-        self._window.micro_batches += not self._passes.waiting
+        self._window.complete += not self._passes.waiting
         if self._window.delayed:
             self._gradients.show()
             self._after_backward()

@@ -40,9 +40,9 @@ class Window:
         """Whether the present micro-batch is the last one of its window."""
         self.added = 0
         """Passes of the present window whose gradients have been added up."""
-        self.micro_batches = 0
+        self.complete = 0
         """Complete micro-batches of the present window; counted in a loop of one's own only."""
-        self._largest = plan.micro_batches if plan is not None else 1
+        self._largest = plan.accumulate if plan is not None else 1
         self._size = self._largest
 
     @property
@@ -70,7 +70,7 @@ class Window:
 
     def begin(self, *, last: bool | None = None) -> None:
         """The next micro-batch begins; ``last``: whether it is the last, None: as many as were said are to come."""
-        self.last = self.micro_batches + 1 >= self._size if last is None else last
+        self.last = self.complete + 1 >= self._size if last is None else last
         self.begin_pass(0)
 
     def begin_pass(self, waiting: int) -> None:
@@ -80,4 +80,4 @@ class Window:
 
     def end(self) -> None:
         """The window is over."""
-        self.added = self.micro_batches = 0
+        self.added = self.complete = 0

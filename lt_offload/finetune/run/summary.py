@@ -151,7 +151,7 @@ class RunSummary(Callback):
             planned = f" (planned: {format_seconds(plan.predicted.iteration_s)})" if plan is not None else ""
             facts["step time"] = format_seconds(step) + planned
         if plan is not None:
-            batches = f"{plan.micro_batches} micro-batches of " if plan.micro_batches > 1 else ""
+            batches = f"{plan.accumulate} micro-batches of " if plan.accumulate > 1 else ""
             chosen = f", chosen from {len(plan.batch_curve)} sizes" if plan.batch_curve else ""
             if batches or chosen:
                 facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"

@@ -175,7 +175,7 @@ def test_losses_of_several_forwards_equal_plain_training(step: Step, options: di
     assert (profile.forwards, profile.deferred_forwards) == COUNTS[step]
     for memory in budgets(profile):
         plan = solve(profile, memory=memory)
-        assert (plan.forwards, plan.micro_batches) == (profile.forwards, 1)
+        assert (plan.forwards, plan.accumulate) == (profile.forwards, 1)
         assert differences(expected, by(plan, start, step)) == []
 
 
@@ -189,7 +189,7 @@ def test_weights_that_blocks_share_and_windows_sum_forward_by_forward(step: Step
     profile = profiled(start, step)
     for memory in budgets(profile, **settings):
         plan = solve(profile, memory=memory, **settings)
-        assert plan.micro_batches == window
+        assert plan.accumulate == window
         assert ("forward by forward" in "".join(plan.notes)) is (plan.forwards > 1)
         assert differences(expected, by(plan, start, step, window)) == []
 
