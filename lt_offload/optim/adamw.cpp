@@ -1,4 +1,5 @@
 // One pass of AdamW over memory: gradients in, weights and moments out. Knows arrays of numbers and threads, no tensors.
+// Moments are fp32, bfloat16, or bytes in blocks with a scale each; those that are not fp32 are for a block at a time.
 //
 // Every rounding is that of torch's fused CPU kernel, so that it does not matter which of the two runs: products and
 // sums are contracted where std::fma says so and nowhere else (compile with -ffp-contract=off). The loops are left to
@@ -9,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include "blockwise.h"
 
 namespace {
 
@@ -28,14 +31,17 @@ struct Step {
     float correction;     // sqrt(1 - beta2 ** step)
     uint32_t seed;        // of the noise by which weights without fp32 ones are rounded
     uint32_t first;       // number of the first element
+    uint32_t moment_seed; // of the noise by which second moments in bfloat16 are rounded
 };
 
 struct Arrays {
     void* low;            // bfloat16 weights; null: there are none, the gradient is fp32
     const void* grad;
     float* weight;        // fp32 weights, which those in bfloat16 follow; null: there are none, noise rounds
-    float* exp_avg;
-    float* exp_avg_sq;
+    void* exp_avg;
+    void* exp_avg_sq;
+    float* scale;         // of the blocks of exp_avg, where it has bytes
+    float* scale_sq;
 };
 
 inline float wide(uint16_t value) {
@@ -67,6 +73,7 @@ inline uint16_t narrow(float value, uint32_t number, uint32_t seed) {
 }
 
 enum class Kind { kFull, kMasters, kNoise };
+enum class Moments : int { kFull, kHalf, kBytes };
 
 template <Kind kKind, bool kSmall, typename Grad>
 void run(int64_t n, uint16_t* __restrict low, const Grad* __restrict grad, float* __restrict weight,
@@ -88,19 +95,76 @@ void run(int64_t n, uint16_t* __restrict low, const Grad* __restrict grad, float
     }
 }
 
+// A block of moments that are not kept in fp32: they are so here, between two runs over a few kilobytes in the cache.
+struct Block {
+    alignas(64) float exp_avg[blockwise::kBlock];
+    alignas(64) float exp_avg_sq[blockwise::kBlock];
+};
+
+void widen(int64_t n, const uint16_t* __restrict from, float* __restrict to) {
+    for (int64_t i = 0; i < n; ++i) to[i] = wide(from[i]);
+}
+
+template <Kind kKind, bool kSmall, Moments kMoments, typename Grad>
+void run(int64_t begin, int64_t n, const Arrays& a, const Options& o, const Step& s, const blockwise::Maps& maps) {
+    auto* low = static_cast<uint16_t*>(a.low);
+    const auto* grad = static_cast<const Grad*>(a.grad);
+    constexpr int64_t kBlock = blockwise::kBlock;
+    if constexpr (kMoments == Moments::kFull) {
+        run<kKind, kSmall>(n, low ? low + begin : nullptr, grad + begin, a.weight ? a.weight + begin : nullptr,
+                           static_cast<float*>(a.exp_avg) + begin, static_cast<float*>(a.exp_avg_sq) + begin, o, s,
+                           s.first + static_cast<uint32_t>(begin));
+        return;
+    }
+    Block block;
+    for (int64_t i = begin; i < begin + n; i += kBlock) {
+        const int64_t count = std::min(kBlock, begin + n - i);
+        auto* bytes = static_cast<uint8_t*>(a.exp_avg) + i;
+        auto* bytes_sq = static_cast<uint8_t*>(a.exp_avg_sq) + i;
+        auto* half = static_cast<uint16_t*>(a.exp_avg) + i;
+        auto* half_sq = static_cast<uint16_t*>(a.exp_avg_sq) + i;
+        const uint32_t first = s.first + static_cast<uint32_t>(i);
+        if constexpr (kMoments == Moments::kHalf) {
+            widen(count, half, block.exp_avg);
+            widen(count, half_sq, block.exp_avg_sq);
+        } else {
+            blockwise::decode<true>(bytes, a.scale[i / kBlock], maps.with_sign, block.exp_avg);
+            blockwise::decode<false>(bytes_sq, a.scale_sq[i / kBlock], maps.without, block.exp_avg_sq);
+        }
+        run<kKind, kSmall>(count, low ? low + i : nullptr, grad + i, a.weight ? a.weight + i : nullptr, block.exp_avg,
+                           block.exp_avg_sq, o, s, first);
+        if constexpr (kMoments == Moments::kHalf) {
+            for (int64_t j = 0; j < count; ++j) half[j] = narrow(block.exp_avg[j]);
+            for (int64_t j = 0; j < count; ++j) {
+                half_sq[j] = narrow(block.exp_avg_sq[j], first + static_cast<uint32_t>(j), s.moment_seed);
+            }
+        } else {
+            a.scale[i / kBlock] = blockwise::encode<true>(block.exp_avg, maps.with_sign, bytes);
+            a.scale_sq[i / kBlock] = blockwise::encode<false>(block.exp_avg_sq, maps.without, bytes_sq);
+        }
+    }
+}
+
 template <Kind kKind, typename Grad>
-void run(int64_t begin, int64_t n, const Arrays& a, const Options& o, const Step& s) {
-    const auto loop = std::fabs(o.weight1) < 0.5f ? run<kKind, true, Grad> : run<kKind, false, Grad>;
-    auto* low = a.low ? static_cast<uint16_t*>(a.low) + begin : nullptr;
-    auto* weight = a.weight ? a.weight + begin : nullptr;
-    loop(n, low, static_cast<const Grad*>(a.grad) + begin, weight, a.exp_avg + begin, a.exp_avg_sq + begin, o, s,
-         s.first + static_cast<uint32_t>(begin));
+void run(int64_t begin, int64_t n, const Arrays& a, const Options& o, const Step& s, Moments moments,
+         const blockwise::Maps& maps) {
+    const bool small = std::fabs(o.weight1) < 0.5f;
+    if (moments == Moments::kFull) {
+        (small ? run<kKind, true, Moments::kFull, Grad> : run<kKind, false, Moments::kFull, Grad>)(begin, n, a, o, s,
+                                                                                                 maps);
+    } else if (moments == Moments::kHalf) {
+        (small ? run<kKind, true, Moments::kHalf, Grad> : run<kKind, false, Moments::kHalf, Grad>)(begin, n, a, o, s,
+                                                                                                 maps);
+    } else {
+        (small ? run<kKind, true, Moments::kBytes, Grad> : run<kKind, false, Moments::kBytes, Grad>)(begin, n, a, o, s,
+                                                                                                   maps);
+    }
 }
 
 }  // namespace
 
 extern "C" void lt_offload_adamw(int64_t count, const int64_t* sizes, const Arrays* arrays, const Step* steps,
-                                 const Options* options, int threads) {
+                                 const Options* options, Moments moments, const blockwise::Maps* maps, int threads) {
     std::vector<int64_t> ends(count);  // in tiles, over all tensors: small ones share one parallel region
     int64_t tiles = 0;
     for (int64_t i = 0; i < count; ++i) ends[i] = tiles += (sizes[i] + kTile - 1) / kTile;
@@ -110,11 +174,11 @@ extern "C" void lt_offload_adamw(int64_t count, const int64_t* sizes, const Arra
         const int64_t begin = (tile - (i ? ends[i - 1] : 0)) * kTile;
         const int64_t n = std::min(kTile, sizes[i] - begin);
         if (!arrays[i].low) {
-            run<Kind::kFull, float>(begin, n, arrays[i], *options, steps[i]);
+            run<Kind::kFull, float>(begin, n, arrays[i], *options, steps[i], moments, *maps);
         } else if (arrays[i].weight) {
-            run<Kind::kMasters, uint16_t>(begin, n, arrays[i], *options, steps[i]);
+            run<Kind::kMasters, uint16_t>(begin, n, arrays[i], *options, steps[i], moments, *maps);
         } else {
-            run<Kind::kNoise, uint16_t>(begin, n, arrays[i], *options, steps[i]);
+            run<Kind::kNoise, uint16_t>(begin, n, arrays[i], *options, steps[i], moments, *maps);
         }
     }
 }

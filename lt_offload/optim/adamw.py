@@ -1,14 +1,15 @@
 """AdamW for weights of any float dtype, which keeps fp32 masters of low-precision ones, or rounds them with noise.
 
-The masters are ordinary optimizer state. So whoever moves or pages state tensors moves them as well, and bfloat16
-weights and gradients are all that travels where an update runs in place, next to its fp32 state.
+Its moments may be kept in bfloat16 or in eight bits. The masters are ordinary optimizer state. So whoever moves or
+pages state tensors moves them as well, and bfloat16 weights and gradients are all that travels where an update runs in
+place, next to its state.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,12 +18,16 @@ from typing_extensions import override
 
 from lt_offload.compat.torch import foreach_add_
 from lt_offload.errors import ConfigError
-from lt_offload.optim import native, plain
+from lt_offload.optim import blockwise, native, plain
 from lt_offload.optim.plain import Entry, Options
 
 _LOW = (torch.bfloat16, torch.float16)
 _FOREIGN = ("fused", "foreach", "capturable", "differentiable")
 """Options of torch's AdamW that a checkpoint may bring and that choose an implementation there."""
+StateDtype = Literal["bfloat16", "8bit"]
+_KEPT = ("stochastic_rounding", "state_dtype", "min_8bit_size")
+"""Options of groups that say what states are, and that no checkpoint changes."""
+_SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _NUMBER = "_adamw_number"
 """Attribute of a parameter: its number among those of its optimizer. Stand-ins that are updated for it get it, too."""
 
@@ -36,6 +41,8 @@ def adamw_(
     steps: Sequence[float],
     *,
     seeds: Sequence[int | None] | None = None,
+    scales: Sequence[tuple[Tensor, Tensor] | None] | None = None,
+    moment_seeds: Sequence[int] | None = None,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -50,11 +57,14 @@ def adamw_(
         grads: their gradients, which stay as they are.
         masters: per weight the fp32 tensor to update in its place, from which it is then rounded (to nearest, ties to
             even); None: the weight itself is updated.
-        exp_avgs: first moments, in the dtype of what is updated.
-        exp_avg_sqs: second moments.
+        exp_avgs: first moments, in the dtype of what is updated; or in bfloat16, or bytes with ``scales``.
+        exp_avg_sqs: second moments, in the same way.
         steps: per weight the number of this update, 1 for the first.
         seeds: per bfloat16 weight without a master 32 bits from which the noise is made that rounds it; its moments are
             fp32 then. None: no weight is rounded so.
+        scales: per weight those of the blocks of both moments, where these are bytes: see
+            :mod:`lt_offload.optim.blockwise`.
+        moment_seeds: per weight 32 bits from which the noise is made that rounds second moments in bfloat16.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
@@ -72,8 +82,14 @@ def adamw_(
         maximize=maximize,
         grad_scale=grad_scale,
     )
-    rows = zip(params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds or [None] * len(params), strict=True)
-    entries = [Entry(*row) for row in rows]
+    count = len(params)
+    rows = zip(params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds or [None] * count, strict=True)
+    more = zip(scales or [None] * count, moment_seeds or [0] * count, strict=True)
+    entries = []
+    for row, (pair, moment_seed) in zip(rows, more, strict=True):
+        scale, scale_sq = pair or (None, None)
+        kept = Entry(*row)._replace(exp_avg_scale=scale, exp_avg_sq_scale=scale_sq, moment_seed=moment_seed)
+        entries.append(kept)
     with torch.no_grad():
         left = native.update(entries, options)
         plain.update(left, options)
@@ -95,6 +111,14 @@ class AdamW(Optimizer):
     The noise depends on the parameter's number in the optimizer, on the step and on the element, and on nothing else:
     the order of updates, where they run, and whether the run was resumed change no bit. There is nothing to seed.
 
+    With ``state_dtype`` both moments take less memory; arithmetic is fp32 in any case, and masters are, too.
+    ``"bfloat16"`` takes 4 instead of 8 bytes per weight: the first moment is rounded to nearest, the second at random,
+    as it changes by less than bfloat16 shows and would never decrease otherwise. ``"8bit"`` takes 2: blocks of 256
+    numbers have a scale each, by the definition of bitsandbytes' ``AdamW8bit`` (Dettmers et al., 8-bit Optimizers via
+    Block-wise Quantization, 2022), and each number becomes the nearest of 256 values. Values and sizes of blocks are
+    the same as there, last bits of the results are not. Tensors of less than ``min_8bit_size`` elements keep full
+    moments.
+
     Args:
         params: parameters, or groups of them.
         lr: learning rate; a tensor of one element may be changed from outside.
@@ -106,6 +130,9 @@ class AdamW(Optimizer):
         fused: as for ``torch.optim.AdamW``; there is no other way here than the fused one.
         stochastic_rounding: round bfloat16 weights at random instead of keeping fp32 masters of them. Weights of full
             precision are updated as without it.
+        state_dtype: what both moments are kept in: ``"bfloat16"``, or ``"8bit"``; None: fp32, or the dtype of weights
+            of full precision. Groups may have their own.
+        min_8bit_size: elements from which on a tensor has moments of 8 bits, as in bitsandbytes; more than 256.
 
     Raises:
         ConfigError: for arguments that are out of range or not offered.
@@ -127,13 +154,25 @@ class AdamW(Optimizer):
         maximize: bool = False,
         fused: bool | None = None,
         stochastic_rounding: bool = False,
+        state_dtype: StateDtype | None = None,
+        min_8bit_size: int = 4096,
     ) -> None:
         if fused is False:
             raise ConfigError("fused=False: lt_offload.AdamW is always fused; torch.optim.AdamW(foreach=...) is not")
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ConfigError(f"lr has {lr.numel()} elements; a tensor must have one")
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        defaults["stochastic_rounding"] = stochastic_rounding
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        defaults |= {
+            "stochastic_rounding": stochastic_rounding,
+            "state_dtype": state_dtype,
+            "min_8bit_size": min_8bit_size,
+        }
         _refuse_amsgrad({"amsgrad": amsgrad})
         super().__init__(params, defaults)
 
@@ -147,6 +186,10 @@ class AdamW(Optimizer):
                 raise ConfigError(f"{name}={group[name]} must not be negative")
         if not all(0 <= beta < 1 for beta in group["betas"]):
             raise ConfigError(f"betas={group['betas']} must be at least 0 and less than 1")
+        if group["state_dtype"] not in (None, *get_args(StateDtype)):
+            raise ConfigError(f"state_dtype={group['state_dtype']!r} is not offered; use 'bfloat16', '8bit' or None")
+        if not group["min_8bit_size"] > blockwise.BLOCK:
+            raise ConfigError(f"min_8bit_size={group['min_8bit_size']} must be more than a block, {blockwise.BLOCK}")
         for parameter in group["params"]:
             if not parameter.is_floating_point():
                 raise ConfigError(f"parameter of dtype {parameter.dtype}: AdamW updates float tensors")
@@ -155,13 +198,19 @@ class AdamW(Optimizer):
                     "stochastic_rounding=True is for bfloat16 weights, not for torch.float16; leave it out for fp32 "
                     "masters, or load the model in bfloat16"
                 )
+            if group["state_dtype"] is not None and _wide_dtype(parameter) != torch.float32:
+                raise ConfigError(
+                    f"state_dtype={group['state_dtype']!r} is not for weights of {parameter.dtype}, whose moments "
+                    "are not fp32; leave it out, or load the model in float32"
+                )
         self._number_parameters()
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # those of torch's AdamW lack it
-            group.setdefault("stochastic_rounding", self.defaults["stochastic_rounding"])
+        for group in self.param_groups:  # those of torch's AdamW lack them
+            for name in _KEPT:
+                group.setdefault(name, self.defaults[name])
         self._number_parameters()
 
     def _number_parameters(self) -> None:
@@ -189,7 +238,7 @@ class AdamW(Optimizer):
     def _update(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         noisy = group["stochastic_rounding"]
-        states = [self._state(parameter, noisy) for parameter in parameters]
+        states = [self._state(parameter, group) for parameter in parameters]
         if not states:
             return
         foreach_add_([state["step"] for state in states], 1)
@@ -200,7 +249,15 @@ class AdamW(Optimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [float(state["step"]) for state in states],
-            seeds=[_seed(p, state) if noisy else None for p, state in zip(parameters, states, strict=True)],
+            seeds=[
+                _seed(p, state) if noisy and p.dtype == torch.bfloat16 else None
+                for p, state in zip(parameters, states, strict=True)
+            ],
+            scales=[_scales_of(state) for state in states],
+            moment_seeds=[
+                _seed(p, state, "exp_avg_sq") if group["state_dtype"] == "bfloat16" else 0
+                for p, state in zip(parameters, states, strict=True)
+            ],
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
@@ -209,20 +266,23 @@ class AdamW(Optimizer):
             grad_scale=self.grad_scale,
         )
 
-    def _state(self, parameter: Tensor, noisy: bool) -> dict[str, Any]:
+    def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state of ``parameter``, a new one before its first update."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise ConfigError("AdamW takes no sparse gradients; use Embedding(sparse=False), or torch.optim.SparseAdam")
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            dtype = _state_dtype(parameter)
             # As torch's AdamW has it, whose checkpoints have to fit.
             state["step"] = torch.zeros((), dtype=torch.float32)
-            if dtype != parameter.dtype and not noisy:
-                state["master"] = torch.empty_like(parameter, dtype=dtype).copy_(parameter)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+            if _has_master(parameter, group):
+                state["master"] = torch.empty_like(parameter, dtype=torch.float32).copy_(parameter)
+            for moment, scale in _SCALES.items():
+                dtype = _moment_dtype(parameter, group)
+                state[moment] = torch.zeros_like(parameter, dtype=dtype)
+                if dtype == torch.uint8:
+                    # With a scale of 0 any byte is 0.
+                    state[scale] = torch.zeros(blockwise.blocks(parameter.numel()), device=parameter.device)
         elif state["exp_avg"].device != parameter.device:  # it was loaded while the parameter was elsewhere
             for name in state.keys() - {"step"}:
                 state[name] = state[name].to(parameter.device)
@@ -236,52 +296,78 @@ class AdamW(Optimizer):
             ConfigError: if it is of weights of another precision, or of another kind of optimizer.
         """
         given: dict[str, Any] = {}
-        noisy = [group["stochastic_rounding"] for group in self.param_groups]
+        kept = [{name: group[name] for name in _KEPT} for group in self.param_groups]
         before = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
         # By hooks, as torch casts states to the dtype of their weight in between; first, so that hooks of users see the
         # states in their precision.
-        after = self.register_load_state_dict_post_hook(lambda _: self._restore(given, noisy), prepend=True)
+        after = self.register_load_state_dict_post_hook(lambda _: self._restore(given, kept), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
-    def _restore(self, given: dict[str, Any], noisy: list[bool]) -> None:
-        """Undo the cast of states to the dtype of their weight; keep what groups had as ``stochastic_rounding``."""
+    def _restore(self, given: dict[str, Any], kept: list[dict[str, Any]]) -> None:
+        """Undo the cast of states to the dtype of their weight; keep what groups had as options of states."""
         indices = [index for group in given["param_groups"] for index in group["params"]]
-        groups = list(zip(noisy, self.param_groups, strict=True))
-        parameters = [(parameter, own) for own, group in groups for parameter in group["params"]]
-        for own, group in groups:
+        parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for own, group in zip(kept, self.param_groups, strict=True):
             _refuse_amsgrad(group)
-            group["stochastic_rounding"] = own
+            group.update(own)
             for name in _FOREIGN:
                 group.pop(name, None)
-        for index, (parameter, own) in zip(indices, parameters, strict=True):
+        for index, (parameter, group) in zip(indices, parameters, strict=True):
             saved = given["state"].get(index)
             if not saved:
                 continue
-            dtype = _state_dtype(parameter)
-            if ("master" in saved) != (dtype != parameter.dtype and not own):
-                held = "fp32 masters" if "master" in saved else "no fp32 masters"
-                raise ConfigError(
-                    f"the checkpoint has {held} for a weight that is {parameter.dtype} now, with "
-                    f"stochastic_rounding={own}; load it into the optimizer and the dtype that it was saved with"
-                )
+            _check_saved(saved, parameter, group)
             for name in saved.keys() - {"step"}:
+                dtype = _moment_dtype(parameter, group) if name in _SCALES else _wide_dtype(parameter)
                 self.state[parameter][name] = saved[name].to(device=parameter.device, dtype=dtype)
 
 
-def _seed(parameter: Tensor, state: dict[str, Any]) -> int | None:
-    """Return the seed of the noise for the update that ``state`` has counted already; None: there is no noise."""
-    if parameter.dtype != torch.bfloat16:
-        return None
-    key = f"{getattr(parameter, _NUMBER, 0)} {int(state['step'])}"
+def _check_saved(saved: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if the state ``saved`` is not of the kind that ``parameter`` has here."""
+    rounding, wanted = group["stochastic_rounding"], group["state_dtype"]
+    if ("master" in saved) != _has_master(parameter, group):
+        held = "fp32 masters" if "master" in saved else "no fp32 masters"
+        raise ConfigError(
+            f"the checkpoint has {held} for a weight that is {parameter.dtype} now, with "
+            f"stochastic_rounding={rounding}; load it into the optimizer and the dtype that it was saved with"
+        )
+    found, dtype = saved["exp_avg"].dtype, _moment_dtype(parameter, group)
+    # Full moments may have been of a weight of another precision, and are those of this one when they are cast.
+    if found != dtype and (torch.uint8 in (found, dtype) or wanted is not None):
+        raise ConfigError(
+            f"the checkpoint has moments of {found} for a weight of {parameter.numel()} elements, whose moments are "
+            f"{dtype} with state_dtype={wanted!r} and min_8bit_size={group['min_8bit_size']}; load it with the "
+            "settings that it was saved with"
+        )
+
+
+def _seed(parameter: Tensor, state: dict[str, Any], what: str = "") -> int:
+    """Return the seed of the noise for the update that ``state`` has counted already."""
+    key = f"{getattr(parameter, _NUMBER, 0)} {int(state['step'])}{what and f' {what}'}"
     return int.from_bytes(hashlib.blake2s(key.encode(), digest_size=4).digest(), "little")
 
 
-def _state_dtype(parameter: Tensor) -> torch.dtype:
+def _scales_of(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    return (state["exp_avg_scale"], state["exp_avg_sq_scale"]) if "exp_avg_scale" in state else None
+
+
+def _has_master(parameter: Tensor, group: dict[str, Any]) -> bool:
+    return parameter.dtype in _LOW and not group["stochastic_rounding"]
+
+
+def _wide_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of masters and of full moments."""
     return torch.float32 if parameter.dtype in _LOW else parameter.dtype
+
+
+def _moment_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
+    if group["state_dtype"] == "8bit" and parameter.numel() >= group["min_8bit_size"]:
+        return torch.uint8
+    return torch.bfloat16 if group["state_dtype"] == "bfloat16" else _wide_dtype(parameter)
 
 
 def _refuse_amsgrad(options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -19,6 +20,7 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_offload.optim import plain
+from lt_offload.optim import blockwise, plain
 from lt_offload.optim.plain import Entry, Options, converted, tail
 from lt_offload.replacing import replacing
 from lt_offload.resources import user_cache
@@ -34,6 +36,7 @@ from lt_offload.resources import user_cache
 _log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("adamw.cpp")
+_HEADERS = _SOURCE.parent
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
     # Off: the source says itself where a product and a sum are one instruction, as in torch's kernel; more of them
@@ -43,6 +46,8 @@ _FLAGS = (
 _BUILD_SECONDS = 120
 _UNIT = 16
 """Elements in a cache line of fp32: torch's kernel rounds what is left over after the last whole one in another way."""
+_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+"""Numbers of the kernel for the dtypes of moments."""
 _SAMPLE = 1 << 12
 
 
@@ -53,12 +58,27 @@ class _KernelOptions(ctypes.Structure):
 class _KernelStep(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_float) for name in ("negative_size", "correction")),
-        *((name, ctypes.c_uint32) for name in ("seed", "first")),
+        *((name, ctypes.c_uint32) for name in ("seed", "first", "moment_seed")),
     ]
 
 
 class _Arrays(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("low", "grad", "weight", "exp_avg", "exp_avg_sq")]
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("low", "grad", "weight", "exp_avg", "exp_avg_sq", "scale", "scale_sq")
+    ]
+
+
+class _Map(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float * 16) for name in ("unit", "less", "ratio", "bounds")]
+
+    @classmethod
+    def of(cls, ladder: blockwise.Ladder) -> _Map:
+        rows = (ladder.unit, ladder.less, ladder.ratio, ladder.bounds)
+        return cls(*((ctypes.c_float * 16)(*row.tolist()) for row in rows))
+
+
+class _Maps(ctypes.Structure):
+    _fields_ = [("with_sign", _Map), ("without", _Map)]
 
 
 class Kernel:
@@ -71,36 +91,45 @@ class Kernel:
     def __init__(self, library: Path) -> None:
         self._run = ctypes.CDLL(str(library)).lt_offload_adamw  # lets go of the interpreter lock while it runs
         self._run.restype = None
-        self._run.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int]
+        self._run.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+        self._maps = _Maps(*(_Map.of(blockwise.ladder(signed)) for signed in (True, False)))
 
     @staticmethod
     def takes(entry: Entry) -> bool:
         """Return whether the kernel is for tensors of this kind."""
-        param, grad, master, exp_avg, exp_avg_sq = entry[:5]
+        param, grad, master, exp_avg, exp_avg_sq, *scales = entry.tensors
         dtype = torch.float32 if master is None and entry.seed is None else torch.bfloat16
+        assert param is not None
+        assert grad is not None
         return (
             type(exp_avg) is Tensor  # fake tensors have no memory
+            and type(exp_avg_sq) is Tensor
             and param.is_cpu
             and param.dtype is grad.dtype is dtype
-            and exp_avg.dtype is exp_avg_sq.dtype is torch.float32
-            and param.is_contiguous()
-            and grad.is_contiguous()
-            and exp_avg.is_contiguous()
-            and exp_avg_sq.is_contiguous()
-            and (master is None or (master.dtype is torch.float32 and master.is_contiguous()))
+            and exp_avg.dtype is exp_avg_sq.dtype
+            and exp_avg.dtype in _MOMENTS
+            and (exp_avg.dtype is torch.uint8) == entry.in_blocks
+            and (master is None or master.dtype is torch.float32)
+            and all(scale is None or scale.dtype is torch.float32 for scale in scales)
+            and all(tensor is None or tensor.is_contiguous() for tensor in entry.tensors)
         )
 
     def update(self, entries: Sequence[Entry], options: Options) -> None:
-        """Update ``entries``, all of which it takes, in place; gradients stay as they are."""
+        """Update ``entries``, all of which it takes and whose moments are of one dtype; gradients stay as they are."""
+        if not entries:
+            return
         # What is left over after whole units torch's own kernel rounds in another way: so it does that part itself.
-        plain.update([tail(entry, _UNIT) for entry in entries if entry.param.numel() % _UNIT], options)
-        whole = [entry for entry in entries if entry.param.numel() >= _UNIT]
+        unit = blockwise.BLOCK if entries[0].in_blocks else _UNIT
+        plain.update([tail(entry, unit) for entry in entries if entry.param.numel() % unit], options)
+        whole = [entry for entry in entries if entry.param.numel() >= unit]
         count = len(whole)
-        sizes = (ctypes.c_int64 * count)(*(entry.param.numel() // _UNIT * _UNIT for entry in whole))
+        sizes = (ctypes.c_int64 * count)(*(entry.param.numel() // unit * unit for entry in whole))
         arrays = (_Arrays * count)(*map(_addresses, whole))
         steps = (_KernelStep * count)(
             *(
-                _KernelStep(-options.size(e.step), options.correction(e.step), e.seed or 0, e.first & 0xFFFFFFFF)
+                _KernelStep(
+                    -options.size(e.step), options.correction(e.step), e.seed or 0, e.first & 0xFFFFFFFF, e.moment_seed
+                )
                 for e in whole
             )
         )
@@ -112,7 +141,8 @@ class Kernel:
             eps=options.eps,
             scale=(-1 if options.maximize else 1) * float(options.grad_scale),
         )
-        self._run(count, sizes, arrays, steps, ctypes.byref(common), torch.get_num_threads())
+        moments, threads = _MOMENTS[entries[0].exp_avg.dtype], torch.get_num_threads()
+        self._run(count, sizes, arrays, steps, ctypes.byref(common), moments, ctypes.byref(self._maps), threads)
 
 
 def _addresses(entry: Entry) -> _Arrays:
@@ -121,40 +151,43 @@ def _addresses(entry: Entry) -> _Arrays:
     low = None if entry.master is None and entry.seed is None else param
     if entry.master is not None:
         weight = entry.master.data_ptr()
-    return _Arrays(low, entry.grad.data_ptr(), weight, entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr())
+    scales = (None if scale is None else scale.data_ptr() for scale in (entry.exp_avg_scale, entry.exp_avg_sq_scale))
+    return _Arrays(low, entry.grad.data_ptr(), weight, entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr(), *scales)
 
 
 def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     """Update the entries that there is a kernel for, and return the others."""
-    kinds: tuple[list[Entry], ...] = [], [], []
-    full, low, rounded = kinds
+    kinds: defaultdict[object, list[Entry]] = defaultdict(list)
     rest: list[Entry] = []
     for entry in entries:
-        kind = low if entry.master is not None else full if entry.seed is None else rounded
-        (kind if Kernel.takes(entry) else rest).append(entry)
-    if not any(kinds) or kernel() is None:
+        kind = entry.master is None, entry.seed is None, entry.exp_avg.dtype
+        (kinds[kind] if Kernel.takes(entry) else rest).append(entry)
+    if not kinds or kernel() is None:
         return list(entries)
-    for alike in kinds:
-        if alike:
-            params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds, _ = map(list, zip(*alike, strict=True))
-            torch.ops.lt_offload.adamw_(
-                params,
-                grads,
-                masters if alike is low else [],
-                exp_avgs,
-                exp_avg_sqs,
-                steps,
-                seeds if alike is rounded else [],
-                float(options.lr),
-                options.beta1,
-                options.beta2,
-                options.eps,
-                options.weight_decay,
-                options.maximize,
-                float(options.grad_scale),
-            )
-            # The kernel writes past torch: a graph that has saved a weight has to notice all the same.
-            torch.autograd.graph.increment_version(params)
+    for alike in kinds.values():
+        columns = [list(column) for column in zip(*alike, strict=True)]
+        params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds, _, scales, scales_sq, moment_seeds = columns
+        torch.ops.lt_offload.adamw_(
+            params,
+            grads,
+            masters if alike[0].master is not None else [],
+            exp_avgs,
+            exp_avg_sqs,
+            scales if alike[0].in_blocks else [],
+            scales_sq if alike[0].in_blocks else [],
+            steps,
+            seeds if alike[0].seed is not None else [],
+            moment_seeds,
+            float(options.lr),
+            options.beta1,
+            options.beta2,
+            options.eps,
+            options.weight_decay,
+            options.maximize,
+            float(options.grad_scale),
+        )
+        # The kernel writes past torch: a graph that has saved a weight has to notice all the same.
+        torch.autograd.graph.increment_version(params)
     return rest
 
 
@@ -162,8 +195,8 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
 _library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
-    " float[] steps, int[] seeds, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
-    " float grad_scale) -> ()"
+    " Tensor(e!)[] exp_avg_scales, Tensor(f!)[] exp_avg_sq_scales, float[] steps, int[] seeds, int[] moment_seeds,"
+    " float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, float grad_scale) -> ()"
 )
 
 
@@ -173,16 +206,21 @@ def _adamw(
     masters: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    exp_avg_sq_scales: list[Tensor],
     steps: list[float],
     seeds: list[int],
+    moment_seeds: list[int],
     *options: Any,
 ) -> None:
     names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "grad_scale")
-    masters_or_none: Sequence[Tensor | None] = masters or [None] * len(params)
-    seeds_or_none: Sequence[int | None] = seeds or [None] * len(params)
-    rows = zip(params, grads, masters_or_none, exp_avgs, exp_avg_sqs, steps, seeds_or_none, strict=True)
+    count = len(params)
+    nothing = [None] * count
+    columns: list[Sequence[Any]] = [params, grads, masters or nothing, exp_avgs, exp_avg_sqs, steps, seeds or nothing]
+    columns += [[0] * count, exp_avg_scales or nothing, exp_avg_sq_scales or nothing, moment_seeds]
     compiled = kernel()
     assert compiled is not None
+    rows = zip(*columns, strict=True)
     compiled.update([Entry(*row) for row in rows], Options(**dict(zip(names, options, strict=True))))
 
 
@@ -231,7 +269,7 @@ def build(folder: Path | None = None, source: Path | None = None) -> Path:
     began = time.perf_counter()
     # Several processes may compile at once: each puts a whole file in place, and any of them will do.
     with replacing(library) as new:
-        command = [*compiler.split(), *_FLAGS, str(source), "-o", str(new)]
+        command = [*compiler.split(), *_FLAGS, f"-I{_HEADERS}", str(source), "-o", str(new)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
         new.chmod(0o700)
     _log.info("compiled %s in %.1f s: %s", source.name, time.perf_counter() - began, library)
@@ -269,18 +307,21 @@ def _identity(compiler: str, source: Path) -> str:
         )
     except OSError:
         pass
-    parts = [source.read_bytes(), " ".join(_FLAGS).encode(), version.stdout, "\n".join(processor).encode()]
+    headers = [header.read_bytes() for header in sorted(_HEADERS.glob("*.h"))]
+    parts = [source.read_bytes(), *headers, " ".join(_FLAGS).encode(), version.stdout, "\n".join(processor).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def agrees(compiled: Kernel) -> bool:
     """Return whether ``compiled`` rounds as torch's kernel does on this processor, tried on random numbers."""
     generator = torch.Generator().manual_seed(0)
-    for dtype, seed in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 1 << 31)):
+    for dtype, seed, moments in itertools.product(_MOMENTS, (None, 1 << 31), _MOMENTS):
+        if dtype == torch.uint8 or (dtype == torch.float32 and seed is not None):
+            continue
         # Below and above one half torch interpolates in two ways.
         for beta1, step in ((0.9, 1.0), (0.25, 7.0)):
             options = Options(lr=1e-2, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.3)
-            left = _sample(dtype, step, seed, generator)
+            left = _sample(dtype, step, seed, moments, generator)
             right = converted(left, Tensor.clone)
             compiled.update([left], options)
             plain.update([right], options)
@@ -290,11 +331,14 @@ def agrees(compiled: Kernel) -> bool:
     return True
 
 
-def _sample(dtype: torch.dtype, step: float, seed: int | None, generator: torch.Generator) -> Entry:
+def _sample(
+    dtype: torch.dtype, step: float, seed: int | None, moments: torch.dtype, generator: torch.Generator
+) -> Entry:
     def numbers() -> Tensor:
         """Numbers of many magnitudes."""
         return torch.randn(_SAMPLE, generator=generator) * torch.randn(_SAMPLE, generator=generator).mul_(3).exp_()
 
     param, grad = numbers().to(dtype), numbers().to(dtype)
     master = None if dtype == torch.float32 or seed is not None else numbers()
-    return Entry(param, grad, master, numbers(), numbers().abs_(), step, seed)
+    made = Entry(param, grad, master, numbers(), numbers().abs_(), step, seed, moment_seed=(1 << 32) - 1)
+    return plain.with_moments(made, moments)

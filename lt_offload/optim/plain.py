@@ -1,7 +1,7 @@
 """AdamW by torch's own operations, on any device and for every dtype and layout: what all other ways are compared with.
 
 The arithmetic is that of torch's fused kernel. Low-precision tensors are updated piece by piece: what is converted
-stays in the cache and takes little memory.
+stays in the cache and takes little memory. Moments in bfloat16 or eight bits are fp32 for the update of a piece.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.compat.torch import fused_adamw_
+from lt_offload.optim import blockwise
 
 
 class Entry(NamedTuple):
@@ -34,11 +35,21 @@ class Entry(NamedTuple):
     None: it is rounded to nearest, if at all."""
     first: int = 0
     """Number of the first element, where this is part of a tensor."""
+    exp_avg_scale: Tensor | None = None
+    """Of each block of ``exp_avg``, where that has eight bits; see :mod:`lt_offload.optim.blockwise`."""
+    exp_avg_sq_scale: Tensor | None = None
+    moment_seed: int = 0
+    """Makes the noise by which ``exp_avg_sq`` is rounded, where that is bfloat16."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors among the fields."""
-        return self[:5]
+        """The tensors among the fields, scales last."""
+        return (*self[:5], self.exp_avg_scale, self.exp_avg_sq_scale)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the moments have eight bits."""
+        return self.exp_avg_scale is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +87,20 @@ def tail(entry: Entry, unit: int) -> Entry:
 
 
 def piece(entry: Entry, start: int, end: int) -> Entry:
-    """Return elements of a contiguous ``entry``, as views."""
-    part = converted(entry, lambda tensor: tensor.view(-1)[start:end])
+    """Return elements of a contiguous ``entry``, as views; from the begin of a block, where it is in blocks."""
+    scales = slice(start // blockwise.BLOCK, blockwise.blocks(end))
+    part = converted(entry, lambda tensor: tensor.view(-1)[start:end], lambda scale: scale[scales])
     return part._replace(first=entry.first + start)
 
 
-def converted(entry: Entry, convert: Callable[[Tensor], Tensor]) -> Entry:
-    """Return ``entry`` with other tensors: what ``convert`` makes of each."""
+def converted(
+    entry: Entry, convert: Callable[[Tensor], Tensor], scales: Callable[[Tensor], Tensor] | None = None
+) -> Entry:
+    """Return ``entry`` with other tensors: what ``convert`` makes of each, and ``scales``, if given, of the scales."""
+    scale = scales or convert
     return entry._replace(
+        exp_avg_scale=None if entry.exp_avg_scale is None else scale(entry.exp_avg_scale),
+        exp_avg_sq_scale=None if entry.exp_avg_sq_scale is None else scale(entry.exp_avg_sq_scale),
         param=convert(entry.param),
         grad=convert(entry.grad),
         master=None if entry.master is None else convert(entry.master),
@@ -92,10 +109,19 @@ def converted(entry: Entry, convert: Callable[[Tensor], Tensor]) -> Entry:
     )
 
 
+def with_moments(entry: Entry, dtype: torch.dtype) -> Entry:
+    """Return ``entry``, whose moments are fp32, with moments of ``dtype``: bfloat16, or ``uint8`` for eight bits."""
+    if dtype != torch.uint8:
+        return entry._replace(exp_avg=entry.exp_avg.to(dtype), exp_avg_sq=entry.exp_avg_sq.to(dtype))
+    exp_avg, scale = blockwise.encode(entry.exp_avg, signed=True)
+    exp_avg_sq, scale_sq = blockwise.encode(entry.exp_avg_sq, signed=False)
+    return entry._replace(exp_avg=exp_avg, exp_avg_scale=scale, exp_avg_sq=exp_avg_sq, exp_avg_sq_scale=scale_sq)
+
+
 _HOST_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 22
 """Elements of a piece. The fused kernel rounds what is left over behind the last full vector in another way, so pieces
-are multiples of every vector length: then they give the bits of a whole tensor."""
+are multiples of every vector length, and of blocks: then they give the bits of a whole tensor."""
 
 
 def update(entries: Sequence[Entry], options: Options) -> None:
@@ -104,7 +130,8 @@ def update(entries: Sequence[Entry], options: Options) -> None:
     for entry in entries:
         # The fused kernel can do these as they are, and many at once; the others need a copy in fp32, which has to stay
         # small.
-        if entry.master is None and entry.seed is None and not options.scales:
+        own = entry.exp_avg.dtype == entry.param.dtype
+        if entry.master is None and entry.seed is None and own and not options.scales:
             together[entry.param.device, entry.param.dtype].append(entry)
             continue
         for part in _pieces(entry):
@@ -114,7 +141,7 @@ def update(entries: Sequence[Entry], options: Options) -> None:
 
 
 def _apart(entry: Entry, options: Options) -> None:
-    """Update one entry whose gradient is not what the fused kernel takes, or whose weight it does not round."""
+    """Update one entry whose gradient or moments are not what the fused kernel takes, or whose weight it rounds not."""
     target = entry.param if entry.master is None else entry.master
     if entry.seed is not None:
         target = torch.empty_like(entry.param, dtype=torch.float32).copy_(entry.param)
@@ -122,11 +149,41 @@ def _apart(entry: Entry, options: Options) -> None:
     grad = torch.empty_like(target).copy_(entry.grad)
     if options.scales:
         grad.mul_(options.grad_scale)
-    _fused([entry._replace(param=target, grad=grad)], options)
+    exp_avg, exp_avg_sq = _wide_moments(entry)
+    _fused([entry._replace(param=target, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)], options)
+    _keep_moments(entry, exp_avg, exp_avg_sq)
     if entry.seed is not None:
         entry.param.copy_(stochastic(target, entry.seed, entry.first))
     elif entry.master is not None:
         entry.param.copy_(target)
+
+
+def _wide_moments(entry: Entry) -> tuple[Tensor, Tensor]:
+    """Return the moments of ``entry`` as the kernel takes them: themselves, or copies in fp32."""
+    if entry.exp_avg_scale is not None and entry.exp_avg_sq_scale is not None:
+        exp_avg = blockwise.decode(entry.exp_avg, entry.exp_avg_scale, signed=True)
+        return exp_avg, blockwise.decode(entry.exp_avg_sq, entry.exp_avg_sq_scale, signed=False)
+    if entry.exp_avg.dtype == torch.bfloat16:
+        return entry.exp_avg.float(), entry.exp_avg_sq.float()
+    return entry.exp_avg, entry.exp_avg_sq
+
+
+def _keep_moments(entry: Entry, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """Write the moments that :func:`_wide_moments` has made back.
+
+    In bfloat16 the first is rounded to nearest, as it changes by much more than half of a last bit at a time (1/512 to
+    1/256 of a number, and ``1 - beta1`` is 0.1). The second is rounded at random: it changes by ``1 - beta2``, 0.001 as
+    a rule, and to nearest it would never get any smaller.
+    """
+    if entry.exp_avg_scale is not None and entry.exp_avg_sq_scale is not None:
+        moments = (entry.exp_avg, entry.exp_avg_scale, exp_avg), (entry.exp_avg_sq, entry.exp_avg_sq_scale, exp_avg_sq)
+        for codes, scales, wide in moments:
+            new_codes, new_scales = blockwise.encode(wide, signed=codes is entry.exp_avg)
+            codes.copy_(new_codes)
+            scales.copy_(new_scales)
+    elif exp_avg is not entry.exp_avg:
+        entry.exp_avg.copy_(exp_avg)
+        entry.exp_avg_sq.copy_(stochastic(exp_avg_sq, entry.moment_seed, entry.first))
 
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import pickle
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload import AdamW, ConfigError
-from lt_offload.optim import adamw_
+from lt_offload.optim import adamw_, blockwise, native, plain
 from lt_offload.strategy.checkpoint.files import load_optimizer_state
 
 SHAPES = [(40, 60), (7,), (3, 5, 2), (1,), (130, 130)]
@@ -194,6 +195,8 @@ def through_a_file(optimizer: torch.optim.Optimizer) -> Any:
 
 
 NOISY = SETTINGS | {"stochastic_rounding": True}
+EIGHT: dict[str, Any] = {"state_dtype": "8bit", "min_8bit_size": 300}
+HALF: dict[str, Any] = {"state_dtype": "bfloat16"}
 
 
 def test_noise_instead_of_masters() -> None:
@@ -263,6 +266,125 @@ def test_small_steps_count_on_average() -> None:
     assert 0.9e-3 < 1 - expected < 3e-3
 
 
+class Reference:
+    """The words of the docstring with operations of torch: moments in fp32 for a step, then what is kept of them."""
+
+    def __init__(self, found: list[nn.Parameter], settings: dict[str, Any], kept: dict[str, Any]) -> None:
+        self.found = found
+        self.wide = [nn.Parameter(p.detach().float()) for p in found]
+        self.optimizer = torch.optim.AdamW(self.wide, fused=True, **settings)
+        self.kept = kept
+        self.steps = 0
+
+    def step(self) -> None:
+        for parameter, wide in zip(self.found, self.wide, strict=True):
+            wide.grad = parameter.grad.float()  # type: ignore[union-attr]
+        self.optimizer.step()
+        self.steps += 1
+        for number, wide in enumerate(self.wide):
+            state = self.optimizer.state[wide]
+            if self.kept["state_dtype"] == "bfloat16":
+                seed = hashlib.blake2s(f"{number} {self.steps} exp_avg_sq".encode(), digest_size=4).digest()
+                noisy = plain.stochastic(state["exp_avg_sq"], int.from_bytes(seed, "little"))
+                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].bfloat16().float(), noisy.float()
+            elif wide.numel() >= self.kept["min_8bit_size"]:
+                for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                    state[name] = blockwise.decode(*blockwise.encode(state[name], signed=signed), signed=signed)
+        with torch.no_grad():
+            for parameter, wide in zip(self.found, self.wide, strict=True):
+                parameter.copy_(wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [EIGHT, HALF], ids=["8bit", "bfloat16"])
+def test_moments_of_fewer_bits(dtype: torch.dtype, kept: dict[str, Any]) -> None:
+    mine, theirs = parameters(dtype), parameters(dtype)
+    optimizer, reference = AdamW(mine, **SETTINGS, **kept), Reference(theirs, SETTINGS, kept)
+    for step in range(4):
+        give_gradients(mine, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    dtypes = set()
+    for parameter, other, wide in zip(mine, theirs, reference.wide, strict=True):
+        state, expected = optimizer.state[parameter], reference.optimizer.state[wide]
+        assert torch.equal(parameter, other)
+        assert dtype == torch.float32 or torch.equal(state["master"], wide)
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            value = state[name]
+            dtypes.add(value.dtype)
+            if value.dtype == torch.uint8:
+                assert state[f"{name}_scale"].shape == (-(-value.numel() // 256),)
+                value = blockwise.decode(value, state[f"{name}_scale"], signed=signed)
+            assert torch.equal(value.float(), expected[name])
+    assert dtypes == ({torch.uint8, torch.float32} if kept is EIGHT else {torch.bfloat16})
+
+
+@pytest.mark.parametrize("kept", [EIGHT, HALF], ids=["8bit", "bfloat16"])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_moments_of_fewer_bits_without_a_kernel(
+    kept: dict[str, Any], noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for compiled in (native.kernel(), None):
+        monkeypatch.setattr(native, "kernel", lambda compiled=compiled: compiled)
+        made = parameters(torch.bfloat16)
+        optimizer = AdamW(made, **SETTINGS, **kept, stochastic_rounding=noisy)
+        train(made, optimizer, range(3))
+        found.append(optimizer)
+    assert_same(*found)
+
+
+def test_second_moments_in_bfloat16_decrease() -> None:
+    """By less than a last bit at a time: to nearest, as torch's AdamW on bfloat16 has it, they would stay."""
+    ours, theirs = (nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)) for _ in range(2))
+    optimizers = AdamW([ours], state_dtype="bfloat16"), torch.optim.AdamW([theirs], fused=True)
+    for step in range(300):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = torch.full_like(parameter, 1.0 if step == 0 else 0.0)
+            optimizer.step()
+    moments = (optimizer.state[p]["exp_avg_sq"] for p, optimizer in zip((ours, theirs), optimizers, strict=True))
+    mine, stuck = (float(moment.double().mean()) / 1e-3 for moment in moments)
+    assert mine == pytest.approx(0.999**299, rel=0.01)
+    assert stuck == pytest.approx(1, rel=0.01)
+
+
+def test_groups_have_moments_of_their_own() -> None:
+    found = parameters(torch.float32)
+    groups = [{"params": found[:1]}, {"params": found[1:4], "state_dtype": "bfloat16"}]
+    optimizer = AdamW([*groups, {"params": found[4:], "state_dtype": "8bit"}], **SETTINGS)
+    train(found, optimizer, range(2))
+    dtypes = [optimizer.state[p]["exp_avg"].dtype for p in found]
+    assert dtypes == [torch.float32, *[torch.bfloat16] * 3, torch.uint8]
+    copies = parameters(torch.float32)
+    resumed = AdamW([{**group, "params": [copies.pop(0) for _ in group["params"]]} for group in optimizer.param_groups])
+    resumed.load_state_dict(through_a_file(optimizer))
+    assert [group["state_dtype"] for group in resumed.param_groups] == [None, "bfloat16", "8bit"]
+    for one, other in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
+
+
+def test_settings_of_moments_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="state_dtype='int8' is not offered; use 'bfloat16', '8bit' or None"):
+        AdamW(parameters(torch.float32), state_dtype="int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="min_8bit_size=256 must be more than a block, 256"):
+        AdamW(parameters(torch.float32), state_dtype="8bit", min_8bit_size=256)
+    with pytest.raises(ConfigError, match=r"state_dtype='8bit' is not for weights of torch\.float64"):
+        AdamW(parameters(torch.float64), state_dtype="8bit")
+    with pytest.raises(ConfigError, match="amsgrad=True is not offered"):
+        AdamW(parameters(torch.float32), state_dtype="8bit", amsgrad=True)
+    saved = AdamW(found := parameters(torch.float32), **EIGHT)
+    train(found, saved, range(1))
+    with pytest.raises(
+        ConfigError, match=r"has moments of torch\.uint8 for a weight of 2400 elements, whose moments are"
+    ):
+        AdamW(parameters(torch.float32)).load_state_dict(saved.state_dict())
+    full = AdamW(found := parameters(torch.float32))
+    train(found, full, range(1))
+    with pytest.raises(ConfigError, match=r"moments are torch\.uint8 with state_dtype='8bit' and min_8bit_size=300"):
+        AdamW(parameters(torch.float32), **EIGHT).load_state_dict(full.state_dict())
+
+
 def test_noise_is_for_bfloat16() -> None:
     full, low = parameters(torch.float32), parameters(torch.bfloat16)
     optimizer, reference = AdamW([*full, *low], **NOISY), AdamW(copies := parameters(torch.float32), **SETTINGS)
@@ -275,7 +397,14 @@ def test_noise_is_for_bfloat16() -> None:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(
-    ("dtype", "settings"), [(torch.float32, SETTINGS), *((torch.bfloat16, s) for s in (SETTINGS, NOISY))]
+    ("dtype", "settings"),
+    [
+        (torch.float32, SETTINGS),
+        *((torch.bfloat16, s) for s in (SETTINGS, NOISY)),
+        (torch.float32, SETTINGS | EIGHT),
+        (torch.bfloat16, NOISY | EIGHT),
+        (torch.bfloat16, SETTINGS | HALF),
+    ],
 )
 @pytest.mark.parametrize("way", ["torch", "checkpoint", "pickle", "deepcopy"])
 def test_resume(dtype: torch.dtype, settings: dict[str, Any], way: str, steps: int) -> None:
@@ -290,8 +419,8 @@ def test_resume(dtype: torch.dtype, settings: dict[str, Any], way: str, steps: i
     elif way == "deepcopy":
         resumed = copy.deepcopy(optimizer)
     else:
-        noisy = settings.get("stochastic_rounding", False)
-        resumed = AdamW([nn.Parameter(p.detach().clone()) for p in first], lr=9.0, stochastic_rounding=noisy)
+        kept = {name: value for name, value in settings.items() if name not in SETTINGS}
+        resumed = AdamW([nn.Parameter(p.detach().clone()) for p in first], lr=9.0, **kept)
         if way == "torch":
             resumed.load_state_dict(through_a_file(optimizer))
         else:

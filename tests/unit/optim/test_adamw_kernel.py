@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lt_offload.optim import native, plain
-from lt_offload.optim.plain import Entry, Options, converted, piece
+from lt_offload.optim.plain import Entry, Options, converted, piece, with_moments
 
 SIZES = [1, 7, 15, 16, 17, 63, 64, 1013, 16384, 16400, (300, 77), 3 * 16384 + 5]
 SPECIAL = [0.0, -0.0, 1e-42, -1e-42, 3e38, -3e38, float("inf"), -float("inf"), float("nan"), 1e-20, 1.0]
@@ -44,7 +44,14 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def entries(dtype: torch.dtype, *, seed: int = 0, special: bool = False, noise: bool = False) -> list[Entry]:
+def entries(
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    special: bool = False,
+    noise: bool = False,
+    moments: torch.dtype = torch.float32,
+) -> list[Entry]:
     """One of each size, of numbers of many magnitudes; ``noise`` rounds instead of masters."""
     torch.manual_seed(seed)
 
@@ -59,8 +66,9 @@ def entries(dtype: torch.dtype, *, seed: int = 0, special: bool = False, noise: 
         master = None if dtype == torch.float32 else numbers(size)
         param, grad = (numbers(size).to(dtype) for _ in range(2))
         found = Entry(param, grad, master, numbers(size), numbers(size).abs_(), float(1 + i * 5))
+        found = found._replace(moment_seed=(1 << 32) - 5 * i - 1)
         made.append(found._replace(master=None, seed=(1 << 32) - 7 * i - 1) if noise else found)
-    return made
+    return [with_moments(found, moments) for found in made]
 
 
 def copies(found: list[Entry]) -> list[Entry]:
@@ -82,13 +90,16 @@ def same(left: list[Entry], right: list[Entry]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": torch.float32},
     "masters": {"dtype": torch.bfloat16},
     "noise": {"dtype": torch.bfloat16, "noise": True},
+}
+KINDS |= {f"{name}, half": kind | {"moments": torch.bfloat16} for name, kind in KINDS.items()} | {
+    f"{name}, bytes": kind | {"moments": torch.uint8} for name, kind in KINDS.items()
 }
 
 
@@ -156,10 +167,10 @@ def test_threads_and_splits_change_nothing(
     update(many, options())
     assert same(whole, many)
     for entry in split:
-        for start in range(0, entry.param.numel(), 192):
-            update([piece(entry, start, start + 192)], options())
+        for start in range(0, entry.param.numel(), 768):
+            update([piece(entry, start, min(start + 768, entry.param.numel()))], options())
     assert same(whole, split)
-    monkeypatch.setattr(plain, "_HOST_PIECE", 64)
+    monkeypatch.setattr(plain, "_HOST_PIECE", 256)
     update(small, options())
     assert same(whole, small)
 
@@ -215,6 +226,10 @@ def test_what_the_kernel_takes() -> None:
     assert native.Kernel.takes(full)
     assert not native.Kernel.takes(low._replace(grad=low.grad.float()))
     assert not native.Kernel.takes(full._replace(exp_avg=full.exp_avg.bfloat16()))
+    assert native.Kernel.takes(with_moments(full, torch.bfloat16))
+    assert native.Kernel.takes(with_moments(low, torch.uint8))
+    assert not native.Kernel.takes(with_moments(low, torch.uint8)._replace(exp_avg_scale=None))
+    assert not native.Kernel.takes(with_moments(full, torch.float16))
     assert not native.Kernel.takes(converted(full, Tensor.double))
     assert native.Kernel.takes(low._replace(master=None, seed=3))
     assert not native.Kernel.takes(full._replace(seed=3))
@@ -232,7 +247,9 @@ def test_layouts_and_dtypes_that_the_kernel_does_not_take_are_updated_all_the_sa
     assert native.update([turned], options()) == [turned]
     plain.update([turned], options())
     assert same([table], [converted(turned, Tensor.contiguous)])
-    for kind in ("masters", "noise"):
+    for kind in KINDS:
+        if kind == "full":
+            continue
         mixed = entries(**KINDS[kind])[10]
         strided = mixed._replace(grad=mixed.grad.t().contiguous().t())
         expected = copies([mixed])
@@ -243,8 +260,8 @@ def test_layouts_and_dtypes_that_the_kernel_does_not_take_are_updated_all_the_sa
     assert torch.equal(plain.stochastic(values.t().contiguous().t(), 3), plain.stochastic(values, 3))
 
 
-def test_small_tensors_of_both_kinds_share_a_call(kernel: native.Kernel) -> None:
-    both = [*entries(torch.float32), *entries(torch.bfloat16)]
+def test_tensors_of_all_kinds_in_one_call(kernel: native.Kernel) -> None:
+    both = [entry for kind in KINDS.values() for entry in entries(**kind)]
     expected = copies(both)
     assert native.update(both, options()) == []
     plain.update(expected, options())
