@@ -81,9 +81,10 @@ def test_one_of_some_values_which_the_running_test_draws(monkeypatch: pytest.Mon
 
 def test_a_row_of_few_of_the_slow_tests_of_a_folder_and_none_of_the_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "FULL", False)
+    slow = ("a", 2 * sampling.SLOW, "slow"), ("b", 2, "slow")
     marked: list[Any] = [
         Row(sampling.HERE / f"{place}/test_{file}.py", f"{place}::{file}[{row}]", mark)
-        for place, files, mark in (("a", 2 * sampling.SLOW, "slow"), ("b", 2, "slow"), ("b", 9, "long"), ("c", 1, "long"))
+        for place, files, mark in (*slow, ("b", 9, "long"), ("c", 1, "long"))
         for file in range(files)
         for row in range(3)
     ]
