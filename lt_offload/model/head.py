@@ -10,13 +10,16 @@ tokens are taken at a time, in one of two ways:
     The projection takes a few tokens at a time, too, so that no two chunks of logits exist together. The gradient of
     the weight is then a sum over chunks, in another order than plain PyTorch's: :func:`chunked_loss_reference` says in
     which.
+
+Between projection and loss a model may scale its logits (Cohere, Granite) or cap them softly (Gemma): both are steps
+that treat every logit on its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +53,15 @@ def chunked_loss_reference(
     bias: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = IGNORED,
+    scale: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return loss and gradients as option ``chunked`` computes them, in plain PyTorch and without saving memory.
 
     This is the definition: what training with that option gives is equal to it bit for bit.
 
     1. Tokens are taken in their order, ``chunk_tokens`` at a time; the last chunk may be smaller.
-    2. Logits of a chunk are ``linear(hidden, weight, bias)``, its log-probabilities those of the logits in fp32.
+    2. Logits of a chunk are ``linear(hidden, weight, bias)``, then what ``scale`` makes of them; its log-probabilities
+       are those of the logits in fp32.
     3. The loss is ``nll_loss`` of the log-probabilities of all labels: their mean, or their sum divided by
        ``num_items_in_batch``.
     4. Gradients of ``hidden`` are those of each chunk. Gradients of ``weight`` and ``bias`` are summed over the chunks
@@ -71,6 +76,7 @@ def chunked_loss_reference(
         bias: of the projection.
         num_items_in_batch: what the sum is divided by; None: the number of labels that count.
         ignore_index: the label that does not count.
+        scale: what the model does to logits before its loss, each on its own: Gemma's soft cap; None: nothing.
 
     Returns:
         The loss, and its gradients with respect to ``hidden``, ``weight`` and ``bias``.
@@ -83,7 +89,8 @@ def chunked_loss_reference(
     with torch.enable_grad():
         for part in _slices(len(rows), chunk_tokens):
             logits.append(functional.linear(rows[part], matrix, vector).requires_grad_())
-            picked.append(functional.log_softmax(logits[-1].float(), dim=1).gather(1, targets[part]))
+            scaled = logits[-1] if scale is None else scale(logits[-1])
+            picked.append(functional.log_softmax(scaled.float(), dim=1).gather(1, targets[part]))
         loss = _mean(torch.cat(picked), counts, num_items_in_batch)
         loss.backward()  # type: ignore[no-untyped-call]
     grad_hidden = torch.empty_like(rows)
@@ -97,6 +104,56 @@ def chunked_loss_reference(
             grad_bias = grad.sum(0) if grad_bias is None else grad_bias + grad.sum(0)
     assert grad_weight is not None
     return loss.detach(), grad_hidden.view_as(hidden), grad_weight, grad_bias
+
+
+class ScalingStep(NamedTuple):
+    """A step between projection and loss that treats every logit on its own."""
+
+    name: Literal["div", "mul", "tanh"]
+    number: float | None
+    """The divisor or factor."""
+
+
+Scaling = tuple[ScalingStep, ...]
+"""The steps in their order: none in most models, three where logits are capped softly (Gemma)."""
+_WITH_NUMBER: dict[str, Literal["div", "mul"]] = {"div": "div", "true_divide": "div", "mul": "mul", "multiply": "mul"}
+
+
+def scaling_step(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ScalingStep | None:
+    """Return which step a call of a function of torch is, whose first argument are the logits; None: another one."""
+    name = getattr(func, "__name__", "")
+    if kwargs:
+        return None
+    if name == "tanh" and len(args) == 1:
+        return ScalingStep("tanh", None)
+    # A tensor might change until the backward, and want a gradient.
+    if name in _WITH_NUMBER and len(args) == 2 and type(args[1]) in (int, float):
+        return ScalingStep(_WITH_NUMBER[name], args[1])
+    return None
+
+
+def _scale(logits: Tensor, scaling: Scaling) -> tuple[Tensor, list[Tensor]]:
+    """Return what the steps make of ``logits``, and the results of those whose gradient depends on them."""
+    kept = []
+    for name, number in scaling:
+        if name == "tanh":
+            logits = torch.tanh(logits)
+            kept.append(logits)
+        else:
+            assert number is not None
+            logits = logits / number if name == "div" else logits * number
+    return logits, kept
+
+
+def _unscale(slope: Tensor, scaling: Scaling, kept: list[Tensor]) -> Tensor:
+    """Return the gradient of the logits from that of what :func:`_scale` made of them, by plain PyTorch's kernels."""
+    for name, number in reversed(scaling):
+        if name == "tanh":
+            slope = torch.ops.aten.tanh_backward(slope, kept.pop())
+        else:
+            assert number is not None
+            slope = slope / number if name == "div" else slope * number
+    return slope
 
 
 class HeadLoss(nn.Module):
@@ -121,8 +178,12 @@ class HeadLoss(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = IGNORED,
         shift_labels: Tensor | None = None,
+        scaling: Scaling = (),
     ) -> Tensor:
-        """Return the loss that ``ForCausalLMLoss`` gives for the logits of ``hidden`` and the same other arguments."""
+        """Return the loss that ``ForCausalLMLoss`` gives for the logits of ``hidden`` and the same other arguments.
+
+        ``scaling`` is what the model does to its logits before that.
+        """
         if shift_labels is None:
             assert labels is not None
             # As ``ForCausalLMLoss`` does it: nothing follows the last token, whose row stays and does not count.
@@ -134,9 +195,11 @@ class HeadLoss(nn.Module):
         weight, bias = self.head.weight, self.head.bias
         if self.chunk:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            picked = _ChunkedPicks.apply(rows, weight, bias, targets, self.chunk)  # type: ignore[no-untyped-call]
+            picked = _ChunkedPicks.apply(rows, weight, bias, targets, self.chunk, scaling)  # type: ignore[no-untyped-call]
         else:
-            picked = _Picks.apply(functional.linear(hidden, weight, bias), targets)  # type: ignore[no-untyped-call]
+            logits = functional.linear(hidden, weight, bias)
+            picked = _Picks.apply(logits, targets, scaling)  # type: ignore[no-untyped-call]
+            del logits
         return _mean(picked, counts, num_items_in_batch)
 
 
@@ -199,15 +262,16 @@ def _mean(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:
     return loss
 
 
-def _logarithms(logits: Tensor) -> Tensor:
-    return functional.log_softmax(logits.float(), dim=1)
+def _logarithms(logits: Tensor, scaling: Scaling) -> Tensor:
+    return functional.log_softmax(_scale(logits, scaling)[0].float(), dim=1)
 
 
-def _slopes(logits: Tensor, target: Tensor, grad: Tensor) -> Tensor:
+def _slopes(logits: Tensor, target: Tensor, grad: Tensor, scaling: Scaling) -> Tensor:
     """Return the gradient of ``logits`` from that of the labels' log-probabilities, by plain PyTorch's kernels."""
-    output = _logarithms(logits)
+    scaled, kept = _scale(logits, scaling)
+    output = functional.log_softmax(scaled.float(), dim=1)
     slope = torch.zeros_like(output).scatter_(1, target, grad)
-    return log_softmax_backward(slope, output, 1, torch.float32).to(logits.dtype)
+    return _unscale(log_softmax_backward(slope, output, 1, torch.float32).to(scaled.dtype), scaling, kept)
 
 
 class _Picks(torch.autograd.Function):
@@ -215,22 +279,23 @@ class _Picks(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, scaling: Scaling) -> Tensor:
         ctx.save_for_backward(logits, targets)
+        ctx.scaling = scaling
         picked = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         rows = logits.view(-1, logits.shape[-1])
         for part in _row_slices(rows):
-            picked[part] = _logarithms(rows[part]).gather(1, targets[part])
+            picked[part] = _logarithms(rows[part], scaling).gather(1, targets[part])
         return picked
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         logits, targets = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
         for part in _row_slices(rows):
-            rows[part] = _slopes(rows[part], targets[part], grads[0][part])
-        return logits, None
+            rows[part] = _slopes(rows[part], targets[part], grads[0][part], ctx.scaling)
+        return logits, None, None
 
 
 def _row_slices(rows: Tensor) -> list[slice]:
@@ -247,17 +312,20 @@ class _ChunkedPicks(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, scaling: Scaling
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.scaling = chunk, scaling
         picked = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         for part in _slices(len(hidden), chunk):
-            picked[part] = _logarithms(functional.linear(hidden[part], weight, bias)).gather(1, targets[part])
+            logits = functional.linear(hidden[part], weight, bias)
+            picked[part] = _logarithms(logits, scaling).gather(1, targets[part])
         return picked
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, bias, targets = ctx.saved_tensors
         need_hidden, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -265,7 +333,7 @@ class _ChunkedPicks(torch.autograd.Function):
         grad_bias: Tensor | None = None
         for part in _slices(len(hidden), ctx.chunk):
             rows = hidden[part]
-            slope = _slopes(functional.linear(rows, weight, bias), targets[part], grads[0][part])
+            slope = _slopes(functional.linear(rows, weight, bias), targets[part], grads[0][part], ctx.scaling)
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[part])
             if grad_weight is not None and part.start:
@@ -275,4 +343,4 @@ class _ChunkedPicks(torch.autograd.Function):
             if need_bias:
                 grad_bias = slope.sum(0) if grad_bias is None else grad_bias + slope.sum(0)
             del slope  # or it would lie beside the next chunk's
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None

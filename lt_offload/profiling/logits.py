@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,9 +18,11 @@ from lt_offload.model.calls import Call
 from lt_offload.model.head import (
     LOSS_ARGUMENTS,
     HeadLoss,
+    Scaling,
     asks_form,
     chunk_tokens,
     intercept_loss,
+    scaling_step,
     suits,
     uses_causal_loss,
 )
@@ -37,6 +40,10 @@ class LogitsWatch(TorchFunctionMode):
         self._owner, self._head = structure.owner, structure.blocks[-1].module
         self._possible = self._owner is not None and suits(self._head) and uses_causal_loss(self._owner)
         self._logits: Tensor | None = None
+        """As they are after the steps of ``_scaling``."""
+        self._scaling: Scaling = ()
+        self._before: list[weakref.ref[Tensor]] = []
+        """The logits before each of these steps; who still has them may use them."""
         self._used = False
         self._arguments: list[tuple[Any, int, dict[str, Any]]] = []
         """Arguments of the calls of the loss: labels, size of the vocabulary, others."""
@@ -67,8 +74,12 @@ class LogitsWatch(TorchFunctionMode):
         logits = self._leave()
         if logits is not None:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            own = address_of(logits.untyped_storage())
-            self._used |= any(address_of(leaf.untyped_storage()) == own for leaf in leaves)
+            own = {address_of(tensor.untyped_storage()) for tensor in (logits, *self._earlier())}
+            self._used |= any(address_of(leaf.untyped_storage()) in own for leaf in leaves)
+
+    def _earlier(self) -> list[Tensor]:
+        """Return the logits as they were before, as far as somebody has them."""
+        return [tensor for ref in self._before if (tensor := ref()) is not None]
 
     def _leave(self) -> Tensor | None:
         """Take the mode off the stack if it is there; return the logits then."""
@@ -92,7 +103,7 @@ class LogitsWatch(TorchFunctionMode):
         chunk = chunk_tokens(vocabulary)
         # With one chunk all logits would exist after all, in another order of sums for nothing.
         sizes: dict[OptionName, int] = {"fused": 0, "chunked": chunk} if rows > chunk else {"fused": 0}
-        leaves, spec = tree_flatten(((call.leaves[0], labels), others))
+        leaves, spec = tree_flatten(((call.leaves[0], labels), others | {"scaling": self._scaling}))
         return {
             name: Call(
                 module=HeadLoss(head, size),
@@ -122,6 +133,14 @@ class LogitsWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._logits is not None and not asks_form(func):
-            self._used |= any(leaf is self._logits for leaf in tree_leaves((args, kwargs)))
+        logits = self._logits
+        if logits is None or asks_form(func):
+            return func(*args, **kwargs)
+        step = scaling_step(func, args, kwargs)
+        if step is not None and args[0] is logits and not self._arguments:
+            self._before.append(weakref.ref(logits))
+            self._logits, self._scaling = func(*args, **kwargs), (*self._scaling, step)
+            return self._logits
+        own = [logits, *self._earlier()]
+        self._used |= any(leaf is tensor for leaf in tree_leaves((args, kwargs)) for tensor in own)
         return func(*args, **kwargs)

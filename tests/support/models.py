@@ -74,9 +74,11 @@ def _config(family: str, layers: int, dropout: float) -> dict[str, Any]:
         return common | {"n_layer": layers, "n_head": 4, "hidden_dropout": dropout}
     common |= {"num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 48}
     common |= {"max_position_embeddings": 64, "attn_implementation": "sdpa"}
-    if family == "gemma3":
+    if family in ("gemma2", "gemma3"):
         common |= {"head_dim": 8, "sliding_window": 8}
-    if family.startswith("llama") or family in ("mistral", "gemma3"):
+    if family == "gemma2":
+        common |= {"query_pre_attn_scalar": 8, "attn_implementation": "eager", "final_logit_softcapping": 3.0}
+    if family.startswith("llama") or family in ("mistral", "gemma2", "gemma3", "cohere", "granite"):
         return common | {"num_key_value_heads": 2}
     return common | {"resid_pdrop": dropout, "embd_pdrop": dropout}
 

@@ -19,7 +19,16 @@ from lt_offload.compat.torch import DisableTorchFunctionSubclass, make_wrapper_s
 from lt_offload.errors import PlanError
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import Forward
-from lt_offload.model.head import LOSS_ARGUMENTS, HeadLoss, asks_form, intercept_loss, suits, uses_causal_loss
+from lt_offload.model.head import (
+    LOSS_ARGUMENTS,
+    HeadLoss,
+    Scaling,
+    asks_form,
+    intercept_loss,
+    scaling_step,
+    suits,
+    uses_causal_loss,
+)
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import WITH_LOSS
 
@@ -29,14 +38,16 @@ class DeferredLogits(Tensor):
 
     hidden: Tensor | None
     """The hidden states that they would be made of, until the loss has taken them."""
+    scaling: Scaling
+    """What the model has done to them since."""
 
     @staticmethod
-    def of(hidden: Tensor, vocabulary: int) -> DeferredLogits:
-        """Return the stand-in for the projection of ``hidden``."""
+    def of(hidden: Tensor, vocabulary: int, scaling: Scaling = ()) -> DeferredLogits:
+        """Return the stand-in for the projection of ``hidden`` after ``scaling``."""
         made: DeferredLogits = make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], vocabulary), dtype=hidden.dtype, device=hidden.device
         )
-        made.hidden = hidden
+        made.hidden, made.scaling = hidden, scaling
         return made
 
     def hand_over(self) -> Tensor:
@@ -63,6 +74,9 @@ class DeferredLogits(Tensor):
         if name in _SHOWN or asks_form(func):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        logits, step = args[0] if args else None, scaling_step(func, args, kwargs or {})
+        if step is not None and isinstance(logits, DeferredLogits) and logits.hidden is not None:
+            return DeferredLogits.of(logits.hand_over(), logits.shape[-1], (*logits.scaling, step))
         raise _refusal(name or str(func))
 
     @classmethod
@@ -112,9 +126,8 @@ class LossInBlock:
             if not isinstance(logits, DeferredLogits):
                 return original(logits, labels, vocab_size, **options)
             assert vocab_size == self._head.out_features
-            return run(
-                logits.hand_over(), labels, **{name: options[name] for name in LOSS_ARGUMENTS if name in options}
-            )
+            told = {name: options[name] for name in LOSS_ARGUMENTS if name in options}
+            return run(logits.hand_over(), labels, **told, scaling=logits.scaling)
 
         return intercept_loss(self._owner, loss)
 

@@ -27,6 +27,9 @@ CASES = [
     Case(family="bloom", places=("device", "paged", "host"), mode="thread"),
     Case(family="llama", places=("host",), lora=True, dropout=0.1),
     Case(family="phi3", places=("paged",), roomy=True),  # weights are at other addresses in the backward
+    Case(family="gemma2", places=("paged", "host")),  # its logits are capped softly
+    Case(family="gemma2", places=("device",), dtype="bfloat16", lora=True),
+    Case(family="cohere", places=("host",)),  # and multiplied
 ]
 
 
@@ -47,15 +50,17 @@ class _Reference(torch.autograd.Function):
     """The reference as a loss that can be trained with."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> Tensor:
-        loss, *grads = chunked_loss_reference(hidden, weight, labels, bias=bias, chunk_tokens=chunk)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int, scale: Any
+    ) -> Tensor:
+        loss, *grads = chunked_loss_reference(hidden, weight, labels, bias=bias, chunk_tokens=chunk, scale=scale)
         ctx.grads = grads
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = [None if grad is None else grads[0] * grad for grad in ctx.grads]
-        return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None, None
+        return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
 
 
 def use_reference(model: nn.Module, chunk: int = CHUNK) -> None:
@@ -63,10 +68,18 @@ def use_reference(model: nn.Module, chunk: int = CHUNK) -> None:
     structure = find_blocks(model)
     head: Any = structure.blocks[-1].module
     owner: Any = structure.owner
+    cap, scale = getattr(owner.config, "final_logit_softcapping", None), getattr(owner.config, "logit_scale", None)
+    # The model does to hidden states here what it does to logits: not then, but in the reference.
+    owner.config.final_logit_softcapping = None
+    owner.logit_scale = 1.0
 
-    def loss(logits: Tensor, labels: Tensor, **_others: Any) -> Tensor:
+    def of_logits(logits: Tensor) -> Tensor:
+        logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if scale is None else logits * scale
+
+    def loss(logits: Tensor, labels: Tensor, *_size: int, **_others: Any) -> Tensor:
         following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        return _Reference.apply(logits, head.weight, head.bias, following, chunk)  # type: ignore[no-any-return]
+        return _Reference.apply(logits, head.weight, head.bias, following, chunk, of_logits)  # type: ignore[no-any-return]
 
     head.forward = lambda hidden: hidden
     owner.loss_function = loss

@@ -12,9 +12,15 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lt_offload.machine.accounting import Account
 from lt_offload.model import head
-from lt_offload.model.head import HeadLoss, chunk_tokens, chunked_loss_reference
+from lt_offload.model.head import HeadLoss, ScalingStep, chunk_tokens, chunked_loss_reference
 
 SHAPES = [(97, 32, 2, 12), (1000, 64, 3, 50), (5003, 16, 2, 129)]
+CAPPED = (ScalingStep("div", 3.0), ScalingStep("tanh", None), ScalingStep("mul", 3.0))
+
+
+def cap(logits: Tensor) -> Tensor:
+    """What Gemma does before its loss."""
+    return torch.tanh(logits / 3.0) * 3.0
 
 
 def gradients(projection: nn.Linear, hidden: Tensor, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -49,6 +55,27 @@ def test_fused_is_the_loss_of_hugging_face(
         lambda given: ForCausalLMLoss(projection(given), labels, shape[0], num_items_in_batch=items),
     )
     found = gradients(projection, hidden, lambda given: HeadLoss(projection)(given, labels, num_items_in_batch=items))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_that_are_capped(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_PART_BYTES", 7 * 4 * shape[0])
+    projection, hidden, labels = case(*shape, dtype, bias=True)
+    expected = gradients(projection, hidden, lambda given: ForCausalLMLoss(cap(projection(given)), labels, shape[0]))
+    found = gradients(projection, hidden, lambda given: HeadLoss(projection)(given, labels, scaling=CAPPED))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    plain = gradients(projection, hidden, lambda given: HeadLoss(projection)(given, labels))
+    assert not torch.equal(plain[0], found[0])
+    following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    loss, *grads = chunked_loss_reference(
+        hidden, projection.weight, following, bias=projection.bias, chunk_tokens=10, scale=cap
+    )
+    found = gradients(projection, hidden, lambda given: HeadLoss(projection, 10)(given, labels, scaling=CAPPED))
+    expected = [loss, *(2 * grad for grad in grads if grad is not None)]
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 

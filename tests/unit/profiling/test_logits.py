@@ -32,7 +32,7 @@ def offered(model: nn.Module, run: Run | None) -> set[str]:
     return {option.name for option in found.blocks[-1].options} & {"fused", "chunked"}
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", [*models.FAMILIES, "gemma2", "cohere", "granite"])
 def test_offered_where_only_the_loss_is_returned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build(family)
     before = dict(vars(model))
@@ -85,10 +85,38 @@ def test_not_offered_where_somebody_wants_logits(run: Run | None) -> None:
     assert _get_current_function_mode() is None
 
 
-def test_not_offered_where_the_model_changes_logits() -> None:
-    """Gemma's soft cap comes between the projection and the loss."""
-    capped = models.build("gemma3", final_logit_softcapping=30.0)
-    assert offered(capped, lambda model, batch: model(**batch).loss) == set()
+def capped_only(model: nn.Module, batch: Any) -> Tensor:
+    return model(**batch).loss
+
+
+def rescaled(model: nn.Module, batch: Any) -> Tensor:
+    out = model(**batch)
+    return out.loss + 0 * (out.logits / 2).sum()
+
+
+def test_not_offered_where_logits_are_used_beside_their_scaling() -> None:
+    assert offered(models.build("gemma2"), rescaled) == set()
+    kept: list[Tensor] = []
+    model = models.build("gemma2")
+    model.lm_head.register_forward_hook(lambda _module, _args, out: kept.append(out))
+
+    def raw(model: nn.Module, batch: Any) -> Tensor:
+        loss = model(**batch).loss
+        return loss + 0 * kept.pop().sum()
+
+    assert offered(model, raw) == set()
+
+
+def test_not_offered_where_the_model_changes_logits_otherwise() -> None:
+    class Shifted(type(models.build("llama"))):  # type: ignore[misc]
+        def forward(self, labels: Tensor, **others: Any) -> Any:
+            out = super().forward(**others)
+            out.loss = self.loss_function(out.logits + 1, labels, models.VOCAB)
+            return out
+
+    model = models.build("llama")
+    model.__class__ = Shifted
+    assert offered(model, capped_only) == set()
 
 
 def test_not_offered_for_another_loss_or_projection() -> None:
