@@ -60,7 +60,8 @@ class _Reference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = [None if grad is None else grads[0] * grad for grad in ctx.grads]
-        return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
+        wanted = (grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False))
+        return *wanted, None, None, None
 
 
 def use_reference(model: nn.Module, chunk: int = CHUNK) -> None:
