@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,8 @@ Value = TypeVar("Value")
 _TIMEOUT = timedelta(minutes=30)
 """For those that are late: they may be downloading. Whoever has failed is noticed by ``watch``."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 2e-3
+LONG_S = 60.0
+"""Whoever has waited so long says for whom: it may be at work, or hang, and cannot be told from outside."""
 
 
 def initialize(device: str, *, rank: int, size: int) -> None:
@@ -100,17 +103,21 @@ class Ranks:
     def together(self, work: Callable[[], Value]) -> list[Value]:
         """Return what ``work`` gives in each process; if one of them fails, all do, and say why.
 
+        While they work nobody counts as gone for being silent: a solver may hold the interpreter for long.
+
         Raises:
             ProcessError: if it is another one.
         """
         error: Exception | None = None
         value: Any = None
+        strict, self.watch.strict = self.watch.strict, False
         try:
             value = work()
         except Exception as raised:
             error = raised
             self.watch.tell(raised)
         found = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
+        self.watch.strict = strict
         if error is not None:
             raise error
         for rank, (text, _) in enumerate(found):
@@ -178,12 +185,24 @@ class Ranks:
         Raises:
             ProcessError: if one has.
         """
-        pause = _FIRST_POLL_S
+        pause, began, said = _FIRST_POLL_S, time.monotonic(), False
         while not work.is_completed():
             self.watch.check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
+            if not said and self.watch.strict and time.monotonic() - began > LONG_S:
+                said = True
+                self._say_for_whom()
         self._translated(work.wait)
+
+    def _say_for_whom(self) -> None:
+        late = self.watch.late()
+        if late is not None:
+            warnings.warn(
+                f"offmate: process {self.rank} has waited {LONG_S:g} s for the others, at batch {self.watch.batch}: "
+                f"{late}",
+                stacklevel=2,
+            )
 
     def _translated(self, call: Callable[[], Any]) -> Any:
         """Return what ``call`` does; an error of a connection becomes the one that has closed it."""

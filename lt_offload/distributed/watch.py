@@ -1,22 +1,27 @@
 """Notices that another process of a run has failed, is gone or hangs, and says so where this one waits for it.
 
 Each process writes a number that counts up to the store of the run, and, before anything else, why it fails. A thread
-of every other one reads both. Who waits for others asks what that thread has seen (:meth:`PeerWatch.check`), so that
-the first error is told by all and nobody waits for half an hour.
+of every other one reads both, and is told by the system when a process of the same machine has ended. Who waits for
+others asks what that thread has seen (:meth:`PeerWatch.check`), so that the first error is told by all and nobody waits
+for half an hour.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from lt_offload.errors import OffloadError, ProcessError
+from lt_offload.errors import OffloadError, ProcessError, first_line
 
 BEAT_S = 1.0
 """Between two numbers."""
@@ -24,8 +29,29 @@ SILENCE_S = 40.0
 """A process whose number stays the same for so long does not run any more."""
 _PATIENCE_S = 2.0
 """Whoever finds a connection closed waits so long for the reason."""
-_ANSWER_S = 20.0
-"""The store answers within this time, or the process that holds it does not run."""
+_ANSWER_S = 10.0
+"""Who closes its watch waits so long for what the thread has asked the store."""
+_PAUSE_S = 5.0
+"""A process that has done nothing itself for so long cannot say of others that they were silent meanwhile."""
+
+
+@dataclass
+class _Peer:
+    """What is known of another process."""
+
+    where: str = ""
+    """Its machine, and the space that its number is from; empty: it has not said so."""
+    pid: int = 0
+    beat: str = ""
+    since: float = 0.0
+    """When the number was new."""
+    batch: int = -1
+    """The batch that it is at; -1: it has not begun to train."""
+    ended: int | None = None
+    """What the system says the end of the process with; None: it is elsewhere."""
+
+    def __str__(self) -> str:
+        return f"{self.pid} on {self.where.partition(' ')[0]}"
 
 
 class PeerWatch:
@@ -41,22 +67,37 @@ class PeerWatch:
     def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
-        self._others = [other for other in range(size) if other != rank]
+        self._peers = {other: _Peer(since=time.monotonic()) for other in range(size) if other != rank}
         self._rank, self._run_name = rank, f"lt_offload/{name}"
         self._failure: str | None = None
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._beats: dict[int, tuple[str, float]] = {}
+        self._closed = threading.Event()
+        self._woken, self._wake = os.pipe()
+        self._asked: float | None = None
+        """Since when the thread waits for the store, which has no end where the process that has it is stopped."""
+        self._checked = self._looked = time.monotonic()
+        """When this process last asked what the thread has seen, and when that last looked."""
         self.strict = False
         """Whether a process that does not answer counts as gone: not while each prepares itself."""
-        self._set("where", f"{socket.gethostname()} {os.getpid()}")
+        self.batch = -1
+        """The batch that this process is at."""
+        self._set("where", f"{os.getpid()} {_here()}")
         self._thread = threading.Thread(target=self._run, name="lt_offload-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        self._thread.join(timeout=BEAT_S)
+        """End the thread; the others need not wonder when this process ends."""
+        if self._failure is None:
+            with suppress(Exception):
+                self._set("closed", "")
+        self._closed.set()
+        os.write(self._wake, b".")
+        self._thread.join(timeout=_ANSWER_S)
+        if self._thread.is_alive():  # it waits for the store, and will find that all is over
+            return
+        for number in (self._woken, self._wake, *(peer.ended for peer in self._peers.values())):
+            if number is not None:
+                os.close(number)
 
     def tell(self, error: BaseException) -> None:
         """Tell the others that this process fails with ``error``, unless it fails because of another one."""
@@ -67,16 +108,27 @@ class PeerWatch:
             self._set("error", text)
 
     def leave(self, patience: float) -> None:
-        """Wait until all others know that this process fails, ``patience`` seconds at most: they end with it."""
+        """Wait until all others that live know that this process fails, ``patience`` seconds at most."""
         with suppress(Exception):
             self._set("left", "")
         until = time.monotonic() + patience
+        waited = list(self._peers)
         with suppress(Exception):
-            while time.monotonic() < until and any(self._get("left", other) is None for other in self._others):
+            while waited and time.monotonic() < until:
+                waited = [other for other in waited if not self._has_left(other)]
                 time.sleep(BEAT_S / 20)
 
+    def _has_left(self, other: int) -> bool:
+        return self._is_gone(self._peers[other]) or self._get("left", other) is not None
+
     def check(self) -> None:
-        """Raise ``ProcessError`` if another process has failed."""
+        """Raise ``ProcessError`` if another process has failed; called again and again by whoever waits."""
+        asked, now = self._asked, time.monotonic()
+        if self._asked is not None and now - self._checked > _PAUSE_S:
+            self._asked = now
+        elif self.strict and asked is not None and now - asked > SILENCE_S and self._failure is None:
+            self._silent(0, self._peers.get(0, _Peer()), now - asked)
+        self._checked = now
         if self._failure is not None:
             raise ProcessError(self._failure)
 
@@ -85,7 +137,6 @@ class PeerWatch:
         until = time.monotonic() + _PATIENCE_S
         while self._failure is None and time.monotonic() < until:
             time.sleep(BEAT_S / 20)
-            self._look()
         return ProcessError(self._failure or f"another process ended without a word, killed perhaps: {error}")
 
     @property
@@ -93,48 +144,120 @@ class PeerWatch:
         """Which process has failed and why; None if none has, as far as is known."""
         return self._failure
 
+    def late(self) -> str | None:
+        """Return which processes are at an earlier batch than this one; None if a process before this one says so."""
+        behind = {rank: peer for rank, peer in self._peers.items() if peer.batch < self.batch}
+        if any(rank < self._rank and rank not in behind for rank in self._peers):
+            return None
+        found = [
+            f"process {rank} ({peer}) is {'at batch ' + str(peer.batch) if peer.batch >= 0 else 'not training yet'}"
+            for rank, peer in behind.items()
+        ]
+        return ", ".join(found) or "none is at an earlier batch"
+
+    # -- the store ---------------------------------------------------------------------------------------------------
+
     def _set(self, what: str, value: str) -> None:
-        with self._lock:
+        with self._alone():
             self._store.set(f"{self._run_name}/{what}/{self._rank}", value)
 
     def _get(self, what: str, rank: int) -> str | None:
         key = f"{self._run_name}/{what}/{rank}"
-        with self._lock:
+        with self._alone():
             return self._store.get(key).decode() if self._store.check([key]) else None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=BEAT_S):
+            raise TimeoutError("the store of the run does not answer")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         number = 0
-        while not self._ended.wait(BEAT_S):
+        while not self._closed.is_set():
             number += 1
+            now = time.monotonic()
+            if now - self._looked > _PAUSE_S:  # stopped, or something held the interpreter
+                for peer in self._peers.values():
+                    peer.since = now
+            self._looked = self._asked = now
             try:
-                self._set("beat", str(number))
+                self._set("beat", f"{number} {self.batch}")
+                for other, peer in self._peers.items():
+                    self._look(other, peer)
+            except TimeoutError:
+                pass
             except Exception as error:
-                if self.strict and not self._ended.is_set():
-                    self._failure = self._failure or f"the first process is gone, which has the run's store: {error}"
+                self._no_store(error)
                 return
-            self._look()
+            finally:
+                self._asked = None
+            self._sleep()
 
-    def _look(self) -> None:
-        """See whether another process has said why it fails, or has been silent for too long."""
-        with suppress(Exception):
-            for other in self._others:
-                found = self._get("error", other)
-                if found is not None:
-                    self._failure = self._failure or f"process {other} failed: {found}"
-                self._listen(other)
+    def _sleep(self) -> None:
+        """Wait for the next beat, or until a process of this machine ends."""
+        known = [peer.ended for peer in self._peers.values() if peer.ended is not None and not self._is_gone(peer)]
+        with suppress(OSError):
+            select.select([self._woken, *known], [], [], BEAT_S)
 
-    def _listen(self, other: int) -> None:
+    def _look(self, other: int, peer: _Peer) -> None:
+        """See whether another process has said why it fails, has ended, or has been silent for too long."""
+        gone = self._is_gone(peer)  # before it is asked what it has said last
+        found = self._get("error", other)
+        if found is not None:
+            self._failed(f"process {other} failed: {found}")
+        elif gone and self._get("closed", other) is None:
+            self._failed(f"process {other} ({peer}) ended without a word, killed perhaps")
+        elif not gone:
+            self._listen(other, peer)
+
+    def _listen(self, other: int, peer: _Peer) -> None:
+        if not peer.where:
+            number, _, peer.where = (self._get("where", other) or "").partition(" ")
+            peer.pid = int(number or 0)
+            if peer.where == _here():
+                with suppress(OSError):
+                    peer.ended = os.pidfd_open(peer.pid)
         beat, now = self._get("beat", other) or "", time.monotonic()
-        known, since = self._beats.get(other, ("", now))
-        if beat != known or not self.strict:
-            since = now
-        self._beats[other] = beat, since
-        if now - since > SILENCE_S:
-            where, _, number = (self._get("where", other) or "").partition(" ")
-            self._failure = self._failure or (
-                f"process {other} ({number} on {where}) has not answered for {SILENCE_S:g} s: it is stopped, or hangs"
-            )
-            # It holds its connections open while it is stopped, and whoever waits for them would never end.
-            if where == socket.gethostname() and number:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(int(number), signal.SIGKILL)
+        if beat != peer.beat or not self.strict:
+            peer.beat, peer.since = beat, now
+            peer.batch = int(beat.partition(" ")[2] or -1)
+        if now - peer.since > SILENCE_S:
+            self._silent(other, peer, now - peer.since)
+
+    def _silent(self, other: int, peer: _Peer, seconds: float) -> None:
+        self._failed(f"process {other} ({peer}) has not answered for {seconds:.0f} s: it is stopped, or its machine is")
+        # It holds its connections open while it is stopped, and whoever waits for them would never end.
+        if peer.where == _here() and peer.pid:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(peer.pid, signal.SIGKILL)
+
+    def _no_store(self, error: Exception) -> None:
+        """Say what it means that the first process, which has the store of the run, has closed it."""
+        first = self._peers.get(0)
+        if self._closed.is_set() or first is None:
+            return
+        until = time.monotonic() + BEAT_S  # connections are closed a moment before the process has ended
+        while first.ended is not None and not self._is_gone(first) and time.monotonic() < until:
+            time.sleep(BEAT_S / 50)
+        how = "ended without a word, killed perhaps" if self._is_gone(first) else f"is gone: {first_line(error)}"
+        self._failed(f"process 0 ({first}) {how}")
+
+    def _is_gone(self, peer: _Peer) -> bool:
+        return peer.ended is not None and bool(select.select([peer.ended], [], [], 0)[0])
+
+    def _failed(self, why: str) -> None:
+        self._failure = self._failure or why
+
+
+def _here() -> str:
+    """Return this machine, and the space in which numbers of processes are unique: a container may have its own."""
+    space = ""
+    with suppress(OSError):
+        space = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()} {space}"

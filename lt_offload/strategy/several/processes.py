@@ -297,6 +297,8 @@ class Processes:
 
     def begins_batch(self, number: int) -> None:
         """Check that all processes are at the batch with this ``number``, and go on with it."""
+        if self.ranks is not None:
+            self.ranks.watch.batch = number
         self._meet(1 + number)
 
     def ends_training(self) -> None:

@@ -1,0 +1,184 @@
+"""Two processes of a run, in one of which something goes wrong: what each says, how long it stays, what is left.
+
+``python -m tests.faults.several FOLDER KIND`` imports everything once and forks two processes for each place where that
+kind of fault may come. A fault is injected by an object that counts calls; nobody sleeps until it is likely to happen.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lt_offload
+from lt_offload.distributed import sums, watch
+from lt_offload.strategy.checkpoint import files
+from tests.parity.several.training import environment, free_port
+from tests.support import trainers
+
+MEMORY = "40MB"
+KINDS = ("raise", "kill", "stop", "over budget")
+PLACES = {"forward": 1, "exchange": 1, "save": 0}
+"""Where a fault comes, and in which process: the first one writes, and has the run's store."""
+LIMIT_S = 60.0
+"""All have to be gone by then, after the fault."""
+SILENCE_S = 6.0
+"""Instead of ``watch.SILENCE_S``: for how long a stopped process may be silent."""
+
+
+def places(kind: str) -> tuple[str, ...]:
+    """Return where this kind of fault can come: nothing but a forward takes device memory."""
+    return ("forward",) if kind == "over budget" else tuple(PLACES)
+
+
+class Injector:
+    """Does what goes wrong, at the second call of what it is asked to break; says when."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder, self.calls = kind, folder, 0
+
+    def __call__(self, *, at: int = 2) -> None:
+        self.calls += 1
+        if self.calls != at:
+            return
+        (self.folder / "fault").write_text(repr(time.monotonic()))
+        if self.kind == "raise":
+            raise ValueError("broken here")
+        if self.kind == "over budget":
+            torch.empty(10**9, dtype=torch.uint8)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
+
+
+class Module(trainers.Module):
+    """Breaks in its forward, if it has something to break it."""
+
+    injector: Injector | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        # The first step is run twice, and this one in the middle of training.
+        if self.injector is not None and batch_idx == 1:
+            self.injector(at=1)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def broken(before: Callable[..., Any], injector: Injector, at: int) -> Callable[..., Any]:
+    """Return ``before`` with a fault in its middle: some of it has been done."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        injector(at=at)
+        return before(*args, **kwargs)
+
+    return call
+
+
+def train(kind: str, place: str, folder: Path, rank: int) -> None:
+    """Train as one of two processes, of which one fails at ``place``."""
+    import lightning.pytorch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    lightning.pytorch.seed_everything(7, verbose=False)
+    watch.SILENCE_S = SILENCE_S
+    sums.BUCKET_BYTES = 1 << 12  # several for each exchange, so that a fault leaves it half done
+    module = Module(shuffle=False, batch_size=1)
+    if rank == PLACES[place]:
+        injector = Injector(kind, folder)
+        if place == "forward":
+            module.injector = injector
+        elif place == "exchange":
+            sums._add_up = broken(sums._add_up, injector, at=8)
+        else:
+            files._flush = broken(files._flush, injector, at=3)  # of the second file
+    saver = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    trainers.fit(
+        lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l"),
+        module,
+        devices=2,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[saver],
+    )
+
+
+def forked(kind: str, place: str, folder: Path, rank: int, port: int) -> int:
+    """Fork one process, which ends as a script does: with what is registered for its end."""
+    child = os.fork()
+    if child:
+        return child
+    os.environ.update(environment(rank, 2, port))
+    code, said = 1, "nothing"
+    try:
+        train(kind, place, folder, rank)
+        code = 0
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+        with (folder / f"traceback-{rank}").open("w") as file:
+            traceback.print_exc(file=file)
+    (folder / f"said-{rank}").write_text(said)
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def case(kind: str, place: str, folder: Path) -> dict[str, Any]:
+    """Return what became of both processes."""
+    folder.mkdir()
+    port = free_port()
+    shared = set(os.listdir("/dev/shm"))
+    children = [forked(kind, place, folder, rank, port) for rank in range(2)]
+    ended: dict[int, float] = {}
+    codes: dict[int, int] = {}
+    fault, limit = folder / "fault", time.monotonic() + 2 * LIMIT_S
+    while len(ended) < len(children) and time.monotonic() < limit:
+        if fault.exists() and fault.stat().st_size:
+            limit = float(fault.read_text()) + LIMIT_S
+        for rank, child in enumerate(children):
+            if rank in ended:
+                continue
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                ended[rank], codes[rank] = time.monotonic(), os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    alive = [rank for rank in range(2) if rank not in ended]
+    for rank in alive:
+        os.kill(children[rank], signal.SIGKILL)
+        os.waitpid(children[rank], 0)
+    fault_at = float(fault.read_text()) if fault.exists() else None
+    said = [folder / f"said-{rank}" for rank in range(2)]
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))  # raises if somebody listens there
+    return {
+        "fault": fault_at is not None,
+        "said": [path.read_text() if path.exists() else None for path in said],
+        "codes": [codes.get(rank) for rank in range(2)],
+        "alive": alive,
+        "seconds": [round(ended[rank] - fault_at, 2) if fault_at and rank in ended else None for rank in range(2)],
+        "left in shared memory": sorted(set(os.listdir("/dev/shm")) - shared),
+        "checkpoints": sorted(path.name for path in (folder / "kept").glob("*")),
+        "torn": [path.name for path in (folder / "kept").glob("*.ckpt") if not files.is_complete(path)],
+    }
+
+
+def main(folder: Path, kind: str) -> None:
+    """Carry out all cases of a kind."""
+    torch.set_num_threads(1)
+    trainers.models.build()  # transformers is imported once
+    found = {place: case(kind, place, folder / place) for place in places(kind)}
+    (folder / "found.json").write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

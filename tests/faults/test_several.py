@@ -1,0 +1,60 @@
+"""Something goes wrong in one of two processes: all leave, the first error is what all say, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.several import KINDS, PLACES, places
+
+ROOT = Path(__file__).parents[2]
+OWN = {"raise": r"ValueError: broken here", "over budget": r"OverBudget: .+"}
+"""What the process says in which it goes wrong."""
+OTHERS = {
+    "raise": r"ProcessError: process {rank} failed: ValueError: broken here",
+    "over budget": r"ProcessError: process {rank} failed: .*device memory.*",
+    "kill": r"ProcessError: process {rank} \(\d+ on .+\) ended without a word, killed perhaps",
+    "stop": r"ProcessError: process {rank} \(\d+ on .+\) has not answered for \d+ s: it is stopped, or its machine is",
+}
+KILLED = -9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_in_one_process_ends_all(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-m", "tests.faults.several", str(tmp_path), kind]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
+        _, said = run.communicate(timeout=400)
+    assert run.returncode == 0, said[-2000:]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert tuple(found) == places(kind)
+    for place, case in found.items():
+        require(kind, PLACES[place], case)
+
+
+def require(kind: str, rank: int, case: dict[str, Any]) -> None:
+    """Check what became of two processes, of which ``rank`` had the fault."""
+    assert case["fault"], case
+    assert case["alive"] == [], case
+    own, other = case["said"][rank], case["said"][1 - rank]
+    assert re.fullmatch(OTHERS[kind].format(rank=rank), other), case
+    if kind in OWN:
+        assert re.fullmatch(OWN[kind], own), case
+        assert case["codes"] == [1, 1]
+    else:
+        assert own is None, case
+        assert case["codes"][rank] == KILLED
+    assert case["torn"] == case["left in shared memory"] == []
+    kept = [name for name in case["checkpoints"] if not name.startswith(".")]
+    # A process that is killed in the middle of a file cannot remove it; the next save does.
+    assert kept == case["checkpoints"] or kind in ("kill", "stop")
