@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lt_offload.compat.torch import default_store
 from lt_offload.distributed import sums
+from lt_offload.distributed.files import OpenFile
 from lt_offload.distributed.watch import PeerWatch
 from lt_offload.errors import ConfigError, ProcessError, first_line
 
@@ -150,6 +151,21 @@ class Ranks:
             self._wait(self._translated(partial(dist.broadcast, flat, src=0, group=self.control, async_op=True)))
             if sent is not tensor:
                 tensor.copy_(sent)
+
+    def share_file(self, make: Callable[[], int], by: int) -> int:
+        """Return a descriptor of the file that ``make`` opens in process ``by``; it is to be closed.
+
+        Raises:
+            ConfigError: if a process cannot have it.
+        """
+        mine = self.rank == by
+        told = self.together(lambda: OpenFile.of(make()) if mine else None)[by]
+        assert told is not None
+        return self.together(lambda: told.descriptor if mine else told.open())[self.rank]
+
+    def check(self) -> None:
+        """Raise ``ProcessError`` if another process has failed."""
+        self.watch.check()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ it add gradients up. The calling thread waits for an event only where its comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.iteration import HALFWAY, Iteration, Transition
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.bound_weights import expose
+from lt_offload.execute.memory.common import Common, Others
 from lt_offload.execute.memory.groups import Layout, move_rest
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot, Snapshots
@@ -34,9 +35,10 @@ from lt_offload.execute.training.handover import Handover
 from lt_offload.execute.training.host_copies import HostCopies, host_limit, updated_on_host
 from lt_offload.execute.training.loop import FollowedLoop, WindowGradients
 from lt_offload.execute.training.passes import Passes
+from lt_offload.execute.updates.common_states import CommonUpdates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.execute.updates.others import Others, SumsOfAll
+from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.aliases import held_by_others
 from lt_offload.execute.user_code.checks import InstalledSetup
@@ -64,6 +66,9 @@ class Engine:
         plan: a plan that ``lt_offload.plan.verify.check`` accepts; None for forward-only use.
         device: where blocks run; the engine does not close it.
         structure: the model's block sequence, if the caller has it already.
+        others: other processes of this machine that train the same model, each with an engine of its own, made and
+            installed at the same time: updates, which have to wait (``delayed=True``), use the sums of all their
+            gradients, and host copies are in memory that all have together. None: this process is alone.
 
     Raises:
         PlanError: if the plan belongs to another model.
@@ -78,7 +83,10 @@ class Engine:
         device: Device,
         *,
         structure: Structure | None = None,
+        others: Others | None = None,
     ) -> None:
+        self._others = others
+        self._common: Common | None = None
         self.structure = structure or find_blocks(model)
         self.model, self.device = model, device
         self.plan = plan
@@ -133,10 +141,13 @@ class Engine:
         aliases = held_by_others(self.model, self.structure, device.torch_device)
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
-        layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
+        common = self._common = self._in_common(aliases.held)
+        staying = aliases.held if common is None else common.staying
+        layout = Layout(device, self.weights, self._blocks, plan, staying, common)
         move_rest(self.model, self.structure, device.torch_device)
         if plan is not None:
-            device.limit_host(host_limit(plan) - plan.process_bytes)
+            together = common.nbytes // common.others.size if common is not None else 0
+            device.limit_host(host_limit(plan) - plan.process_bytes - together)
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
         device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.room))
         updates = self.updates
@@ -149,7 +160,8 @@ class Engine:
             self.gradients = Gradients(device, updates, self.weights, plan)
         self._intercept()
         unseen = [self.weights[index] for index in aliases.unseen]
-        self._guard = Guard(self.weights, self.residency, updates, self._check_read, self._check_write, unseen)
+        calls = self._check_read, self._check_write
+        self._guard = Guard(self.weights, self.residency, updates, *calls, unseen, common)
         self._fixed = InstalledSetup(self.structure, self.weights, updates, self._runs.repeated, self._runs.parted)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
@@ -167,7 +179,7 @@ class Engine:
             staying=bool(aliases.held),
         )
         self._host_copies = HostCopies(
-            self.weights, updates, plan, device=device, residency=self.residency, guard=self._guard
+            self.weights, updates, plan, device=device, residency=self.residency, guard=self._guard, common=common
         )
         if updates is not None:
             self._begin_training(updates)
@@ -207,6 +219,8 @@ class Engine:
             view=self._gradient_view,
             step=step,
         )
+        if self._others is not None:
+            self._join(self._others, updates)
         self._window_gradients = WindowGradients(
             self.model,
             [param for _, param in self.structure.rest],
@@ -231,14 +245,21 @@ class Engine:
         self._undo += [step.remove, saved.remove]
         return step
 
-    def join(self, others: Others) -> None:
-        """Train with other processes, each with an engine of its own: updates use the sums of all their gradients.
+    def _in_common(self, staying: Collection[int]) -> Common | None:
+        """Return what this engine has in common with those of other processes."""
+        if self._others is None:
+            return None
+        in_place = self.updates is not None and self.updates.in_place
+        return Common(self._others, self.device, self.weights, self.plan, staying, owned_updates=in_place)
 
-        To be called after :meth:`install`, with one plan for all, whose updates wait (``delayed=True``).
-        """
-        assert self._passes is not None and self._window.delayed
+    def _join(self, others: Others, updates: Updates) -> None:
+        """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
+        assert self._passes is not None and self.gradients is not None and self._window.delayed
         rest = [param for _, param in self.structure.rest]
         self._passes.of_all = SumsOfAll(others, self.device, self.weights, rest, self.residency)
+        if self._common is not None:
+            self.gradients.common = self._common
+            self._passes.common = CommonUpdates(self._common, updates, self.device)
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""

@@ -211,6 +211,11 @@ EXCHANGED_MEMORY = while_running(
     why="weights stay where they are, so that the values are copied, and the kept tensor would change with them",
     instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
 )
+ONE_PROCESS = while_running(
+    "weights or optimizer states that only some of several processes write (a callback that asks for rank 0)",
+    why="all processes have one copy of them, in the machine's memory",
+    instead="write the same in every process, as under ddp, which would go on with other weights in each",
+)
 OTHER_SECOND_RUN = while_running(
     "blocks whose second run differs: by state in global variables and closures",
     why="a block may run a second time for its backward",

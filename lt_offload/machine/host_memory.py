@@ -150,6 +150,11 @@ class HostMemory:
         copy.copy_(tensor)
         return copy
 
+    def take_in(self, pages: Pages) -> None:
+        """Page-lock ``pages``, which somebody else has mapped and which ``nbytes`` does not count, if possible."""
+        self._give_back()
+        self._register_pages(pages, touch=False)
+
     def locked(self, nbytes: int) -> torch.Tensor | None:
         """Return page-locked bytes that ``nbytes`` does not count, None if the driver refuses.
 
@@ -204,15 +209,18 @@ class HostMemory:
     def _map(self, nbytes: int) -> Pages:
         self._give_back()  # before more is taken
         pages = map_pages(nbytes)
-        if not self._track(pages):
-            span = (pages.address, pages.address + pages.nbytes)
-            self._pageable = tuple(sorted((*self._pageable, span)))
+        self._register_pages(pages)
         return pages
 
-    def _track(self, pages: Pages) -> bool:
+    def _register_pages(self, pages: Pages, *, touch: bool = True) -> None:
+        if not self._track(pages, touch=touch):
+            span = (pages.address, pages.address + pages.nbytes)
+            self._pageable = tuple(sorted((*self._pageable, span)))
+
+    def _track(self, pages: Pages, *, touch: bool = True) -> bool:
         """Register ``pages`` and keep account of them; return whether they are page-locked."""
         address = pages.address
-        if self._node.cores or torch.get_num_threads() > 1:
+        if touch and (self._node.cores or torch.get_num_threads() > 1):
             self._node.run(pages.touch)  # or registering would take the pages on this core alone
         locked = self._lock(address, pages.nbytes)
         # Tensors hold the pages' own view of the mapping, and the account holds the mapping. The finalizer may run on

@@ -8,6 +8,13 @@ Memory begins at a page whose number differs from mapping to mapping, modulo ``_
 Tensors of one size that are updated together (weight, gradient, moments) would otherwise lie at distances of a power of
 two, which some processors' caches punish: on one, a fused AdamW step over four tensors of 128 MiB took three times as
 long.
+
+Several processes of one machine may map a file without a name, in RAM (:class:`SharedPages`). It is no file of
+/dev/shm, which containers often limit to 64 MB: only the memory limit of the container counts. Having no name, it is
+gone when the last process that maps it ends, however it ends. Each process maps it twice. What is written through the
+*common* mapping is seen by all. The *own* mapping shows the same memory, and a page that is written through it is
+copied first (``MAP_PRIVATE``): the write stays in this process, which sees nothing of that page from others any more,
+until :func:`drop_own` forgets the copy.
 """
 
 from __future__ import annotations
@@ -15,7 +22,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -65,6 +74,12 @@ def map_pages(nbytes: int) -> Pages:
     return Pages(memory=memoryview(memory), start=lead * mmap.PAGESIZE, nbytes=count * mmap.PAGESIZE)
 
 
+def staggered(end: int, number: int) -> int:
+    """Return where memory ``number`` begins that follows others of one mapping: at ``end`` or after it, at a page."""
+    first = round_up(end, mmap.PAGESIZE) // mmap.PAGESIZE
+    return (first + (number * _STRIDE - first) % _PERIOD) * mmap.PAGESIZE
+
+
 def forget(tensor: torch.Tensor) -> None:
     """Take the pages of ``tensor`` out of memory if they are those of a file; whoever reads it again reads the file.
 
@@ -84,3 +99,71 @@ def _in_file(first: int, last: int) -> bool:
         if start <= first and last <= end:
             return inode != "0"
     return False
+
+
+# -- memory that several processes map ---------------------------------------------------------------------------------
+
+
+def make_file(nbytes: int, name: str) -> int:
+    """Return the descriptor of new memory of at least one page, zeroed; pages are taken when they are written.
+
+    Args:
+        nbytes: how much.
+        name: how ``/proc/PID/smaps`` shows it: ``/memfd:lt_offload NAME``.
+    """
+    descriptor = os.memfd_create(f"lt_offload {name}", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, max(mmap.PAGESIZE, round_up(nbytes, mmap.PAGESIZE)))
+    return descriptor
+
+
+def spread(sizes: list[int]) -> tuple[list[int], int]:
+    """Return where in a file each of ``sizes`` begins, at pages as mappings have them, and the file's size."""
+    starts, end = [], 0
+    for number, size in enumerate(sizes):
+        start = staggered(end, number)
+        starts.append(start)
+        end = start + round_up(size, mmap.PAGESIZE)
+    return starts, end
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPages:
+    """A part of such a file in this process."""
+
+    fd: int
+    """Of the file; whoever maps it closes it when all parts are mapped (:meth:`map`)."""
+    start: int
+    """Where the part begins in the file, at a page."""
+    nbytes: int
+
+    def map(self) -> None:
+        """Map the part twice; the descriptor may be closed afterwards."""
+        _ = self.common, self.own
+
+    @cached_property
+    def common(self) -> Pages:
+        """The mapping whose writes all see."""
+        return self._map(mmap.MAP_SHARED)
+
+    @cached_property
+    def own(self) -> Pages:
+        """The mapping whose writes stay here."""
+        return self._map(mmap.MAP_PRIVATE)
+
+    def _map(self, flags: int) -> Pages:
+        length = max(mmap.PAGESIZE, round_up(self.nbytes, mmap.PAGESIZE))
+        mapped = mmap.mmap(self.fd, length, flags=flags, offset=self.start)
+        return Pages(memory=memoryview(mapped), start=0, nbytes=length)
+
+
+def drop_own(tensor: torch.Tensor) -> None:
+    """Forget what this process has written to the pages of ``tensor``, which is in an own mapping, neighbours included.
+
+    Raises:
+        OSError: if the system does not do it.
+    """
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = round_up(tensor.data_ptr() + tensor.nbytes, mmap.PAGESIZE) - first
+    libc = ctypes.CDLL(None, use_errno=True)
+    if length and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED) != 0:
+        raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")

@@ -350,10 +350,9 @@ class OffmateStrategy(Records, Checkpoints):
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
-        self.engine = Engine(self._module, optimizer, plan, self._device, structure=self._structure())
+        structure, others = self._structure(), self.ranks
+        self.engine = Engine(self._module, optimizer, plan, self._device, structure=structure, others=others)
         self.engine.install()
-        if plan is not None and self.ranks is not None:
-            self.engine.join(self.ranks)
         windows.prepare(self._trainer, self.engine)
         self._watch.enter_context(self._device.between())
 

@@ -1,6 +1,7 @@
-"""The device interface: an arena, three asynchronous lanes beside the compute lane, and events that link them.
+"""The device interface: an arena, asynchronous lanes beside the compute lane, and events that link them.
 
 The *compute lane* is whatever the calling thread runs (or launches). ``h2d`` and ``d2h`` copy; ``host`` runs updates.
+``peers`` waits for updates that other processes run, where several have host memory in common.
 Tasks of one lane run in the order of submission, those of ``host`` in the order of urgency. The interface never blocks
 the calling thread except in :meth:`Device.synchronize`, in :meth:`Device.wait` where the event's work has not been
 issued yet, and where an emulated device has no other way.
@@ -22,8 +23,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from lt_offload.compat.torch import foreach_copy_
+from lt_offload.machine.pages import Pages
 
-Lane = Literal["h2d", "d2h", "host"]
+Lane = Literal["h2d", "d2h", "host", "peers"]
 
 
 class Event(Protocol):
@@ -99,6 +101,8 @@ class Device(ABC):
     torch_device: torch.device
     budget: int
     """Bytes of device memory this process may occupy."""
+    has_threads = True
+    """Whether tasks run by themselves; else the calling thread runs them, where it waits for one."""
 
     @property
     def room(self) -> int:
@@ -200,6 +204,9 @@ class Device(ABC):
             The bytes of all of them (uint8), and the tensors, each at a multiple of ``ALIGNMENT`` from the beginning,
             in order and without gaps but for that. Every tensor has a storage of its own: saving one writes one.
         """
+
+    def host_mapped(self, pages: Pages) -> None:  # noqa: B027
+        """Make ``pages``, which others than this device have mapped, fit for asynchronous copies, if possible."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device, as part of a task on a copy lane; every such task copies with this."""

@@ -31,6 +31,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.threads import ThreadLanes
 from lt_offload.machine.driver import page_table_bytes
 from lt_offload.machine.host_memory import HostMemory
+from lt_offload.machine.pages import Pages
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import refusal
 from lt_offload.units import format_bytes
@@ -238,7 +239,7 @@ class CudaDevice(Device):
 
     def _blocks(self, lane: Lane) -> bool:
         """Return whether a task of ``lane`` may block the thread that runs it: then it gets the lane's own thread."""
-        if lane == "host":
+        if lane in ("host", "peers"):
             return True
         if not self._host.has_pageable:
             return False
@@ -336,6 +337,10 @@ class CudaDevice(Device):
     def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         with plain_torch():
             return self._host.group(parts)
+
+    @override
+    def host_mapped(self, pages: Pages) -> None:
+        self._host.take_in(pages)
 
     @override
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -159,7 +159,7 @@ class TaskRunner:
     def __call__(self, task: Task) -> None:
         """Run ``task``, or issue it."""
         assert isinstance(task, CudaTask) and task.work is not None
-        if task.lane == "host":
+        if task.lane in ("host", "peers"):
             self._run_on_host(task, task.work)
         else:
             self._issue(task, task.work)

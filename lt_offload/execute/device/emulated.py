@@ -170,6 +170,7 @@ class EmulatedDevice(Device):
             self._lanes = ThreadLanes(self._runner, threads={"host": host_threads} if host_threads else {})
         else:
             self._lanes = CallerLanes(self._runner, seed=seed if mode == "random" else None)
+        self.has_threads = mode == "thread"
         self._checker = Checker() if check else None
         self._accounting = accounting
         self._poison = mode != "thread" if poison is None else poison

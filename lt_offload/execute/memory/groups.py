@@ -10,6 +10,7 @@ from torch import nn
 
 from lt_offload.compat.torch import buffers_of
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.tensors import Member, States, Sum, Weight
 from lt_offload.model.blocks import Structure
@@ -26,6 +27,7 @@ class Layout:
         plan: without one, what a block uses first is one group.
         staying: weights whose host copies stay where they are, as far as the device allows it. Each is a group of its
             own: the rest of its group stands elsewhere in host memory.
+        common: has what several processes have together; None: this one is alone.
     """
 
     def __init__(
@@ -35,8 +37,9 @@ class Layout:
         blocks: Sequence[Sequence[Weight]],
         plan: Plan | None,
         staying: Collection[int] = (),
+        common: Common | None = None,
     ) -> None:
-        self._device, self._staying = device, staying
+        self._device, self._staying, self._common = device, staying, common
         self.parts: dict[int, tuple[tuple[LiveGroup, int], ...]] = {}
         """Of each group of the plan: its groups, and where in the group they begin."""
         self.all: list[LiveGroup] = []
@@ -48,6 +51,7 @@ class Layout:
                 owned[owner.get(weight.index)].append(weight)
             for members in owned.values():
                 self._house([group for group, _ in self._split(members, [0] * len(members))])
+            self._move_in()
             return
         spans: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for number, planned in enumerate(plan.groups):
@@ -68,6 +72,7 @@ class Layout:
                         weights[tensor].states.room = size
                 self.parts[number] = tuple(self._split(grouped, planned.sizes))
             self._house([group for number in numbers for group, _ in self.parts[number]])
+        self._move_in()
 
     def _split(self, members: Sequence[Member], sizes: Sequence[int]) -> Iterator[tuple[LiveGroup, int]]:
         """Yield the groups that ``members`` make up, and where each begins."""
@@ -84,9 +89,17 @@ class Layout:
     def _alone(self, member: Member) -> bool:
         return isinstance(member, Weight) and member.index in self._staying
 
+    def _move_in(self) -> None:
+        if self._common is not None:
+            self._common.move_in()
+
     def _house(self, groups: Sequence[LiveGroup]) -> None:
         """Make host memory for groups of one span: side by side, but for those whose memory stays."""
         self.all += groups
+        common = [group for group in groups if self._common is not None and self._common.takes(group)]
+        if self._common is not None and common:
+            self._common.add(common)
+            groups = [group for group in groups if group not in common]
         together = [group for group in groups if not self._alone(group.members[0])]
         if together:
             _house(together, self._device)

@@ -33,7 +33,7 @@ from typing_extensions import override
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.memory.snapshots import Snapshots
-from lt_offload.execute.memory.tensors import Member, States, Weight
+from lt_offload.execute.memory.tensors import Member, States, Sum, Weight
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
 
@@ -69,10 +69,12 @@ class LiveGroup:
     __slots__ = (
         "_device_ready",
         "_host_ready",
+        "_common",
         "_last_fetch",
         "_leaving",
         "_newer",
         "_overtaken",
+        "_own",
         "buffer",
         "device",
         "host",
@@ -80,6 +82,7 @@ class LiveGroup:
         "label",
         "members",
         "nbytes",
+        "place",
         "room",
         "span",
     )
@@ -92,6 +95,10 @@ class LiveGroup:
         """The bytes of all host copies."""
         self.span: Tensor
         """The host memory of all groups that are fetched together; ``host`` is part of it."""
+        self.place = 0
+        """Changes when ``host`` does."""
+        self._common: tuple[Tensor, Tensor] | None = None
+        self._own: tuple[Tensor, Tensor] | None = None
         self.host_cell = HostCopy(self.label, self.members)
         self.buffer: Buffer | None = None
         """The device copy."""
@@ -149,6 +156,16 @@ class LiveGroup:
     def hosts(self) -> list[Tensor]:
         """The host copies that checkpoints hold: none of sums."""
         return _hosts(self.members)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Its members, if they are weights."""
+        return [member for member in self.members if isinstance(member, Weight)]
+
+    @property
+    def sums(self) -> list[Sum]:
+        """Its members, if they are sums of gradients."""
+        return [member for member in self.members if isinstance(member, Sum)]
 
     # -- what happens to it ------------------------------------------------------------------------------------------
 
@@ -209,6 +226,23 @@ class LiveGroup:
     def about_to_write(self, tensors: Iterable[Tensor] | None = None) -> None:
         """The calling thread, or the task that runs, is about to write host copies: ``tensors`` of them, or all."""
         self.host_cell.about_to_write(self.hosts if tensors is None else tensors)
+
+    # -- memory that processes have in common (``memory/common.py``) -------------------------------------------------
+
+    def stand_in_common(self, common: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> None:
+        """Its host copies are in memory that processes have in common: bytes of it and of its span, twice mapped."""
+        self._common, self._own = common, own
+        self.read_common()
+
+    def read_own(self) -> None:
+        """Copy to the device from this process's own pages from now on, where a user has written."""
+        assert self._own is not None
+        (self.host, self.span), self.place = self._own, self.place + 1
+
+    def read_common(self) -> None:
+        """Copy from the common memory."""
+        assert self._common is not None
+        (self.host, self.span), self.place = self._common, self.place + 1
 
     # -- states that come and go -------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Transfer:
     def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
         self.groups = tuple(groups)
         self._device, self._label, self._op = device, label, op
-        self._copied: tuple[tuple[LiveGroup, int], ...] = ()
+        self._copied: tuple[tuple[LiveGroup, int, int], ...] = ()
         self._pairs: list[Pair] = []
         self._nbytes = 0
 
@@ -107,7 +107,7 @@ class Transfer:
 
     def _find(self, items: Sequence[LiveGroup]) -> list[Pair]:
         """Return what to copy: as a plan's offsets are fixed, mostly what was copied the last time."""
-        wanted = tuple((item, item.buffer.offset) for item in items if item.buffer is not None)
+        wanted = tuple((item, item.buffer.offset, item.place) for item in items if item.buffer is not None)
         # Views of the ranges are kept from one iteration to the next.
         if wanted != self._copied:
             self._copied, self._pairs = wanted, coalesced(items)

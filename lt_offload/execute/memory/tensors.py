@@ -69,6 +69,9 @@ class Weight(Viewed):
     """One parameter tensor."""
 
     __slots__ = (
+        "common",
+        "common_states",
+        "owner",
         "zero_copy",
         "grad",
         "grad_cell",
@@ -96,6 +99,12 @@ class Weight(Viewed):
         self.host: Tensor = param.data
         self.nbytes: int = self.host.nbytes
         self.group: LiveGroup
+        self.owner: int | None = None
+        """The process that updates the host copy, where several have it in common; None: it is this one's own."""
+        self.common: Tensor | None = None
+        """The host copy as the engine reads and writes it, where it is in common memory (``memory/common.py``)."""
+        self.common_states: dict[str, Any] | None = None
+        """The same of its optimizer states, and whatever else is in their dictionary."""
         self.zero_copy: Tensor | None = None
         """The host copy as computations on the device see it; see :meth:`expose`."""
         self.present: Tensor | None = None
@@ -126,6 +135,11 @@ class Weight(Viewed):
         """What checkpoints hold of it."""
         return (self.host,)
 
+    @property
+    def home(self) -> Tensor:
+        """The host copy as the engine reads and writes it; ``host`` is what users see of it."""
+        return self.host if self.common is None else self.common
+
     @override
     def forget_views(self) -> None:
         super().forget_views()
@@ -136,7 +150,7 @@ class Weight(Viewed):
     def expose(self, device: Device) -> None:
         """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""
         if self.zero_copy is None:
-            self.zero_copy = device.zero_copy_view(self.host)
+            self.zero_copy = device.zero_copy_view(self.home)
 
     def proxy(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
         """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
@@ -294,13 +308,15 @@ class States:
 class Sum(Viewed):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
-    __slots__ = ("_filled", "group", "label", "weight")
+    __slots__ = ("_filled", "group", "label", "places", "weight")
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
         self.label = weight.label.replace("weight", "sum", 1)
         self.weight = weight
         self.group: LiveGroup
+        self.places: tuple[Tensor, ...] = ()
+        """Where every process has its sum, in the order of ranks, if all see them."""
         self._filled = False
 
     @property

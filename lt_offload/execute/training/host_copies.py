@@ -9,6 +9,7 @@ import torch
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import ROUNDING
+from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.execute.memory.tensors import Weight
@@ -42,6 +43,7 @@ class HostCopies:
         device: counts what it has of the host.
         residency: has snapshots.
         guard: knows which host copies are announced before they change.
+        common: has what several processes have together; each counts its part.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class HostCopies:
         device: Device,
         residency: Residency,
         guard: Guard,
+        common: Common | None,
     ) -> None:
+        self._common = common
         self._weights, self._updates, self._plan = weights, updates, plan
         self._device, self._snapshots, self._guard = device, residency.snapshots, guard
         self._updated_on_host: Collection[int] = updated_on_host(plan) if plan is not None else ()
@@ -62,7 +66,10 @@ class HostCopies:
     def nbytes(self) -> int:
         """RAM of the process: its own, weights, gradients, optimizer states, activations, what is set aside."""
         updates = self._updates
-        states = updates.bytes(w for w in self._weights if w.index in self._updated_on_host) if updates else 0
+        hosted = (w for w in self._weights if w.index in self._updated_on_host and w.common_states is None)
+        states = updates.bytes(hosted) if updates else 0
+        if self._common is not None:
+            states += self._common.nbytes // self._common.others.size
         own = self._plan.process_bytes if self._plan is not None else 0
         return own + self._device.host_bytes + states + self._snapshots.nbytes
 

@@ -25,6 +25,7 @@ from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Walk
+from lt_offload.execute.updates.common_states import CommonUpdates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.user_code import checks
@@ -62,6 +63,8 @@ class Passes:
 
     of_all: SumsOfAll | None = None
     """Where other processes train the same model: what the last pass of a window leaves is added to theirs."""
+    common: CommonUpdates | None = None
+    """Where they have host copies in common: what users have written is exchanged, and updates are shared out."""
 
     def __init__(
         self,
@@ -153,6 +156,8 @@ class Passes:
         self._guard.check_thread()
         self._setup.check()
         self._guard.begin()
+        if self.common is not None:
+            self.common.begin_pass()
         if self.manual is not None and not self.waiting:
             self._window.begin()
             if self._window.delayed:
@@ -309,11 +314,15 @@ class Passes:
         if not self._window.added:
             return False
         self._view.shown.take()
+        if self.common is not None:
+            self.common.begin()
         if not self._residency.settled:
             self._residency.settle()
         self._iteration.enter(Transition.SETTLE)
         with self._view.kept(self._gradients, self._residency) if keep else nullcontext():
             self._walk.settle()
+        if self.common is not None:
+            self.common.end()
         return True
 
     def _complete(self) -> None:

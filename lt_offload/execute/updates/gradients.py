@@ -21,6 +21,7 @@ from torch import Tensor
 from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device, Event
+from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.clipping import Clipping
@@ -40,6 +41,8 @@ class Gradients:
         """Squared norms of this iteration's gradients, if somebody asked for them."""
         self.updated = 0
         """Tensors updated so far."""
+        self.common: Common | None = None
+        """What several processes have in common: each updates what it owns of that."""
         self._weights = weights
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
@@ -288,14 +291,18 @@ class Gradients:
             return None
         arrived = [w for w in ready if w.index in self._arrived]
         adding = self._adding(arrived, updating=updating)
-        groups = list(dict.fromkeys([total.group for w in ready if (total := w.total) is not None]))
+        totals = list(dict.fromkeys([total.group for w in ready if (total := w.total) is not None]))
+        # In common memory each process updates what it owns; sums are everybody's own.
+        theirs = [w for w in ready if updating and self.common is not None and self.common.theirs(w)]
+        mine = [w for w in ready if w not in theirs] if theirs else ready
+        groups = totals + [w.group for w in mine if updating]
         update: Callable[[], None] | None = None
         grads: list[Tensor] = []
         if updating:
-            grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in ready]
+            grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in mine]
             # Now, with the options of this moment: a scheduler may change them before the task runs.
-            update = self.updates.prepare(ready, "host", grads)
-            groups += dict.fromkeys([w.group for w in ready])
+            update = self.updates.prepare(mine, "host", grads) if mine else None
+            self.updates.leave_to_others(theirs)
             self.updated += len(ready)
         sums, edit = None, None
         read: list[Event | None] = []
@@ -303,11 +310,13 @@ class Gradients:
             edit = self.clipping.edit()
         if updating and self.square_sums is not None:
             sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
+        groups = list(dict.fromkeys(groups))
         if self._which == "settling":  # no gradient that arrives comes after what has read the weights
             read = [self.device.mark(), *(group.last_fetch for group in groups)]
+        work = _using(adding, sums, [(edit, grads)] if edit is not None else [], update)
         event = self.device.submit(
             "host",
-            _using(adding, sums, [(edit, grads)] if edit is not None else [], update),
+            self.common.telling(op.id, work) if updating and self.common is not None else work,
             # Gradients arrive after the last computation that may have read the weights in host memory.
             after=distinct([*[self._arrived.pop(w.index) for w in arrived], *[p.host_ready for p in groups], *read]),
             reads=list(dict.fromkeys([w.grad_cell for w in arrived])),
@@ -319,6 +328,8 @@ class Gradients:
         self._slots.updated(op.id, event)
         for group in groups:
             group.updated_on_host_by(event)
+        if updating and self.common is not None:
+            event = self.common.updated(op.id, theirs, event, urgency)
         for weight in ready:
             if weight.total is not None:
                 weight.total.use_up() if updating else weight.total.fill()

@@ -156,6 +156,7 @@ _RULES: dict[type[Optimizer], Callable[..., Update | None]] = {
 }
 
 
+_OURS = "lt_offload.optim.adamw.AdamW"
 _is_sparse = attrgetter("is_sparse")
 
 _OWN = {"param_groups", "state", *STEP_HOOKS}
@@ -235,10 +236,20 @@ class Updates:
             if weight.index not in updated and weight.param.requires_grad:
                 raise limits.WITHOUT_GRADIENT.error(f"{type(self.optimizer).__name__}, {weight.label}")
 
+    @property
+    def in_place(self) -> bool:
+        """Whether updates write the states that are there, once there are any: no other object takes their place."""
+        kind = type(self.optimizer)
+        return kind in _RULES or f"{kind.__module__}.{kind.__qualname__}" == _OURS
+
     def state(self, weight: Weight) -> dict[str, Any]:
         """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
         state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
         return state
+
+    def _updated_state(self, weight: Weight) -> dict[str, Any]:
+        """Return the state that updates write: of a weight in common memory that which is there."""
+        return self.state(weight) if weight.common_states is None else weight.common_states
 
     def adopt(self, group: LiveGroup) -> None:
         """Let the host copies of ``group`` be the states that the optimizer has now, if it is one of states."""
@@ -254,6 +265,10 @@ class Updates:
         state = self.optimizer.state
         ordered = [(param, state.pop(param)) for param in self._group_of if param in state]
         state.update(ordered)
+
+    def leave_to_others(self, weights: Iterable[Weight]) -> None:
+        """Note that other processes update ``weights`` in this iteration."""
+        self._updated.update(weight.index for weight in weights)
 
     def prepare(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
         """Return a function that updates ``weights`` with the group options of this moment.
@@ -279,11 +294,11 @@ class Updates:
         groups: defaultdict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = defaultdict(lambda: ([], [], []))
         for weight, grad in zip(weights, grads, strict=True):
             params, gradients, states = groups[self._group_of[weight.param]]
-            data = weight.host if place == "host" else weight.view
+            data = weight.home if place == "host" else weight.view
             assert data is not None
             params.append(data)
             gradients.append(grad)
-            state = self.state(weight)
+            state = self._updated_state(weight)
             states.append(state if place == "host" else state | weight.states.on_device)
         updates = [functional_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
         if any(update is None for update in updates):
@@ -302,7 +317,7 @@ class Updates:
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         alone: dict[Tensor, Mapping[str, Any]] = {}
         for weight, grad in zip(weights, grads, strict=True):
-            data = weight.host if place == "host" else weight.view
+            data = weight.home if place == "host" else weight.view
             assert data is not None
             proxy = weight.proxy(place, data, grad)
             index = self._group_of[weight.param]
@@ -310,7 +325,7 @@ class Updates:
                 # Copied: a learning rate may be a tensor that a scheduler changes in place before this update runs.
                 groups[index] = self._copied(self._live(index)) | {"params": []}
             groups[index]["params"].append(proxy)
-            state[proxy] = self.state(weight)
+            state[proxy] = self._updated_state(weight)
             alone[proxy] = own_options(self.optimizer, weight.param, self._places[weight.param])
         sub = self._sub(tuple(weight.index for weight in weights))
         owned = list(zip(weights, state.items(), strict=True))
@@ -338,7 +353,7 @@ class Updates:
                 type(sub).step(sub)  # the class's method: hooks and wrappers of the real optimizer's step run once
             for weight, (proxy, own) in owned:
                 proxy.grad = None
-                if own:
+                if own and weight.common_states is None:
                     self.optimizer.state[weight.param] = own
             changed = [known for known, (_, (_, own)) in zip(before, owned, strict=True) if not _same(known, own)]
             self.generation += bool(changed)

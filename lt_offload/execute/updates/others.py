@@ -2,33 +2,23 @@
 
 Every process has the same plan, so that the sums are the same tensors in all. Where they are, and whether there is a
 gradient at all (an expert may have got no tokens), is asked each time: a process without one has zeros.
+
+Sums for weights in common memory are where all processes see them, and nothing is sent: the owner adds them up, in the
+order of ranks. Others go through a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.memory.common import Others
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight
-
-
-class Others(Protocol):
-    """The other processes of the run, as the engine sees them."""
-
-    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the small ``numbers`` of every process."""
-        ...
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Let each of ``tensors`` be its sum over all processes, in their order."""
-        ...
-
 
 _FILLED, _ON_DEVICE = 1, 2
 """What a process says of a sum: there is a gradient in it; it is on the device."""
@@ -74,13 +64,29 @@ class SumsOfAll:
         groups = list(dict.fromkeys(total.group for total in there))
         self._begin(groups)
         with torch.no_grad():
-            tensors = [_complete(total) for total in there]
-            self._others.add_up([*tensors, *(param.grad for param in rest if param.grad is not None)])
+            tensors = [(total, _complete(total)) for total in there]
+            apart = [tensor for total, tensor in tensors if not _in_common(total)]
+            self._others.add_up([*apart, *(param.grad for param in rest if param.grad is not None)])
+            self._add_up_in_common([total for total in there if _in_common(total)])
         for group in groups:
             if group.buffer is not None:
                 group.changed_on_device()
         for total in there:
             total.fill()
+
+    def _add_up_in_common(self, totals: Sequence[Sum]) -> None:
+        """Add up sums that all processes see: each adds those that it owns, and writes them to all places."""
+        if not totals:
+            return
+        self._others.barrier()  # all are complete
+        for total in totals:
+            if total.weight.owner == self._others.rank:
+                first, *more = total.places
+                for place in more:
+                    first.add_(place)
+                for place in more:
+                    place.copy_(first)
+        self._others.barrier()
 
     def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
         self._residency.bring_home(groups)
@@ -99,6 +105,10 @@ class SumsOfAll:
 
 def _state(total: Sum) -> int:
     return _FILLED * total.filled | _ON_DEVICE * (total.group.buffer is not None)
+
+
+def _in_common(total: Sum) -> bool:
+    return bool(total.places) and total.view is None
 
 
 def _complete(total: Sum) -> Tensor:

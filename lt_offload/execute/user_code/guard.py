@@ -36,6 +36,7 @@ from lt_offload.compat.torch import (
     has_storage,
     typed_storage,
 )
+from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Weight
@@ -82,6 +83,7 @@ class Guard:
         check_read: raises if nothing may be read now; is told what was done.
         check_write: raises if nothing may be written now.
         unseen: weights whose memory somebody else reads and writes without operations on tensors, all the time.
+        common: has host copies that several processes have together.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class Guard:
         check_read: Callable[[str], object],
         check_write: Callable[[str], object],
         unseen: Iterable[Weight] = (),
+        common: Common | None = None,
     ) -> None:
+        self._common = common
         self._weights, self._residency, self._updates = weights, residency, updates
         self._check_read, self._check_write = check_read, check_write
         self._operations = _Operations(self)
@@ -176,6 +180,9 @@ class Guard:
         # The host copy is about to be newer than any on the device, which nobody would notice there.
         self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))
         self._residency.snapshots.changing(self._memory(one) for one in written)
+        if self._common is not None:
+            weights = [one.weight for one in written if one.state != GRADIENT]
+            self._common.writing(weights, self._residency.bring_home)
 
     def replace(self, weight: Weight, data: Tensor) -> None:
         """Give ``weight`` the values of ``data``, which was assigned to its parameter.
@@ -269,6 +276,8 @@ class Guard:
         # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
         stale = dict.fromkeys(group for owned in (*self._views, *self._unseen) for group in owned.groups)
         stale |= dict.fromkeys(self._replaced_states())
+        if self._common is not None:
+            self._common.suspect(owned.weight for owned in self._views if owned.state != GRADIENT)
         self._forget_views()
         if stale:
             self._residency.bring_home(stale)

@@ -5,6 +5,7 @@ One start of two processes, one of four and one of three run all cases.
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -39,6 +40,8 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "accumulated": (Case(accumulate=2), "tight", {}),
     "clipped by norm": (Case(clip_norm=0.3), "middle", {}),
     "clipped by value": (Case(clip_value=1e-3), "tight", {}),
+    "written between steps": (Case(user=True), "middle", {}),
+    "written, with adapters": (Case(model={"lora": True}, user=True), "tight", {}),
 }
 """Cases, budgets and settings of plans, for two processes."""
 MORE = {3: {"three": (LLAMA, "tight", {})}, 4: {"four": (TIED, "middle", {})}}
@@ -109,7 +112,7 @@ def require_equal(folder: Path, name: str, ranks: int, case: Case) -> None:
 
 def in_turn(losses: Sequence[list[torch.Tensor]], case: Case) -> list[torch.Tensor]:
     """Return the losses of all processes as one has them that takes turns; norms are everybody's."""
-    each = case.accumulate + (case.clip_norm is not None)
+    each = case.accumulate + (case.clip_norm is not None) + case.user
     found = []
     for begin in range(0, len(losses[0]), each):
         for own in losses:
@@ -121,6 +124,24 @@ def in_turn(losses: Sequence[list[torch.Tensor]], case: Case) -> list[torch.Tens
 @pytest.mark.parametrize("name", [LATE, *PAIRS])
 def test_two_processes_train_like_one_that_takes_turns(folder: Path, name: str) -> None:
     require_equal(folder, name, 2, (PAIRS | {LATE: PAIRS["tight"]})[name][0])
+
+
+@pytest.mark.parametrize("name", ["in the middle", "lora"])
+def test_there_is_one_host_copy(folder: Path, name: str) -> None:
+    """What processes have in common is in RAM once, as shares of its pages say that are added up."""
+    parts = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+    weights, states = (sum(part[kind] for part in parts) for kind in ("weights", "states"))
+    assert 0 < weights <= 1.1 * max(part["weights alone"] for part in parts)
+    # Each process writes those that it owns, and no others.
+    assert 0 < states <= 1.1 * sum(part["states alone"] for part in parts)
+
+
+@pytest.mark.parametrize("name", ["in the middle"])
+def test_a_weight_that_one_process_writes_is_refused_in_all(folder: Path, name: str) -> None:
+    for rank in range(2):
+        said = (folder / f"lopsided-2-{rank}").read_text()
+        assert said.startswith("UnsupportedError: ")
+        assert "was written in process 1 only" in said
 
 
 @pytest.mark.parametrize("ranks", MORE)

@@ -6,6 +6,9 @@ once and forks the processes of each group.
 
 from __future__ import annotations
 
+import copy
+import gc
+import json
 import os
 import pickle
 import random
@@ -49,6 +52,9 @@ class Case:
     idle: str = ""
     """The part of a parameter's name that gets a gradient in the first process only."""
 
+    user: bool = False
+    """Whether a user writes weights and states between steps, in every process, and evaluates the model."""
+
     def build(self) -> nn.Module:
         return models.build(**{"layers": 2} | self.model)
 
@@ -88,11 +94,43 @@ def plainly(case: Case, ranks: int) -> Result:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if case.user:
+            losses.append(meddle(case, model, optimizer, step))
     return Result(losses, model, optimizer)
 
 
-def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> Result:
-    """Train as one of several processes; ``delay`` lets copies of the last one be late, each by another time."""
+def meddle(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Write weights and states as callbacks do, and return the loss that the model has then."""
+    params = list(model.parameters())
+    trained = [param for param in params if param.requires_grad]
+    with torch.no_grad():
+        if step == 0:
+            for param in params:
+                param.mul_(0.99)
+            optimizer.state[trained[0]]["exp_avg"].mul_(0.5)
+            params[1].numpy()[...] += 1e-3  # which no operation of torch shows
+        if step == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            model.load_state_dict({name: 1.01 * value for name, value in model.state_dict().items()})
+        if step == 2:
+            trained[-1].clamp_(-0.05, 0.05)
+            for param in trained:
+                optimizer.state[param]["exp_avg_sq"].add_(1e-6)
+        kept = [param.clone() for param in trained]
+        for param in trained:  # as an average of weights is swapped in for an evaluation
+            param.add_(0.01)
+        loss: Tensor = model(**case.batch(step, 7, 0)).loss.detach().clone()
+        for param, value in zip(trained, kept, strict=True):
+            param.copy_(value)
+    return loss
+
+
+def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> tuple[Result, dict[str, int]]:
+    """Train as one of several processes; ``delay`` lets copies of the last one be late, each by another time.
+
+    Returns:
+        What it comes to, and :func:`mapped_bytes` at its end.
+    """
     model = case.build()
     optimizer = make_optimizer(model, case.optimizer)
     schedule = scheduler(optimizer)
@@ -100,11 +138,10 @@ def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> Result:
     device = EmulatedDevice(plan.budget_bytes, mode="thread" if threads else "lazy", check=not threads)
     if threads:
         _delay(device)
-    engine = Engine(model, optimizer, plan, device)
+    engine = Engine(model, optimizer, plan, device, others=ranks)
     losses = []
     try:
         engine.install()
-        engine.join(ranks)
         engine.follow(optimizer)
         engine.clip_value = case.clip_value
         if case.accumulate > 1:
@@ -119,11 +156,54 @@ def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> Result:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            if case.user:
+                losses.append(meddle(case, model, optimizer, step))
         engine.drain()
+        memory = mapped_bytes()
     finally:
         engine.remove()
         device.close()
-    return Result(losses, model, optimizer)
+    return Result(losses, model, optimizer), memory
+
+
+def mapped_bytes() -> dict[str, int]:
+    """Return the RAM of what processes have in common, by its name: this process's part of pages that several map.
+
+    Under ``NAME alone`` stands what it would be if no other process mapped it.
+    """
+    found: dict[str, int] = {}
+    name, alone = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *values = line.split()
+        if "-" in key:
+            _, _, name = line.partition("/memfd:lt_offload ")
+            name, alone = name.removesuffix(" (deleted)"), values[0].endswith("s")
+        elif name and key == "Pss:":
+            found[name] = found.get(name, 0) + 1024 * int(values[0])
+        elif name and key == "Rss:" and alone:
+            found[f"{name} alone"] = found.get(f"{name} alone", 0) + 1024 * int(values[0])
+    return found
+
+
+def lopsided(case: Case, plan: Plan, ranks: Ranks) -> str:
+    """Return what is said when the last process alone writes a weight."""
+    model = case.build()
+    optimizer = make_optimizer(model, case.optimizer)
+    device = EmulatedDevice(plan.budget_bytes)
+    engine = Engine(model, optimizer, plan, device, others=ranks)
+    try:
+        engine.install()
+        engine.follow(optimizer)
+        if ranks.rank == ranks.size - 1:
+            with torch.no_grad():
+                next(model.parameters()).zero_()
+        case.loss(model, case.batch(0, ranks.rank, 0), ranks.size).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.remove()
+        device.close()
+    return "nothing"
 
 
 def _delay(device: EmulatedDevice) -> None:
@@ -158,10 +238,15 @@ def _work(folder: Path, group: Group, rank: int, rendezvous: Path) -> None:
     dist.init_process_group("gloo", store=store_at(rendezvous, rank), rank=rank, world_size=group.ranks)
     ranks = Ranks()
     for name, case, plan, delay in group.runs:
-        found = by_engine(case, plan, ranks, delay=delay)
+        found, memory = by_engine(case, plan, ranks, delay=delay)
         saved = found.losses, found.model.state_dict(), found.optimizer.state_dict()
         torch.save(saved, folder / f"{name}-{rank}.pt")
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(memory))
+        del found, saved
+        gc.collect()  # or the next case would find the memory of this one
         ranks.barrier()
+    _, case, plan, _ = group.runs[0]
+    (folder / f"lopsided-{group.ranks}-{rank}").write_text(lopsided(case, plan, ranks))
     ranks.close()
 
 

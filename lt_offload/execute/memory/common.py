@@ -1,0 +1,383 @@
+"""Host memory that all processes of a machine have in common: one host copy of each weight, however many they are.
+
+Frozen weights are read by all and written by nobody. A weight that is updated on the host has an *owner*, one of the
+processes: it alone updates the host copy, and it alone computes optimizer states (``updates/common_states.py``).
+Weights that are updated on a device stay every process's own, and so do those whose memory a user holds.
+
+Each process maps the memory twice (``machine.pages.py``). The engine copies from the *common* mapping, and
+owners update there. What users see, and what ``Parameter.data`` is at rest, is the process's *own* mapping of the same
+pages: a write stays in this process, so that an operation in place which every process carries out happens once in
+each. Such a weight is read from the own mapping from then on, until all processes meet (:meth:`Common.publish`):
+the owner copies what it has written to the common memory, and all forget their own pages. That is before the next
+forward with gradients and before updates. These rules hold:
+
+1. Nobody writes the common memory but owners: in their updates, and in :meth:`Common.publish`.
+2. Updates begin when no process reads host copies any more (:meth:`Common.begin_updates`), and whoever reads one
+   afterwards comes after its owner's update: the event of the group waits for that (:meth:`Common.updated`).
+3. Before a user writes, all updates are over: a page that is written has neighbours of the same moment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lt_offload import limits
+from lt_offload.execute.device.base import Device, Event
+from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.memory.live_group import LiveGroup, distinct
+from lt_offload.execute.memory.tensors import Member, Sum, Weight
+from lt_offload.machine.pages import SharedPages, drop_own, make_file, spread
+from lt_offload.schema.plan import Plan
+
+_MOVED_AT_ONCE = 256 << 20
+"""Bytes of weights that are in common memory and in everybody's, while they move there."""
+_FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 1e-3
+_WRITTEN, _REPLACED = 1, 2
+"""What a process says of a weight: a user has written it or its states; its states are others than the common ones."""
+
+
+class Others(Protocol):
+    """The other processes of the run, as the engine sees them. Whatever is asked of them, all ask in the same order."""
+
+    rank: int
+    """The number of this process."""
+    size: int
+    """How many there are."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in the order of ranks."""
+        ...
+
+    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the small ``numbers`` of every process."""
+        ...
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Let each of ``tensors`` be its sum over all processes, in their order."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        ...
+
+    def check(self) -> None:
+        """Raise an error if one of them has failed."""
+        ...
+
+    def share_file(self, make: Callable[[], int], by: int) -> int:
+        """Return a descriptor of the file that process ``by`` makes."""
+        ...
+
+
+class StatesInCommon(Protocol):
+    """The optimizer states of weights in common memory."""
+
+    def replaced(self, weight: Weight) -> bool:
+        """Return whether its states are not those in common memory, or not there yet."""
+        ...
+
+    def pairs(self, weight: Weight) -> list[tuple[Tensor, Tensor]]:
+        """Return its states: in common memory, and as users see them."""
+        ...
+
+
+def share_out(sizes: Sequence[int], count: int) -> list[int]:
+    """Return which of ``count`` processes owns each of some tensors: the largest first, to whoever has least."""
+    held, owners = [0] * count, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = held.index(min(held))
+        held[owners[index]] += sizes[index]
+    return owners
+
+
+def map_common(others: Others, sizes: Sequence[int], by: int, *, name: str) -> list[SharedPages]:
+    """Return memory of these ``sizes`` that process ``by`` makes, as ``name``, and all map, zeroed."""
+    starts, total = spread(list(sizes))
+    descriptor = others.share_file(lambda: make_file(total, name), by)
+    try:
+        parts = [SharedPages(fd=descriptor, start=at, nbytes=size) for at, size in zip(starts, sizes, strict=True)]
+        for part in parts:
+            part.map()
+    finally:
+        os.close(descriptor)
+    return parts
+
+
+class Common:
+    """The host copies of one engine's weights that are in common memory.
+
+    Args:
+        others: the other processes, all of this machine.
+        device: copies from there.
+        weights: of the engine.
+        plan: None for an engine that streams forwards only.
+        staying: weights that stay where they are in this process.
+        owned_updates: the optimizer's updates write the states that are there, in place.
+    """
+
+    def __init__(
+        self,
+        others: Others,
+        device: Device,
+        weights: Sequence[Weight],
+        plan: Plan | None,
+        staying: Iterable[int],
+        *,
+        owned_updates: bool,
+    ) -> None:
+        self.others, self._device = others, device
+        self.staying = {index for of_one in others.gather(sorted(staying)) for index in of_one}
+        """Weights that stay where they are, in any process."""
+
+        def fits(weight: Weight) -> bool:
+            on_host = plan is None or (owned_updates and plan.update_places[weight.index] == "host")
+            shared = on_host or not weight.param.requires_grad
+            return shared and weight.nbytes > 0 and weight.index not in self.staying
+
+        self._all = weights
+        self.weights = [weight for weight in weights if fits(weight)]
+        for weight, owner in zip(self.weights, share_out([w.nbytes for w in self.weights], others.size), strict=True):
+            weight.owner = owner
+        trains = plan is not None
+        self.trained = [weight for weight in self.weights if trains and weight.param.requires_grad]
+        """Those that have an owner's updates."""
+        self.nbytes = 0
+        """Bytes in common memory: host copies and states, once for all processes."""
+        self.states: StatesInCommon | None = None
+        """The optimizer's states of them, in an engine that updates."""
+        self._spans: list[list[LiveGroup]] = []
+        self._written: set[int] = set()
+        self._suspected: set[int] = set()
+        """By index: weights that somebody here may have written unseen."""
+        self._round = 0
+        self._done: Any = self._counters(1 + max(op.id for op in plan.ops)) if plan is not None else None
+        """By process and op: the round of updates in which the process has last carried out its part."""
+        self._own_updates: list[Event] = []
+
+    def _counters(self, ops: int) -> Any:
+        (pages,) = map_common(self.others, [8 * self.others.size * ops], by=0, name="counters")
+        # NumPy's stores of aligned numbers of 8 bytes are one access each.
+        return pages.common.view(torch.int64, self.others.size * ops, 0).numpy().reshape(self.others.size, ops)
+
+    # -- moving in ---------------------------------------------------------------------------------------------------
+
+    def takes(self, group: LiveGroup) -> bool:
+        """Return whether ``group`` stands in common memory."""
+        return all(_weight(member) is not None and _weight(member).owner is not None for member in group.members)  # type: ignore[union-attr]
+
+    def add(self, span: list[LiveGroup]) -> None:
+        """Let the groups of ``span`` stand side by side there."""
+        self._spans.append(span)
+
+    def move_in(self) -> None:
+        """Make the memory of all that was added, and move there."""
+        of_weights = [span for span in self._spans if isinstance(span[0].members[0], Weight)]
+        of_sums = [span for span in self._spans if not isinstance(span[0].members[0], Weight)]
+        self._spans = []
+        with plain_torch():
+            self._move_weights(of_weights)
+            self._house_sums(of_sums)
+
+    def _move_weights(self, spans: Sequence[Sequence[LiveGroup]]) -> None:
+        sizes = [_size(span) for span in spans]
+        parts = map_common(self.others, sizes, by=0, name="weights") if spans else []
+        moving: list[tuple[Weight, Tensor]] = []
+        for span, pages in zip(spans, parts, strict=True):
+            self.nbytes += pages.nbytes
+            self._device.host_mapped(pages.common)
+            common, own = pages.common.bytes()[: pages.nbytes], pages.own.bytes()[: pages.nbytes]
+            at = 0
+            for group in span:
+                group.stand_in_common((common[at : at + group.nbytes], common), (own[at : at + group.nbytes], own))
+                for weight in group.weights:
+                    shape, dtype, count = weight.host.shape, weight.host.dtype, weight.host.numel()
+                    weight.common = pages.common.view(dtype, count, at + weight.start).view(shape)
+                    moving.append((weight, pages.own.view(dtype, count, at + weight.start).view(shape)))
+                at += group.room
+            if sum(weight.nbytes for weight, _ in moving) >= _MOVED_AT_ONCE:
+                self._move(moving)
+        self._move(moving)
+
+    def _move(self, moving: list[tuple[Weight, Tensor]]) -> None:
+        for weight, _ in moving:
+            if weight.owner == self.others.rank and weight.common is not None:
+                weight.common.copy_(weight.host)
+        self.others.barrier()
+        for weight, own in moving:
+            weight.rehost(own)
+        moving.clear()
+
+    def _house_sums(self, spans: Sequence[Sequence[LiveGroup]]) -> None:
+        """Make memory for everybody's sums of gradients, which owners read."""
+        if not spans:
+            return
+        for rank in range(self.others.size):
+            parts = map_common(self.others, [_size(span) for span in spans], rank, name="sums")
+            for span, pages in zip(spans, parts, strict=True):
+                if rank == self.others.rank:
+                    self._device.host_mapped(pages.common)
+                common, at = pages.common.bytes()[: pages.nbytes], 0
+                for group in span:
+                    for total in group.sums:
+                        like = total.weight.host
+                        place = pages.common.view(like.dtype, like.numel(), at + total.start).view(like.shape)
+                        total.places = (*total.places, place)
+                        if rank == self.others.rank:
+                            total.host = place
+                    if rank == self.others.rank:
+                        group.host, group.span = common[at : at + group.nbytes], common
+                    at += group.room
+
+    # -- what users write --------------------------------------------------------------------------------------------
+
+    def writing(self, weights: Iterable[Weight], wait: Callable[[Iterable[LiveGroup]], object]) -> None:
+        """A user is about to write ``weights`` or their states here; ``wait`` brings groups home."""
+        written = list(weights)
+        if any(weight.common is not None for weight in written):
+            wait(dict.fromkeys(weight.group for weight in self.weights))
+        for weight in written:
+            self._written.add(weight.index)
+            if weight.common is not None:
+                weight.group.read_own()
+
+    def suspect(self, weights: Iterable[Weight]) -> None:
+        """Somebody has a view of ``weights`` through which he may have written here."""
+        self._suspected.update(weight.index for weight in weights if weight.common is not None)
+
+    def publish(self) -> list[Weight]:
+        """Let what users have written, in every process alike, be in the common memory; all processes call this.
+
+        Returns:
+            Those whose optimizer states are others than the common ones, in some process.
+
+        Raises:
+            UnsupportedError: if only some processes have written a weight.
+        """
+        with plain_torch():
+            suspected = [w for w in self.weights if w.index in self._suspected - self._written]
+            self._written.update(w.index for w in suspected if not _same(w.host, w.common))
+            self._suspected.clear()
+            states = self.states
+            told = [_WRITTEN * (w.index in self._written) for w in self._all]
+            if states is not None:
+                told = [said | _REPLACED * states.replaced(w) for said, w in zip(told, self._all, strict=True)]
+            rows = list(zip(*self.others.numbers_of_all(told), strict=True))
+            written = [w for w, row in zip(self._all, rows, strict=True) if any(said & _WRITTEN for said in row)]
+            for weight, row in zip(self._all, rows, strict=True):
+                for bit, what in ((_WRITTEN, "was written"), (_REPLACED, "was given other optimizer states")):
+                    wrote = [rank for rank, said in enumerate(row) if said & bit]
+                    if 0 < len(wrote) < self.others.size:
+                        who = ", ".join(map(str, wrote))
+                        raise limits.ONE_PROCESS.error(f"{weight.label} {what} in process {who} only")
+            self._publish([weight for weight in written if weight.common is not None])
+        self._written.clear()
+        return [w for w, row in zip(self._all, rows, strict=True) if any(said & _REPLACED for said in row)]
+
+    def _publish(self, written: Sequence[Weight]) -> None:
+        if not written:
+            return
+        for weight in written:
+            if weight.owner == self.others.rank:
+                for common, own in self._pairs(weight):
+                    common.copy_(own)
+        self.others.barrier()
+        for weight in written:
+            for _, own in self._pairs(weight):
+                drop_own(own)
+            weight.group.read_common()
+
+    def _pairs(self, weight: Weight) -> list[tuple[Tensor, Tensor]]:
+        """Return the host copies of ``weight`` and its states: in common memory, and as users see them."""
+        assert weight.common is not None
+        return [(weight.common, weight.host), *(self.states.pairs(weight) if self.states is not None else ())]
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def begin_updates(self) -> list[Weight]:
+        """Wait until no process reads host copies that are about to be updated; return what :meth:`publish` does."""
+        fetched = distinct(weight.group.last_fetch for weight in self.trained)
+        self._device.synchronize(self._device.mark(), *fetched)
+        self._round += 1
+        self._own_updates = []
+        return self.publish()
+
+    def theirs(self, weight: Weight) -> bool:
+        """Return whether another process updates ``weight``."""
+        return weight.owner is not None and weight.owner != self.others.rank
+
+    def telling(self, op: int, update: Callable[[], None]) -> Callable[[], None]:
+        """Return what carries out this process's part of ``op`` and tells the others."""
+        done, row, number = self._done, self.others.rank, self._round
+
+        def run() -> None:
+            update()
+            done[row, op] = number
+
+        return run
+
+    def updated(self, op: int, weights: Sequence[Weight], own: Event, urgency: int) -> Event:
+        """Let the groups of ``weights``, which others update, be complete when their owners have carried ``op`` out.
+
+        Args:
+            op: an update.
+            weights: those of it that other processes own.
+            own: the event of what this process does for it.
+            urgency: of the op.
+
+        Returns:
+            The event of all of it.
+        """
+        self._own_updates.append(own)
+        if not weights:
+            return own
+        owners = sorted({weight.owner for weight in weights if weight.owner is not None})
+        groups = list(dict.fromkeys(weight.group for weight in weights))
+        done, number, check = self._done, self._round, self.others.check
+
+        def wait() -> None:
+            pause = _FIRST_POLL_S
+            while any(done[owner, op] < number for owner in owners):
+                check()
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL_S)
+
+        event = self._device.submit(
+            "peers",
+            wait,
+            # All that reads them was over when these updates began, but for fetches of a settling pass, which count no
+            # more when the update is over.
+            after=distinct([own, self._device.mark(), *(e for g in groups for e in (g.host_ready, g.last_fetch))]),
+            writes=[group.host_cell for group in groups],
+            label=f"others' part of op {op}",
+            urgency=urgency,
+        )
+        for group in groups:
+            group.updated_on_host_by(event)
+        return event
+
+    def end_updates(self) -> None:
+        """All updates have been queued: where tasks run in the calling thread, see to this process's part."""
+        # Otherwise another process might wait for them while this one waits for it.
+        if not self._device.has_threads:
+            self._device.synchronize(*self._own_updates)
+        self._own_updates = []
+
+
+def _weight(member: Member) -> Weight | None:
+    if isinstance(member, Weight):
+        return member
+    return member.weight if isinstance(member, Sum) else None
+
+
+def _size(span: Sequence[LiveGroup]) -> int:
+    return sum(group.room for group in span)
+
+
+def _same(own: Tensor, common: Tensor | None) -> bool:
+    return common is not None and torch.equal(own.view(-1).view(torch.uint8), common.view(-1).view(torch.uint8))
