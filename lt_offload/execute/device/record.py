@@ -91,7 +91,8 @@ class Recorder:
                 end=min(end, ended) - began,
             )
             for op, lane, label, start, end in self._spans
-            if end > began and start < ended
+            # Waiting for other processes is no work of this one.
+            if end > began and start < ended and lane != "peers"
         ]
         return Trace(
             source="measured",

@@ -153,8 +153,7 @@ class Common:
         """The optimizer's states of them, in an engine that updates."""
         self._spans: list[list[LiveGroup]] = []
         self._written: set[int] = set()
-        self._suspected: set[int] = set()
-        """By index: weights that somebody here may have written unseen."""
+        """By index: weights that a user has written here since all processes have met."""
         self._round = 0
         self._done: Any = self._counters(1 + max(op.id for op in plan.ops)) if plan is not None else None
         """By process and op: the round of updates in which the process has last carried out its part."""
@@ -189,7 +188,7 @@ class Common:
         parts = map_common(self.others, sizes, by=0, name="weights") if spans else []
         moving: list[tuple[Weight, Tensor]] = []
         for span, pages in zip(spans, parts, strict=True):
-            self.nbytes += pages.nbytes
+            self.nbytes += sum(weight.nbytes for group in span for weight in group.weights)
             self._device.host_mapped(pages.common)
             common, own = pages.common.bytes()[: pages.nbytes], pages.own.bytes()[: pages.nbytes]
             at = 0
@@ -247,8 +246,11 @@ class Common:
                 weight.group.read_own()
 
     def suspect(self, weights: Iterable[Weight]) -> None:
-        """Somebody has a view of ``weights`` through which he may have written here."""
-        self._suspected.update(weight.index for weight in weights if weight.common is not None)
+        """Somebody has a view of ``weights``, which are complete, through which he may have written here."""
+        for weight in weights:
+            if weight.common is not None and not _same(weight.host, weight.common):
+                self._written.add(weight.index)
+                weight.group.read_own()
 
     def publish(self) -> list[Weight]:
         """Let what users have written, in every process alike, be in the common memory; all processes call this.
@@ -260,9 +262,6 @@ class Common:
             UnsupportedError: if only some processes have written a weight.
         """
         with plain_torch():
-            suspected = [w for w in self.weights if w.index in self._suspected - self._written]
-            self._written.update(w.index for w in suspected if not _same(w.host, w.common))
-            self._suspected.clear()
             states = self.states
             told = [_WRITTEN * (w.index in self._written) for w in self._all]
             if states is not None:

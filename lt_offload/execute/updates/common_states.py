@@ -56,7 +56,7 @@ class CommonStates:
         """Let updates of ``weights`` use what the optimizer holds: it is not, or no longer, in common memory."""
         for weight in weights:
             weight.common_states = None
-            self._own.pop(weight.index, None)
+            self._common.nbytes -= sum(own.nbytes for own in self._own.pop(weight.index, {}).values())
 
     def move_in(self, weights: Sequence[Weight]) -> None:
         """Let all processes hold the states that the owners of ``weights`` have; their updates are over."""
@@ -82,7 +82,6 @@ class CommonStates:
         others = self._common.others
         sizes = [_bytes(state) for state in found.values()]
         (pages,) = map_common(others, [sum(sizes)], rank, name="states")
-        self._common.nbytes += pages.nbytes
         begin = 0
         for (index, state), size in zip(found.items(), sizes, strict=True):
             weight, at = weights[index], begin
@@ -100,6 +99,7 @@ class CommonStates:
                 if rank == others.rank:
                     common[name].copy_(present[name])
             weight.common_states, self._own[index] = common, own
+            self._common.nbytes += sum(tensor.nbytes for tensor in own.values())
 
 
 class CommonUpdates:

@@ -206,6 +206,7 @@ class Guard:
         # From here on it may change without a word, so snapshots take what is there now.
         self._residency.snapshots.changing([self._memory(owned)])
         self._views.setdefault(owned, []).append(weakref.ref(view))
+        self._complete_common()
 
     def made(self, owned: TrackedTensor, tensor: Tensor) -> None:
         """Remember a tensor that shares a host copy's memory."""
@@ -276,18 +277,26 @@ class Guard:
         # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
         stale = dict.fromkeys(group for owned in (*self._views, *self._unseen) for group in owned.groups)
         stale |= dict.fromkeys(self._replaced_states())
-        if self._common is not None:
-            self._common.suspect(owned.weight for owned in self._views if owned.state != GRADIENT)
+        viewed = [owned.weight for owned in self._views if owned.state != GRADIENT]
         self._forget_views()
         if stale:
             self._residency.bring_home(stale)
             self._residency.forget(stale)
+        if self._common is not None:
+            self._common.suspect(viewed)
 
     def end(self) -> None:
         """An iteration has ended: complete what can be read unseen."""
         self._forget_views()
         for owned in (*self._views, *self._unseen):
             self._residency.bring_home(owned.groups)
+        if self._views:
+            self._complete_common()
+
+    def _complete_common(self) -> None:
+        """Wait for all updates of what processes have in common: whoever writes to a page unseen copies neighbours."""
+        if self._common is not None:
+            self._residency.bring_home(weight.group for weight in self._common.weights)
 
     def _forget_views(self) -> None:
         """Forget the views and tensors that are gone."""
