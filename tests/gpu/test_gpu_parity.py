@@ -24,6 +24,7 @@ from tests.parity.engine.test_engine import OPTIONS, PLACES
 from tests.support import models, trainers
 from tests.support.engines import Case, changed, differences, equal, make_optimizer, planned, trained_on
 from tests.support.models import FAMILIES
+from tests.support.user_nets import ordinary
 
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.no_cover]
 
@@ -120,14 +121,7 @@ def test_plain_loop(target: Target) -> None:
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        losses = []
-        for _ in range(3):
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach().clone())
-        return losses
+        return ordinary(model, optimizer, [batch] * 3)
 
     model, optimizer = fresh()
     profile = lt_offload.profile(model, batch, optimizer=optimizer, device=target.torch_device)

@@ -18,6 +18,7 @@ from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
 from tests.support.engines import Result, differences, make_optimizer
+from tests.support.user_nets import ordinary
 
 LAYERS = 6
 
@@ -32,14 +33,7 @@ def trained(family: str, steps: int = 3) -> tuple[list[torch.Tensor], torch.nn.M
     batch = profiled(family)[1]
     model, optimizer = fresh(family)
     torch.manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, model
+    return ordinary(model, optimizer, [batch] * steps), model
 
 
 @functools.cache
@@ -147,13 +141,7 @@ def test_plain_loop() -> None:
     model.config.use_cache = True
     with lt_offload.offloaded(model, optimizer, batch, memory="700kB", accelerator="cpu") as engine:
         torch.manual_seed(1)
-        losses = []
-        for _ in range(3):
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach().clone())
+        losses = ordinary(model, optimizer, [batch] * 3)
         assert engine.stats.iterations == 3
         trace = engine.trace()
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
@@ -186,15 +174,9 @@ def test_gradient_checkpointing_is_switched_off_with_a_word(memory: str, caplog:
         getattr(model, enable if hasattr(model, enable) else "gradient_checkpointing_enable")()
         batch = models.batch(model)
         engine = lt_offload.offloaded(model, optimizer, batch, memory=memory, accelerator="cpu")
-        losses = []
         with engine if ours else nullcontext():
             assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) != ours
-            for _ in range(3):
-                loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach().clone())
+            losses = ordinary(model, optimizer, [batch] * 3)
         assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
         results.append(Result(losses, model, optimizer))
     assert differences(*results) == []

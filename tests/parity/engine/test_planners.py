@@ -27,6 +27,7 @@ from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
 from tests.support.engines import make_optimizer
+from tests.support.user_nets import ordinary
 
 PLANNERS: tuple[PlannerName, ...] = ("offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident")
 pofo_keeps = pytest.mark.own_plan("POFO plans for blocks that may keep their activations", planner="pofo")
@@ -54,13 +55,7 @@ def task(start: nn.Module, batch: dict[str, torch.Tensor]) -> Task:
     end = copy.deepcopy(start)
     optimizer = make_optimizer(end, "adamw-fused")
     torch.manual_seed(7)
-    losses = []
-    for _ in range(STEPS):
-        loss = end(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = ordinary(end, optimizer, [batch] * STEPS)
     return Task(start, batch, losses, end, optimizer, torch.get_rng_state(), profile)
 
 
@@ -148,6 +143,7 @@ def smallest_without_copies(profile: Profile) -> int:
     return high
 
 
+@pytest.mark.slow
 @pytest.mark.own_plan("POFO chooses between all options")
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_forwards_of_several_blocks_run_again(family: str) -> None:

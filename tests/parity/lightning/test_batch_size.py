@@ -75,6 +75,7 @@ def no_choice(*args: Any, **kwargs: Any) -> Any:
 # -- equality --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [MEMORY, "400KB"])
 def test_a_run_of_the_chosen_size(memory: str) -> None:
     run = fit(OffmateStrategy(memory=memory, batch_size="auto", solver_time_limit=5), scheduled(dropout=0.1))
@@ -137,6 +138,7 @@ def test_other_errors_are_not_taken_for_sizes_that_do_not_fit(monkeypatch: pytes
 # -- continuing ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_epochs=1)
     settings = {"callbacks": [saver], "enable_checkpointing": True}
@@ -159,6 +161,7 @@ def test_a_resumed_run_keeps_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
         fit(OffmateStrategy(memory=MEMORY, batch_size=other), scheduled(shuffle=False), ckpt=path)
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tiny.model(tmp_path / "model"))
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)

@@ -235,6 +235,7 @@ def test_parameters_outside_the_blocks_are_clipped_with_the_others(
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_that_updates_too_early_is_refused_before_training(tmp_path: Path) -> None:
     ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1)
     path = ours.trainer.strategy.plan.save(tmp_path / "plan.json")

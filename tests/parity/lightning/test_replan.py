@@ -207,6 +207,7 @@ def test_parameters_states_and_hooks_of_users_survive(stock: Run, least: int, mo
     assert len(calls) == len(ours.module.losses) + len(ours.module.validation)
 
 
+@pytest.mark.slow
 def test_what_is_assigned_before_another_plan_takes_over_is_trained(
     least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +242,7 @@ def test_whoever_holds_the_memory_of_weights_keeps_the_engine(
     assert plan.predicted.iteration_s == pytest.approx(machine.trace(plan).iteration_time, rel=0.001)
 
 
+@pytest.mark.slow
 def test_where_no_plan_is_faster_only_the_prediction_changes(
     stock: Run, least: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -268,6 +270,7 @@ def test_a_prediction_that_was_right_is_left_alone(least: int, monkeypatch: pyte
     assert not any("corrected" in note for note in ours.trainer.strategy.plan.notes)
 
 
+@pytest.mark.slow
 def test_a_replayed_plan_stays_as_it_is(least: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine(monkeypatch, FAST_COPIES, FAST_COPIES)
     plan = train(MIDDLE * least).trainer.strategy.plan

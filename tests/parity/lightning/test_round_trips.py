@@ -45,6 +45,7 @@ def strategy(budget: str, **settings: Any) -> OffmateStrategy:
 CHANGES = [("tight", "resident"), ("resident", "recomputing"), ("recomputing", "middle"), ("middle", "tight")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), sampling.some(CHANGES, 2))
 def test_a_run_goes_on_in_another_budget_in_the_middle_of_an_epoch(first: str, second: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"accumulate_grad_batches": 2}

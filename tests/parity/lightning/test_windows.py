@@ -40,6 +40,7 @@ def both(options: dict[str, Any], memory: int | str, **settings: Any) -> tuple[R
 MODELS: list[dict[str, Any]] = [{"dropout": 0.1, "layers": 6}, {"dropout": 0.1, "lora": True}, {"family": "llama-tied"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "precision"), sampling.grid(MODELS, ["32-true", "bf16-true"], count=3))
 def test_windows_with_a_last_short_one_equal_stock(options: dict[str, Any], precision: Any) -> None:
     for memory in budgets(seeded_module(**options)):  # 3 batches per epoch: windows of 2 and 1
@@ -277,6 +278,7 @@ def test_an_error_in_the_middle_of_a_window_saves_nothing(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_plan_for_one_micro_batch_is_refused_before_training(tmp_path: Path) -> None:
     ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1)
     path = ours.trainer.strategy.plan.save(tmp_path / "plan.json")

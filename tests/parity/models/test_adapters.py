@@ -16,6 +16,7 @@ from tests.sampling import grid
 from tests.support import models
 from tests.support.engines import Result, differences
 from tests.support.profiles import budgets
+from tests.support.user_nets import ordinary
 
 TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,14 +47,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
     torch.manual_seed(2)
-    losses = []
-    for _ in range(3):
-        loss = model(**models.batch(model)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().clone())
-    return Result(losses, model, optimizer)
+    return Result(ordinary(model, optimizer, [models.batch(model)] * 3), model, optimizer)
 
 
 @cache

@@ -18,7 +18,7 @@ from lt_offload.errors import ModelError
 from tests import sampling
 from tests.support.engines import Result, differences
 from tests.support.profiles.budgets import BUDGETS, planned
-from tests.support.user_nets import seed
+from tests.support.user_nets import ordinary, seed
 
 HIDDEN, VOCAB, WORDS = 32, 61, 8
 Batch = dict[str, Tensor]
@@ -133,14 +133,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[Batch]) -> Result:
     seed()
-    losses = []
-    for row in rows:
-        loss = model(**row)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().clone())
-    return Result(losses, model, optimizer)
+    return Result(ordinary(model, optimizer, rows), model, optimizer)
 
 
 @cache

@@ -23,7 +23,7 @@ from tests.parity.models import quantized
 from tests.support import models, plans, tiny
 from tests.support.engines import BUDGET, Result, differences, make_optimizer, trained_by
 from tests.support.profiles.budgets import BUDGETS, planned
-from tests.support.user_nets import seed
+from tests.support.user_nets import ordinary, seed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is not written. the gradients of 1 micro-batches"),
@@ -43,14 +43,7 @@ def rows(model: nn.Module) -> list[dict[str, Tensor]]:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> Result:
     seed()
-    losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().clone())
-    return Result(losses, model, optimizer)
+    return Result(ordinary(model, optimizer, batches), model, optimizer)
 
 
 @cache

@@ -15,6 +15,7 @@ from lt_offload.plan import solve
 from tests import sampling
 from tests.parity.windows.training import budgets
 from tests.support.engines import Result, differences, make_optimizer
+from tests.support.user_nets import ordinary
 
 VOCAB = 61
 
@@ -76,14 +77,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
     torch.manual_seed(5)
-    losses = []
-    for batch in batches():
-        loss = model(**batch).loss
-        loss.backward()
-        losses.append(loss.detach().clone())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Result(losses, model, optimizer)
+    return Result(ordinary(model, optimizer, batches()), model, optimizer)
 
 
 @pytest.mark.parametrize(

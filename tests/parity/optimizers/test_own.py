@@ -57,6 +57,7 @@ def test_equal_at_three_budgets(make: Factory) -> None:
         require_equal(training, solve(profile, memory=memory), expected)
 
 
+@pytest.mark.slow
 def test_what_updates_take_for_a_moment_is_planned() -> None:
     """Also in later steps, and of the kinds of tensors that take most; at the smallest budget that is accepted."""
     training = Training(start=models.build(layers=2), windows=[[(1, 7)]] * 3, optimizer=Uneven)

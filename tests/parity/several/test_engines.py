@@ -144,6 +144,7 @@ def test_a_weight_that_one_process_writes_is_refused_in_all(folder: Path, name: 
         assert "was written in process 1 only" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", MORE)
 def test_so_do_more(folder: Path, ranks: int) -> None:
     for name, (case, *_) in MORE[ranks].items():

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision
+from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import (
     BlockProfile,
@@ -176,6 +177,15 @@ def waits_for(plan: Plan, text: str) -> set[str]:
     """Return what an op waits for, as texts; a leading ``-`` means the iteration before."""
     op = named(plan, text)
     return {("-" if other >= op.id else "") + words(plan.ops[other]) for other in op.after}
+
+
+def require_noticed(plan: Plan, profile: Profile, text: str, other: str) -> None:
+    """The law of dependencies: without the one of an op on ``other`` the check names both."""
+    op, gone = named(plan, text), named(plan, other)
+    assert gone.id in op.after
+    without = replace(op, after=tuple(o for o in op.after if o != gone.id))
+    found = check(replace(plan, ops=tuple(without if one is op else one for one in plan.ops)), profile)
+    assert any(f.startswith(f"op {op.id} (") and f"not ordered after op {gone.id} " in f for f in found), found
 
 
 def of_one_pass(plan: Plan, ops: Iterable[Op]) -> Plan:

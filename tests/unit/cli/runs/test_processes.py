@@ -40,7 +40,7 @@ def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "tiny.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_recipe_trains_in_two_processes(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = ["--trainer.strategy", "auto", "--trainer.accumulate_grad_batches", "2"]
     alone += ["--trainer.val_check_interval", "8"]
