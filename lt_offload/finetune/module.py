@@ -26,6 +26,13 @@ from lt_offload.finetune.data.batches.updates import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.loss import LossAverage, mean_over, undivided
+from lt_offload.finetune.optimizers import (
+    WITH_BETAS,
+    OptimizerName,
+    check_low_precision,
+    check_states,
+    make_optimizer,
+)
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import as_written, refuse_unused
@@ -33,15 +40,12 @@ from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
 from lt_offload.finetune.weights.vocabulary import check_rows, check_tokens, has_grown, names_of_embeddings, resize
 from lt_offload.model.blocks import find_blocks
-from lt_offload.optim import AdamW
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
 
-OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
 
-_WITH_BETAS = ("adamw", "adam")
 _OF_FSDP = "_fsdp_wrapped_module."
 """What FSDP, whose pieces of parameters are all vectors, puts into their names."""
 _OPTIMIZER = "optimizer_settings"
@@ -82,12 +86,15 @@ class FineTune(LightningModule):
             means, in which the tokens of a batch with few of them count for more; null: ``tokens``, but ``batches``
             with loaders of one's own, which do not say how many tokens an update has, and with a ``training_step`` that
             does not call this one.
-        optimizer: what updates the weights: ``adamw``, ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
-        master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
-            steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
-            bfloat16 is all that travels.
-        stochastic_rounding: for bfloat16 weights and ``adamw``, instead of ``master_weights``: compute updates in fp32
-            and round them at random, so that small steps count on average (12 bytes per weight in all).
+        optimizer: what updates the weights: ``adamw``, ``adamw8bit`` (moments in eight bits, by bitsandbytes'
+            definition: 2 bytes per weight), ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
+        state_dtype: ``bfloat16`` keeps the moments of ``adamw`` in that beside float32 weights, ``master_weights`` or
+            ``stochastic_rounding`` (4 bytes per weight instead of 8); null: as the weights are updated.
+        master_weights: for bfloat16 weights and ``adamw`` or ``adamw8bit``: update fp32 copies of them, with fp32
+            moments if these are not to have fewer bits, so that small steps are not rounded away. They stay where
+            updates run (16 instead of 8 bytes per weight in all), and bfloat16 is all that travels.
+        stochastic_rounding: for bfloat16 weights and ``adamw`` or ``adamw8bit``, instead of ``master_weights``: compute
+            updates in fp32 and round them at random, so that small steps count on average (12 bytes per weight in all).
         lr: learning rate after the warm-up.
         weight_decay: of matrices; vectors (norms, biases) have none.
         betas: decay rates of Adam's moments (``adamw`` and ``adam``).
@@ -117,6 +124,7 @@ class FineTune(LightningModule):
         tokenizer: str | None = None,
         loss_average: LossAverage | None = None,
         optimizer: OptimizerName = "adamw",
+        state_dtype: Literal["bfloat16"] | None = None,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         lr: float = 1e-5,
@@ -135,7 +143,7 @@ class FineTune(LightningModule):
             min_lr_ratio=min_lr_ratio,
             schedule=schedule,
         )
-        if optimizer not in _WITH_BETAS:
+        if optimizer not in WITH_BETAS:
             beside = f"model.optimizer={optimizer}, which has no such moments"
             refuse_unused(FineTune, "model.", {"betas": betas}, beside, instead="use adamw or adam")
         if dropout is not None and not 0 <= dropout < 1:
@@ -150,9 +158,12 @@ class FineTune(LightningModule):
                 "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
                 "of them to false"
             )
+        adapted = lora is not None or adapter is not None
         for flag, value in (("master_weights", master_weights), ("stochastic_rounding", stochastic_rounding)):
             if value:
-                check_low_precision(flag, dtype, optimizer, adapted=lora is not None or adapter is not None)
+                check_low_precision(flag, dtype, optimizer, adapted=adapted)
+        trained = "float32" if adapted or master_weights or stochastic_rounding else dtype
+        check_states(optimizer, state_dtype, trained)
         self.name = name
         self.architecture = architecture
         self.init = init
@@ -170,6 +181,7 @@ class FineTune(LightningModule):
         self.tokenizer = tokenizer
         self.loss_average: LossAverage | None = loss_average
         self.optimizer: OptimizerName = optimizer
+        self.state_dtype: Literal["bfloat16"] | None = state_dtype
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
         self.lr = lr
@@ -389,14 +401,7 @@ class FineTune(LightningModule):
                 groups[0 if matrix else 1]["params"].append(parameter)
         groups = [group for group in groups if group["params"]]
         self._optimizer_settings = self._settings_of_optimizer()
-        optimizer = make_optimizer(
-            self.optimizer,
-            groups,
-            lr=self.lr,
-            betas=self.betas,
-            master_weights=self.master_weights,
-            stochastic_rounding=self.stochastic_rounding,
-        )
+        optimizer = self.make_optimizer(groups)
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total) and self.schedule != "constant":
             raise ConfigError(
@@ -411,6 +416,18 @@ class FineTune(LightningModule):
         warmup = math.ceil(self.warmup_steps * total) if self.warmup_steps < 1 else int(self.warmup_steps)
         factor = lr_factor(self.schedule, warmup=warmup, total=total, floor=self.min_lr_ratio)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def make_optimizer(self, params: Any) -> Optimizer:
+        """Return the optimizer of the settings over ``params``, parameters or groups of them."""
+        return make_optimizer(
+            self.optimizer,
+            params,
+            lr=self.lr,
+            betas=self.betas,
+            state_dtype=self.state_dtype,
+            master_weights=self.master_weights,
+            stochastic_rounding=self.stochastic_rounding,
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down how the optimizer was set, and leave out the frozen model under adapters."""
@@ -449,8 +466,10 @@ class FineTune(LightningModule):
 
     def _settings_of_optimizer(self) -> dict[str, Any]:
         names = ["optimizer", "lr", "weight_decay", "master_weights", "stochastic_rounding"]
+        # One that is newer than some checkpoints is in those only that were trained with it.
+        names += ["state_dtype"] if self.state_dtype is not None else []
         settings = {name: getattr(self, name) for name in names}
-        return settings | ({"betas": [*self.betas]} if self.optimizer in _WITH_BETAS else {})
+        return settings | ({"betas": [*self.betas]} if self.optimizer in WITH_BETAS else {})
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model() comes first"
@@ -545,43 +564,6 @@ def check_adapters(
                 f"model.{setting}={list(patterns)!r} has no use with adapters, beside which everything is frozen; "
                 "choose with model.lora.target_modules, or set model.lora and model.adapter to null"
             )
-
-
-def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, *, adapted: bool) -> None:
-    """Raise ``ConfigError`` where another update of bfloat16 weights would change nothing, or nobody would do it."""
-    if dtype != "bfloat16":
-        raise ConfigError(
-            f"model.{flag}=true changes nothing with model.dtype={dtype}; set it to false, or set model.dtype=bfloat16"
-        )
-    if adapted:
-        raise ConfigError(
-            f"model.{flag}=true changes nothing with model.lora or model.adapter, whose adapters are float32 in any "
-            "case; set it to false"
-        )
-    if optimizer != "adamw":
-        raise ConfigError(f"model.{flag}=true is not offered with model.optimizer={optimizer}; use adamw")
-
-
-def make_optimizer(
-    name: OptimizerName,
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    master_weights: bool = False,
-    stochastic_rounding: bool = False,
-) -> Optimizer:
-    """Return the optimizer called ``name``; fused where there is such a kernel: the fast one on host and device."""
-    if master_weights or stochastic_rounding:
-        assert name == "adamw"
-        return AdamW(groups, lr=lr, betas=betas, stochastic_rounding=stochastic_rounding)
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-    if name == "adam":
-        return torch.optim.Adam(groups, lr=lr, betas=betas, fused=True)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True)
-    return torch.optim.Adafactor(groups, lr=lr)
 
 
 def lr_factor(schedule: Schedule, *, warmup: int, total: float, floor: float) -> Callable[[int], float]:

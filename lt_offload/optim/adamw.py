@@ -235,6 +235,12 @@ class AdamW(Optimizer):
                 self._update(group)
         return loss
 
+    def scratch_bytes(self, parameter: Tensor) -> int:
+        """Return the most bytes that an update of ``parameter`` on a device takes for a moment, beside its state."""
+        group = next(group for group in self.param_groups if any(parameter is own for own in group["params"]))
+        noisy = group["stochastic_rounding"] and parameter.dtype == torch.bfloat16
+        return plain.scratch_bytes(parameter, _moment_dtype(parameter, group), noisy=noisy)
+
     def _update(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         noisy = group["stochastic_rounding"]

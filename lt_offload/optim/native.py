@@ -21,7 +21,8 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,20 @@ def _addresses(entry: Entry) -> _Arrays:
     return _Arrays(low, entry.grad.data_ptr(), weight, entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr(), *scales)
 
 
+_left_out: list[None] = []
+"""One for each :func:`left_out` that is entered."""
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Within the context, in all threads, updates on the host are by the operations that a device has."""
+    _left_out.append(None)
+    try:
+        yield
+    finally:
+        _left_out.pop()
+
+
 def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     """Update the entries that there is a kernel for, and return the others."""
     kinds: defaultdict[object, list[Entry]] = defaultdict(list)
@@ -162,7 +177,7 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     for entry in entries:
         kind = entry.master is None, entry.seed is None, entry.exp_avg.dtype
         (kinds[kind] if Kernel.takes(entry) else rest).append(entry)
-    if not kinds or kernel() is None:
+    if not kinds or _left_out or kernel() is None:
         return list(entries)
     for alike in kinds.values():
         columns = [list(column) for column in zip(*alike, strict=True)]

@@ -124,6 +124,25 @@ _DEVICE_PIECE = 1 << 22
 are multiples of every vector length, and of blocks: then they give the bits of a whole tensor."""
 
 
+_COPIES = {torch.float32: 0, torch.bfloat16: 22, torch.uint8: 34}
+"""Bytes per element that moments take for a moment while they are fp32 and are written back, by their dtype."""
+_COUNTERS = 1 << 12
+"""Bytes for numbers of steps and the like."""
+
+
+def scratch_bytes(param: Tensor, moments: torch.dtype, *, noisy: bool) -> int:
+    """Return the most bytes that an update of ``param`` on a device takes for a moment.
+
+    Args:
+        param: what is updated.
+        moments: dtype of its moments.
+        noisy: whether noise rounds it.
+    """
+    # The gradient in fp32; the weight, and three copies of as many integers, by which it is rounded.
+    each = 4 + _COPIES.get(moments, 0) + (18 if noisy else 0)
+    return min(param.numel(), _DEVICE_PIECE) * each + _COUNTERS
+
+
 def update(entries: Sequence[Entry], options: Options) -> None:
     """Update ``entries`` in place; gradients stay as they are."""
     together: defaultdict[tuple[torch.device, torch.dtype], list[Entry]] = defaultdict(list)

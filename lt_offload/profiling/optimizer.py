@@ -44,6 +44,7 @@ from lt_offload.model.optimizers import (
     put,
     tensors_of,
 )
+from lt_offload.optim import AdamW, native
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
@@ -63,6 +64,10 @@ _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
 _CORE_BYTES_PER_S = 12e9
 """For estimates: the host memory traffic of one core that updates, an assumption for cores of desktops."""
+
+_CODING_SHARE = 0.5
+"""For estimates: as much of that traffic a core has while it codes states of eight bits, an assumption, too; measured
+figures of the cores that there were are in docs/benchmarks.md."""
 
 
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
@@ -114,8 +119,11 @@ class UpdateSizes:
         """Return the bytes that an update of ``parameter`` on the device takes for a moment, beside its state.
 
         None where the largest tensor tells: optimizers that are known do to each element what they do to any other.
+        Ours takes large tensors in pieces on a GPU, so that it knows by itself.
         """
         kind = self._kind(parameter)
+        if kind is not None and isinstance(self._optimizer, AdamW) and self._device.type == "cuda":
+            return self._optimizer.scratch_bytes(parameter)
         if kind is None or is_known(self._optimizer):
             return None
         if kind not in self._scratch:
@@ -419,16 +427,24 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
     stand_in.step()  # makes the state
     with Roofline(hardware) as meter:
         stand_in.step()
-    ratio = meter.traffic / stand_in.nbytes
-    bandwidth = hardware.host_memory_bytes_per_s
-    threads = max(1, math.ceil(bandwidth / _CORE_BYTES_PER_S))
+    ratio = device_ratio = meter.traffic / stand_in.nbytes
+    bandwidth, core = hardware.host_memory_bytes_per_s, _CORE_BYTES_PER_S
+    dtypes = {value.dtype for value in tensors_of(stand_in.state).values() if value.numel() > 1}
+    if dtypes & {torch.uint8, torch.bfloat16}:
+        # States of fewer bits are decoded and coded anew: on a device by operations of their own.
+        with native.left_out(), Roofline(hardware) as meter:
+            stand_in.step()
+        device_ratio = meter.traffic / stand_in.nbytes
+    if torch.uint8 in dtypes:
+        core *= _CODING_SHARE
+    threads = max(1, math.ceil(bandwidth / core))
     return OptimizerProfile(
         name=type(optimizer).__name__,
         host_bytes_per_s=bandwidth / ratio,
-        device_bytes_per_s=hardware.device_memory_bytes_per_s / ratio,
+        device_bytes_per_s=hardware.device_memory_bytes_per_s / device_ratio,
         scratch_ratio=_scratch(stand_in),
         host_threads=threads,
-        host_speeds={n: min(bandwidth, n * _CORE_BYTES_PER_S) / ratio for n in thread_counts(threads)},
+        host_speeds={n: min(bandwidth, n * core) / ratio for n in thread_counts(threads)},
     )
 
 

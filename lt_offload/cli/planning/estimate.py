@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +17,6 @@ from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
-    from lt_offload.profiling.optimizer import OptimizerFactory
     from lt_offload.schema.profile import HardwareProfile, Profile
 
 
@@ -39,7 +37,6 @@ def estimate(
     parts = micro_batches or parts_of(app)
     assert parts != "auto"
     from lt_offload.finetune import load
-    from lt_offload.optim import AdamW
     from lt_offload.profiling.from_config import profile_config
     from lt_offload.profiling.hardware import measure_machine
 
@@ -59,9 +56,6 @@ def estimate(
     except ConfigError:  # a plan needs nothing from the hub
         module.assume_tokens(config.vocab_size + len(module.new_tokens))
         say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
-    optimizer: str | OptimizerFactory = module.optimizer
-    if module.master_weights or module.stochastic_rounding:
-        optimizer = partial(AdamW, stochastic_rounding=module.stochastic_rounding)
     if module.compile_blocks:
         say("estimating the blocks as they are without model.compile_blocks; training measures what is compiled")
     profile = profile_config(
@@ -71,7 +65,7 @@ def estimate(
         dtype=module.model_dtype,
         autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
         hardware=hardware or measure_machine(on_progress=status),
-        optimizer=optimizer,
+        optimizer=module.make_optimizer,
         quantize=module.quantize,
         prepare=module.prepare,
         padding=not data.pack,

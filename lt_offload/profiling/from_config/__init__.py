@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+from lt_offload import optim
 from lt_offload.compat.hugging_face import is_known
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
 from lt_offload.errors import ConfigError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw": partial(AdamW, fused=True),
+    "adamw8bit": partial(optim.AdamW, state_dtype="8bit"),
     "adam": partial(Adam, fused=True),
     "sgd": partial(SGD, momentum=0.9, fused=True),
     "adafactor": Adafactor,
@@ -70,7 +72,8 @@ def profile_config(
         autocast: dtype that operations choose where they can do with less than that of the weights, as under
             ``Trainer(precision="bf16-mixed")``: ``"bfloat16"``; None: they compute in that of the weights.
         hardware: a machine, the name of a shipped description, or a YAML file.
-        optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
+        optimizer: ``adamw``, ``adam``, ``sgd`` (fused), ``adafactor``, or ``adamw8bit``, which keeps fp32 masters of
+            bfloat16 weights, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8, "target_modules": "all-linear"}``; None: all parameters
             are trained. The usual ones need no peft.
         quantize: ``"nf4"`` for layers of four bits that are not trained (bitsandbytes), under ``lora``; None: all

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_offload.finetune.module import make_optimizer
+from lt_offload.finetune.optimizers import make_optimizer
 from tests.parity.finetune.processes import CASES, STEPS, fit, module, result
 from tests.support import tiny
 

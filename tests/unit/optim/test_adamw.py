@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload import AdamW, ConfigError
+from lt_offload.machine.accounting import Account
 from lt_offload.optim import adamw_, blockwise, native, plain
 from lt_offload.strategy.checkpoint.files import load_optimizer_state
 
@@ -512,3 +513,16 @@ def test_tensors_that_cannot_be() -> None:
 
 def test_fused_is_taken_for_compatibility() -> None:
     assert "fused" not in AdamW(parameters(torch.float32), fused=True).defaults
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("state_dtype", [None, "bfloat16", "8bit"])
+def test_what_updates_take_for_a_moment(dtype: torch.dtype, noisy: bool, state_dtype: Any) -> None:
+    parameter = nn.Parameter(torch.zeros(300, 300, dtype=dtype))
+    optimizer = AdamW([parameter], stochastic_rounding=noisy, state_dtype=state_dtype)
+    train([parameter], optimizer, range(1))
+    with native.left_out(), Account() as account:
+        optimizer.step()
+    most = optimizer.scratch_bytes(parameter)
+    assert account.peak <= most <= 1.6 * account.peak + 4 * parameter.numel() + 4096

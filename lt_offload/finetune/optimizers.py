@@ -1,0 +1,75 @@
+"""The optimizers that have a name in recipes, and which settings of theirs go together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
+from lt_offload.optim import AdamW
+
+OptimizerName = Literal["adamw", "adamw8bit", "adam", "sgd", "adafactor"]
+
+WITH_BETAS = ("adamw", "adamw8bit", "adam")
+
+
+def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, *, adapted: bool) -> None:
+    """Raise ``ConfigError`` where another update of bfloat16 weights would change nothing, or nobody would do it."""
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"model.{flag}=true changes nothing with model.dtype={dtype}; set it to false, or set model.dtype=bfloat16"
+        )
+    if adapted:
+        raise ConfigError(
+            f"model.{flag}=true changes nothing with model.lora or model.adapter, whose adapters are float32 in any "
+            "case; set it to false"
+        )
+    if optimizer not in ("adamw", "adamw8bit"):
+        raise ConfigError(f"model.{flag}=true is not offered with model.optimizer={optimizer}; use adamw or adamw8bit")
+
+
+def check_states(optimizer: OptimizerName, state_dtype: str | None, trained: str) -> None:
+    """Raise ``ConfigError`` for moments of fewer bits that are not offered, or that would update plain bfloat16.
+
+    Args:
+        optimizer: its name.
+        state_dtype: of the moments, if it is set.
+        trained: dtype of what is updated: that of masters, adapters, and of values that are rounded at random is
+            ``float32``.
+    """
+    if state_dtype is not None and optimizer != "adamw":
+        raise ConfigError(f"model.state_dtype={state_dtype} is not offered with model.optimizer={optimizer}; use adamw")
+    if trained == "bfloat16" and (optimizer == "adamw8bit" or state_dtype is not None):
+        asked = "model.optimizer=adamw8bit" if state_dtype is None else f"model.state_dtype={state_dtype}"
+        raise ConfigError(
+            f"{asked} with model.dtype=bfloat16 needs model.stochastic_rounding=true or model.master_weights=true, as "
+            "small updates of plain bfloat16 weights are rounded away; set one of them"
+        )
+
+
+def make_optimizer(
+    name: OptimizerName,
+    params: Any,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    state_dtype: Literal["bfloat16"] | None = None,
+    master_weights: bool = False,
+    stochastic_rounding: bool = False,
+) -> Optimizer:
+    """Return the optimizer called ``name``; fused where there is such a kernel: the fast one on host and device."""
+    if name == "adamw8bit":
+        return AdamW(params, lr=lr, betas=betas, stochastic_rounding=stochastic_rounding, state_dtype="8bit")
+    if state_dtype is not None or master_weights or stochastic_rounding:
+        assert name == "adamw"
+        return AdamW(params, lr=lr, betas=betas, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
+    if name == "adamw":
+        return torch.optim.AdamW(params, lr=lr, betas=betas, fused=True)
+    if name == "adam":
+        return torch.optim.Adam(params, lr=lr, betas=betas, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
+    return torch.optim.Adafactor(params, lr=lr)
