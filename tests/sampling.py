@@ -44,6 +44,8 @@ ON_THE_FAKE_GPU = {"gpu": 5, "gpu/engine": 1, "gpu/loops": 10, "gpu/measuring": 
 """The same there; rows of users and loops are whole runs."""
 FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuring": 3}
 """The same with ``--few``."""
+NOT_WITH_FEW = "gpu/loops/test_cli.py"
+"""What is left out with ``--few``: whole runs of the command line, twenty seconds each."""
 SEEDS = 5
 """So many rows are run of those that differ in a parameter ``seed`` only, fewer where there are several kinds."""
 SLOW = 5
