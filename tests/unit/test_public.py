@@ -127,7 +127,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_serves_the_trainers_of_transformers_is_not_loaded_by_lightnings() -> None:
     loaded = json.loads(python(FIT).splitlines()[-1])
     assert "lt_offload.strategy.offmate" in loaded

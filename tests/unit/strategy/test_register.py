@@ -166,6 +166,7 @@ def answers() -> dict[str, list[list[object]]]:
     return dict(json.loads(line) for line in run(FORKS, json.dumps(CASES)).splitlines() if line.startswith("["))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_import_order(answers: dict[str, list[list[object]]], order: str, namespace: str) -> None:
@@ -175,17 +176,20 @@ def test_every_import_order(answers: dict[str, list[list[object]]], order: str, 
     assert answers[f"{order}, {namespace}"] == expected
 
 
+@pytest.mark.long
 def test_an_object_older_than_the_namespace(answers: dict[str, list[list[object]]]) -> None:
     found = answers["object made before"]
     assert found == [["OffmateStrategy", "pytorch_lightning", True], [10**9, True, "cpu"]]
 
 
+@pytest.mark.long
 def test_a_derived_class_is_told_where_to_derive_from(answers: dict[str, list[list[object]]]) -> None:
     [[message]] = answers["object, derived"]
     assert "Mine derives from lt_offload.OffmateStrategy" in str(message)
     assert "strategy_class('pytorch_lightning')" in str(message)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_command_line_of_ones_own(answers: dict[str, list[list[object]]], namespace: str) -> None:
     found = answers[f"own command line, {namespace}"]
@@ -193,14 +197,17 @@ def test_a_command_line_of_ones_own(answers: dict[str, list[list[object]]], name
     assert found == [["OffmateStrategy", namespace, size] for size in memory]
 
 
+@pytest.mark.long
 def test_both_namespaces_in_one_process(answers: dict[str, list[list[object]]]) -> None:
     assert answers["both namespaces"] == [["OffmateStrategy", namespace, True] for namespace in NAMESPACES]
 
 
+@pytest.mark.long
 def test_the_umbrella_package(answers: dict[str, list[list[object]]]) -> None:
     assert answers["lightning itself"] == [["lightning.pytorch"]]
 
 
+@pytest.mark.long
 def test_fabric_is_told_what_to_use_instead(answers: dict[str, list[list[object]]]) -> None:
     for [message] in answers["Fabric"]:
         assert "Fabric(strategy='offmate'): Fabric leaves the loop to you" in str(message)
@@ -208,14 +215,17 @@ def test_fabric_is_told_what_to_use_instead(answers: dict[str, list[list[object]
     assert len(answers["Fabric"]) == 2
 
 
+@pytest.mark.long
 def test_a_second_copy_of_the_package_does_not_register_again(answers: dict[str, list[list[object]]]) -> None:
     assert answers["imported twice"] == [[1], ["OffmateStrategy", "lightning.pytorch", True]]
 
 
+@pytest.mark.long
 def test_nothing_is_loaded_before_a_trainer_asks(answers: dict[str, list[list[object]]]) -> None:
     assert answers["registered lazily"] == [[True, False, False], [False]]
 
 
+@pytest.mark.long
 def test_the_followed_import_stays_what_it_is(answers: dict[str, list[list[object]]]) -> None:
     assert answers["source of the followed module"] == [[True, "SourceFileLoader"]]
 
