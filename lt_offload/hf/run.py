@@ -160,6 +160,19 @@ class Run:
         report.say(f"{why}: the run is planned again")
         self._plan_for(max([largest, self._planned], key=batches.Size.of))
 
+    def show_gradients(self) -> None:
+        """Show what the update will use, if a callback looks at it before or after; it is brought to the host."""
+        assert self.engine is not None
+        before, after = map(self._overridden, ("on_pre_optimizer_step", "on_optimizer_step"))
+        self.engine.keeps_gradients = after
+        if before:
+            self.engine.window_gradients.show_clipped()
+
+    def _overridden(self, hook: str) -> bool:
+        """Return whether a callback that is no library's has ``hook``."""
+        methods = (getattr(callback, hook, None) for callback in self.trainer.callback_handler.callbacks)
+        return any(not getattr(method, "__module__", "").startswith("transformers.") for method in methods)
+
     def _plan_for(self, batch: Any) -> None:
         """Measure a step with ``batch``, plan, and let the engine of that plan take over."""
         again = self.plan is not None

@@ -77,6 +77,12 @@ class Offloaded:
             # Whoever handled it before the training decides what becomes of the process.
             signal.raise_signal(received)
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Let callbacks that look at gradients before the update, which come next, find them clipped."""
+        norm = self._theirs._get_grad_norm(*args, **kwargs)
+        self.offmate.show_gradients()
+        return norm
+
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

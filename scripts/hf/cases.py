@@ -97,6 +97,52 @@ class OwnStep(Trainer):
         return loss
 
 
+class OwnBackward(Trainer):
+    """Calls the backward of its losses itself, one for each row, and reads a gradient after it."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Train on a micro-batch, whose loss is a mean of its own."""
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        total = torch.tensor(0.0, device=self.args.device)
+        count = len(inputs["input_ids"])
+        for row in range(count):
+            loss = model(**{name: tensor[row : row + 1] for name, tensor in inputs.items()}).loss / count
+            (loss / self.args.gradient_accumulation_steps).backward()
+            total += loss.detach()
+        self.log({"head": float(model.lm_head.weight.grad.norm())})
+        return total
+
+
+class TwoForwards(Trainer):
+    """R-Drop: what two forwards with dropout say is to be alike."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the mean of both losses, and how far they are apart."""
+        first, second = model(**inputs), model(**inputs)
+        logs = [torch.nn.functional.log_softmax(outputs.logits, -1) for outputs in (first, second)]
+        apart = torch.nn.functional.kl_div(*logs, reduction="batchmean", log_target=True)
+        loss = (first.loss + second.loss) / 2 + 0.1 * apart
+        return (loss, first) if return_outputs else loss
+
+
+class GroupPerLayer(Trainer):
+    """Learns slower the deeper a layer is."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        """Make an optimizer with a group for every layer."""
+        layers = list(self.model.model.layers)
+        rest = [self.model.lm_head.weight, self.model.model.norm.weight]
+        groups: list[dict[str, Any]] = [{"params": rest}]
+        groups.append({"params": [self.model.model.embed_tokens.weight], "lr": 1e-3})
+        for depth, layer in enumerate(reversed(layers), 1):
+            groups.append({"params": list(layer.parameters()), "lr": 1e-2 * 0.8**depth, "weight_decay": 0.1})
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return self.optimizer
+
+
 class InOrder(Trainer):
     """Takes rows in their order, the shortest first, from data whose lengths nobody knows."""
 
@@ -128,6 +174,37 @@ class Busy(TrainerCallback):
         """Read one weight and write to another."""
         with torch.no_grad():
             model.lm_head.weight.mul_(1 - float(model.model.norm.weight.mean()) / 100)
+
+
+class OfGradients(TrainerCallback):
+    """Logs norms of gradients before and after an update, and edits them before it."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Read, scale, replace and drop gradients."""
+        _log_norms(state, model, "before")
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.grad.mul_(0.5)
+            elif "lm_head" in name:
+                parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+            elif "layers.1.mlp" in name:
+                parameter.grad = None
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Read what the update has used."""
+        _log_norms(state, model, "after")
+
+
+def _log_norms(state: Any, model: Any, when: str) -> None:
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    state.log_history.append({f"{when} {name}": float(g.norm()) for name, g in gradients.items() if g is not None})
+
+
+class Sentences(torch.utils.data.IterableDataset[Any]):
+    """Rows that come one after another, nobody knows how many."""
+
+    def __iter__(self) -> Any:
+        return iter(rows(9))
 
 
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
@@ -200,13 +277,29 @@ EIGHT_BITS = (eight_bits, eight_bits_by_name)
 """Those of bitsandbytes' optimizers."""
 
 
-def lora() -> Any:
+def with_schedule(folder: Path) -> Any:
+    """Make a Trainer that is given its optimizer and its schedule."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, amsgrad=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=6)
+    return plain(lambda: model, _optimizers=(optimizer, schedule))(folder)
+
+
+def lora(**settings: Any) -> Any:
     """Return a model with adapters."""
     from peft import LoraConfig, get_peft_model
 
     model = llama()
     torch.manual_seed(2)
-    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], **settings))
+
+
+def lora_and_head() -> Any:
+    """Return a model with adapters and a head of its own, whose activations its owner has recomputed."""
+    model = lora(modules_to_save=["lm_head"])
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    return model
 
 
 _STEPS = {"eval_strategy": "steps", "eval_steps": 2}
@@ -245,6 +338,19 @@ HF: dict[str, Make] = {
     "group_by_length": plain(train_sampling_strategy="group_by_length"),
     "dropout": plain(lambda: llama(attention_dropout=0.2)),
     "own training_step that edits gradients": plain(kind=OwnStep, gradient_accumulation_steps=2),
+    "own training_step that calls loss.backward() per row": plain(kind=OwnBackward, gradient_accumulation_steps=2),
+    "callback that reads and edits gradients": plain(_callbacks=[OfGradients()], max_grad_norm=0.1),
+    "own compute_loss with two forwards": plain(lambda: llama(attention_dropout=0.2), kind=TwoForwards, **_EVALUATED),
+    "own create_optimizer, a group per layer": plain(kind=GroupPerLayer),
+    "optimizers=(AdamW, OneCycleLR)": with_schedule,
+    "IterableDataset, gradient_accumulation_steps=2": plain(_train_dataset=Sentences(), gradient_accumulation_steps=2),
+    "eval_on_start, reduce_lr_on_plateau": plain(
+        **{**_EVALUATED, "eval_steps": 1},
+        eval_on_start=True,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"factor": 0.5, "patience": 0},
+    ),
+    "PEFT, modules_to_save, gradient_checkpointing": plain(lora_and_head, gradient_checkpointing=True),
     "rows that grow": plain(kind=InOrder, _train_dataset=Growing()),
     "callback that unfreezes and writes weights": plain(_callbacks=[Busy()], num_train_epochs=2, max_steps=-1),
     "images (ViT)": plain(images, _train_dataset=pictures(), _data_collator=None),

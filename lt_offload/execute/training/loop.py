@@ -113,6 +113,17 @@ class WindowGradients:
             self._passes.end()
             self._view.shown.put()
 
+    def show_clipped(self) -> None:
+        """Let ``param.grad`` be what updates will use, clipped as has been said by now, which may be edited.
+
+        Raises:
+            UnsupportedError: if updates do not wait.
+        """
+        self._require_waiting("show_clipped_gradients")
+        with self._guard.suspended:
+            self._passes.end()
+            self._view.show_clipped(self._gradients.clipping.edit(now=True))
+
     def hide(self, *, final: bool) -> None:
         """End that, if they are shown: updates will use what ``param.grad`` is now.
 
@@ -177,7 +188,7 @@ class FollowedLoop:
         self._after_backward, self._gradients, self._passes = after_backward, gradients, passes
         self._iteration, self._window = iteration, iteration.window
         self._guard, self._view = guard, view
-        calls = self._end_backward, lambda: iteration.ran_backward, self._begin_step, finish
+        calls = self._end_backward, lambda: iteration.ran_backward, self._begin_step, finish, view.leave
         hooks = ManualLoop(view.consumed, guard.suspended, optimizer, *calls)
         self.remove = hooks.remove
         iteration.manual, passes.manual = True, hooks

@@ -128,6 +128,13 @@ class GradientView:
         if shown:
             self.consumed.put()
 
+    def show_clipped(self, edit: Callable[[Tensor], None] | None) -> None:
+        """Show the sums as updates will use them; ``edit`` is what would have been done to them then."""
+        self.hide(final=False)
+        if edit is not None:
+            self.shown.edit(edit)
+        self.shown.put()
+
     def show_used(self) -> None:
         """Show what the last updates have used."""
         self.consumed.drop()

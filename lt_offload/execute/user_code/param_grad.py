@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses
+from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight
 from lt_offload.execute.user_code.guard import GRADIENT, Guard, TrackedTensor
@@ -195,16 +196,27 @@ class ShownGradients:
         Returns:
             The squares, before ``edit``.
         """
-        self._used = [total for total in self._sums if total.filled]
-        groups = list(dict.fromkeys(total.group for total in self._used))
-        self._residency.bring_home(groups)
+        self._used = self._brought_home()
         found = [vector_norm(total.host, dtype=torch.float32).square_() for total in self._used] if squares else None
         if edit is not None:
-            for total in self._used:
-                edit(total.host)
-            # The edit was made on the host, so that the copies on the device are out of date.
-            self._residency.forget(groups)
+            self._edit(self._used, edit)
         return found
+
+    def edit(self, edit: Callable[[Tensor], None]) -> None:
+        """Change the sums of the present window before they are shown."""
+        self._edit(self._brought_home(), edit)
+
+    def _brought_home(self) -> list[Sum]:
+        """Return the sums of the present window, which are complete on the host from now on."""
+        filled = [total for total in self._sums if total.filled]
+        self._residency.bring_home(_groups(filled))
+        return filled
+
+    def _edit(self, totals: Sequence[Sum], edit: Callable[[Tensor], None]) -> None:
+        for total in totals:
+            edit(total.host)
+        # The edit was made on the host, so that the copies on the device are out of date.
+        self._residency.forget(_groups(totals))
 
     @property
     def used(self) -> dict[nn.Parameter, Tensor]:
@@ -281,6 +293,10 @@ class ShownGradients:
             self._residency.bring_home(shown.owned.groups)
             # Whoever kept it has this very object, so it is the object that gets memory of its own.
             tensor.data = tensor.data.clone()
+
+
+def _groups(totals: Sequence[Sum]) -> list[LiveGroup]:
+    return list(dict.fromkeys(total.group for total in totals))
 
 
 def _users(tensor: Tensor) -> int:

@@ -214,6 +214,7 @@ class ManualLoop:
         ran_backward: tells whether updates have run during the backward of this iteration.
         begin_step: is called when a step begins; returns whether there is something to update with.
         finish: ends an iteration.
+        leave: lets parameters hold what updates have left of their gradients.
     """
 
     def __init__(
@@ -225,9 +226,10 @@ class ManualLoop:
         ran_backward: Callable[[], bool],
         begin_step: Callable[[], bool],
         finish: Callable[[], None],
+        leave: Callable[[], None],
     ) -> None:
         self._gradients, self._suspended = gradients, suspended
-        self._end, self._begin_step, self._finish = end_backward, begin_step, finish
+        self._end, self._begin_step, self._finish, self._leave = end_backward, begin_step, finish, leave
         self._ran_backward = ran_backward
         self._used = False
         """The step uses gradients up."""
@@ -288,7 +290,7 @@ class ManualLoop:
         self._finish()
         if used:
             with self._suspended:
-                self._gradients.put()
+                self._leave()
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -20,6 +20,8 @@ CASES = {
     "gradient_accumulation_steps=4, uneven end": ("HF", "recompute"),
     "load_best_model_at_end": ("HF", "tight"),
     "PEFT": ("HF", "resident"),
+    "callback that reads and edits gradients": ("HF", "middle"),
+    "own training_step that calls loss.backward() per row": ("HF", "resident"),
     "SFT, evaluated": ("TRL", "tight"),
     "SFT, LoRA": ("TRL", "middle"),
     "DPO": ("TRL", "tight"),

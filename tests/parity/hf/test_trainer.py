@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import lt_offload
-from lt_offload.errors import InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError
 from scripts.hf import cases
 from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
 from tests.sampling import grid
@@ -24,6 +24,26 @@ from tests.sampling import grid
 def test_a_run_is_the_plain_one(case: str, budget: str, tmp_path: Path) -> None:
     _, differs = compare(cases.HF[case], budget, tmp_path)
     assert differs == []
+
+
+@pytest.mark.parametrize(
+    "case", ["callback that reads and edits gradients", "own training_step that calls loss.backward() per row"]
+)
+def test_who_looks_at_gradients_finds_them_as_plainly(case: str, tmp_path: Path) -> None:
+    make = cases.HF[case]
+    plain = Outcome.of(train(make, tmp_path))
+    found = Outcome.of(train(make, tmp_path, lt_offload.hf_trainer(memory="150kB", planner="stream")))
+    assert plain.differs(found) == []
+
+
+class WithoutBackward(Trainer):  # type: ignore[misc]
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return self.compute_loss(model, inputs).detach()
+
+
+def test_a_step_without_a_backward_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"WithoutBackward\.training_step .*; call self\.accelerator\.backward"):
+        train(cases.plain(kind=WithoutBackward), tmp_path, lt_offload.hf_trainer(memory="1GB", planner="resident"))
 
 
 @pytest.mark.slow
