@@ -11,20 +11,21 @@ from lt_offload.schema.profile import Profile
 
 _LEAST = ("device_bytes", "host_bytes", "pinnable_bytes")
 """Of these the smallest counts, as of speeds: what there is, not what is needed."""
-_ALONE = ("contention", "batch_size", "sequence_length", "schema", "host_threads", "chunk_tokens")
+_ALONE = ("contention", "batch_size", "sequence_length", "schema", "host_threads", "chunk_tokens", "processes")
 """Fits of several numbers, and names in the form of numbers: as in the profile that the others are added to."""
 
 
-def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool) -> Profile:
+def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool, common_updates: bool = False) -> Profile:
     """Return the profile that one plan for all is made for.
 
     Times are the longest, speeds the lowest, sizes the largest of any process. The RAM that each may take is its part
-    of the machine's.
+    of the machine's, and what all have in common counts by its part.
 
     Args:
         profiles: of the same model, measured at the same time, in the order of ranks.
         per_machine: how many processes share the RAM of a machine.
         on_cuda: gradients are added up in device memory that plans have to leave.
+        common_updates: weights that the host updates are in memory that processes of a machine have in common.
     """
     base = max(profiles, key=lambda profile: profile.batch_size * profile.sequence_length)
     found: Profile = _merged("", [base, *profiles])
@@ -34,7 +35,13 @@ def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool) -> P
         pinnable_bytes=found.hardware.pinnable_bytes // per_machine,
     )
     buckets = 2 * BUCKET_BYTES if on_cuda else 0
-    return replace(found, hardware=machine, shared_bytes=found.shared_bytes + buckets)
+    return replace(
+        found,
+        hardware=machine,
+        shared_bytes=found.shared_bytes + buckets,
+        processes=per_machine,
+        common_updates=common_updates,
+    )
 
 
 def _merged(name: str, values: Sequence[Any]) -> Any:

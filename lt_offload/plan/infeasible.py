@@ -20,13 +20,15 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
     profile, allowed = request.profile, request.allowed
     length = f" and sequence_length={profile.sequence_length}" if profile.sequence_length > 1 else ""
     asked = f"{profile.model} with batch_size={profile.batch_size}{length}"
-    memory, ram = format_bytes(request.budget_bytes), format_bytes(request.host_budget_bytes)
+    # The setting is the machine's, and plans count what one of its processes takes.
+    count = profile.processes
+    memory, ram = format_bytes(request.budget_bytes), format_bytes(count * request.host_budget_bytes)
     least = smallest(profile, allowed, host_update=request.settings.host_update, host_budget=request.host_budget_bytes)
     if least is None:
-        needed_ram = smallest_ram(profile, allowed)
+        needed_ram = count * smallest_ram(profile, allowed)
         return InfeasibleError(
             f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
-            f"least host_memory={as_setting(needed_ram)}{_of_process(profile)}"
+            f"least host_memory={as_setting(needed_ram)}{_of_process(profile)}{_of_several(profile)}"
             + _smaller_precision(profile, allowed, request.host_budget_bytes),
             needed_host_bytes=needed_ram,
         )
@@ -56,8 +58,16 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
 
 def _of_process(profile: Profile) -> str:
     """Return what of a need for RAM is the process's own, in words."""
-    own = profile.hardware.process_bytes
+    own = profile.processes * profile.hardware.process_bytes
     return f", the {format_bytes(own)} of Python, PyTorch and libraries included" if own else ""
+
+
+def _of_several(profile: Profile) -> str:
+    """Return for whom RAM is needed, in words, if there are several."""
+    if profile.processes == 1:
+        return ""
+    what = "frozen weights and those that the host updates" if profile.common_updates else "frozen weights"
+    return f", for {profile.processes} processes, which have {what} in common"
 
 
 def as_setting(nbytes: int) -> str:
@@ -102,12 +112,12 @@ def _smaller_precision(profile: Profile, allowed: Allowed, host_budget: int) -> 
         if 2 * weight + state >= present:
             continue
         tensors = tuple(_as(tensor, dtype, weight, state) for tensor in profile.tensors)
-        needed = smallest_ram(replace(profile, tensors=tensors), allowed)
+        needed = profile.processes * smallest_ram(replace(profile, tensors=tensors), allowed)
         found = (
             f"; with {name}, {2 * weight + state} bytes per parameter, gradients included, instead of {present:.3g}, "
             f"host_memory={as_setting(needed)} is the least"
         )
-        if needed <= host_budget:
+        if needed <= profile.processes * host_budget:
             return found
     return found if len(trained) < len(profile.tensors) else f"{found}; adapters (LoRA) need far less"
 
@@ -117,7 +127,7 @@ def _as(tensor: TensorProfile, dtype: str, weight: int, state: int) -> TensorPro
     if not tensor.trainable:
         return tensor
     count = math.prod(tensor.shape)
-    return replace(tensor, dtype=dtype, bytes=count * weight, state_bytes=count * state)
+    return replace(tensor, dtype=dtype, bytes=count * weight, state_bytes=count * state, sum_bytes=0)
 
 
 def _smaller_inputs(profile: Profile, request: Request) -> Iterator[str]:

@@ -432,6 +432,8 @@ class _Selection:
         if self.candidates.cut:
             limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
             notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
+        if self.profile.processes > 1:
+            notes.append(_for_several(self.profile, best.trace.host_peak))
         hardware = self.profile.hardware
         pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak - hardware.process_bytes
         # Without a limit of its own it is all that was measured as free, of which a host_memory by hand may be more.
@@ -441,3 +443,12 @@ class _Selection:
                 f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
             )
         return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
+
+
+def _for_several(profile: Profile, ram: int) -> str:
+    """Return what RAM of a plan for several processes means, for people."""
+    what = "frozen weights" + (", those that the host updates and their states" if profile.common_updates else "")
+    return (
+        f"RAM is that of one of {profile.processes} processes, {format_bytes(profile.processes * ram)} for all: of "
+        f"what they have in common ({what}) each counts its part"
+    )

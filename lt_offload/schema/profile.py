@@ -93,6 +93,8 @@ class TensorProfile:
     """Indices of the blocks that use it, ascending; more than one if tied."""
     state_bytes: int = 0
     """Optimizer state that is paged with it: all state tensors of more than one element."""
+    sum_bytes: int = 0
+    """Part of ``state_bytes`` that stands for a sum of gradients: of several processes each has one."""
     scratch_bytes: int | None = None
     """Taken for a moment by its update on the device. None: as the largest tensor's (``OptimizerProfile``)."""
     zero_copy: ZeroCopyProfile | None = None
@@ -303,6 +305,10 @@ class Profile:
     parts: int = 1
     """Parts of the batch that go through each block in turn: times, and what is saved, are of all of them, peaks those
     of one beside what the others hold."""
+    processes: int = 1
+    """How many of the machine train together. RAM is counted for one of them: what all have in common by its part."""
+    common_updates: bool = False
+    """Whether they have in common, beside frozen weights, those that the host updates, and their states."""
     schema: int = PROFILE_SCHEMA
 
     @property

@@ -51,6 +51,12 @@ State = Mapping[str, Any]
 Update = Callable[[], None]
 
 
+def updates_in_place(optimizer: Optimizer) -> bool:
+    """Return whether updates write the states that are there, once there are any: no other object takes their place."""
+    kind = type(optimizer)
+    return kind in _RULES or f"{kind.__module__}.{kind.__qualname__}" == _OURS
+
+
 def functional_update(
     optimizer: Optimizer,
     group: Mapping[str, Any],
@@ -239,8 +245,7 @@ class Updates:
     @property
     def in_place(self) -> bool:
         """Whether updates write the states that are there, once there are any: no other object takes their place."""
-        kind = type(self.optimizer)
-        return kind in _RULES or f"{kind.__module__}.{kind.__qualname__}" == _OURS
+        return updates_in_place(self.optimizer)
 
     def state(self, weight: Weight) -> dict[str, Any]:
         """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""

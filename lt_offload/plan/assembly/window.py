@@ -54,7 +54,8 @@ def without_gradients(profile: Profile) -> Profile:
 def _with_sum(tensor: TensorProfile) -> TensorProfile:
     """Return ``tensor`` with states that take as much of the arena as its states and a sum side by side."""
     # state_room() adds the padding again, and comes to the sum of both rooms.
-    return replace(tensor, state_bytes=state_room(tensor.state_bytes) + aligned(tensor.bytes) - STATE_PADDING)
+    total = aligned(tensor.bytes)
+    return replace(tensor, state_bytes=state_room(tensor.state_bytes) + total - STATE_PADDING, sum_bytes=total)
 
 
 def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False) -> Plan:

@@ -144,7 +144,7 @@ def host_bytes(plan: Plan, profile: Profile) -> int:
     written = usage(plan).grad_zero_copy
     sums = {t for group in plan.groups if group.payload == "sum" for t in group.tensors}
     added = sum(profile.tensors[t].bytes for t in sums)
-    return lasting_host_bytes(plan.options, written, profile) + plan.gradient_bytes + added
+    return lasting_host_bytes(plan.options, written, profile, plan.update_places) + plan.gradient_bytes + added
 
 
 def least_host_bytes(
@@ -159,15 +159,30 @@ def least_host_bytes(
     for index, (tensor, place) in enumerate(zip(profile.tensors, places, strict=True)):
         if place == "host" and index not in written:
             together[backward_steps(tensor.blocks, profile)[-1]] += aligned(tensor.bytes)
-    return lasting_host_bytes(options, written, profile) + max(together.values(), default=0)
+    return lasting_host_bytes(options, written, profile, places) + max(together.values(), default=0)
 
 
-def lasting_host_bytes(options: tuple[OptionName, ...], written: Iterable[int], profile: Profile) -> int:
+def lasting_host_bytes(
+    options: tuple[OptionName, ...],
+    written: Iterable[int],
+    profile: Profile,
+    places: tuple[UpdatePlace, ...] | None = None,
+) -> int:
     """Return the bytes of RAM for all but gradients that are copied; ``written`` are those that the backward writes.
 
-    States that stay on the device have a host copy as well: it is needed when they make room for a validation.
+    States that stay on the device have a host copy as well: it is needed when they make room for a validation. What
+    several processes have in common counts for each by its part; without ``places`` as if the host updated all.
     """
-    total = profile.hardware.process_bytes + sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    total = profile.hardware.process_bytes
+    in_common = 0
+    for index, tensor in enumerate(profile.tensors):
+        nbytes, own = tensor.bytes + tensor.state_bytes, tensor.sum_bytes
+        on_host = profile.common_updates and (places is None or places[index] == "host")
+        if tensor.trainable and not on_host:
+            own = nbytes
+        total += own
+        in_common += nbytes - own
+    total += -(-in_common // profile.processes)
     total += sum(profile.tensors[index].bytes for index in written)
     for block, option in zip(profile.blocks, options, strict=True):
         total += block.option(option).offload_bytes if block.has_backward else 0

@@ -25,6 +25,7 @@ from lt_offload.errors import ConfigError, ProcessError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from torch.optim import Optimizer
 
     from lt_offload.distributed.ranks import Ranks
     from lt_offload.schema.profile import HardwareProfile, Profile
@@ -49,6 +50,8 @@ class Processes:
 
         @property
         def _module(self) -> LightningModule: ...
+
+        optimizers: list[Optimizer]
 
     _layer_sync: Any = None
     """What the Trainer makes of ``sync_batchnorm``, which is refused."""
@@ -274,9 +277,11 @@ class Processes:
 
     def _merged(self, profiles: list[Profile], known: HardwareProfile | None) -> Profile:
         from lt_offload.distributed.merge import merged
+        from lt_offload.execute.updates.optimizer import updates_in_place
 
         on_cuda = self.root_device.type == "cuda"
-        found = merged(profiles, per_machine=self.num_processes, on_cuda=on_cuda)
+        in_place = len(self.optimizers) == 1 and updates_in_place(self.optimizers[0])
+        found = merged(profiles, per_machine=self.num_processes, on_cuda=on_cuda, common_updates=in_place)
         # Each one's part of a machine that was measured before has been taken by then.
         return found if known is None else replace(found, hardware=known)
 

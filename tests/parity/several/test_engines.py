@@ -20,7 +20,7 @@ import lt_offload
 from lt_offload.plan import solve
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests.parity.several.training import Case, Group, plainly, same
+from tests.parity.several.training import Case, Group, plainly, same, with_masters
 from tests.support import models
 from tests.support.engines import Result, differences, make_optimizer
 
@@ -37,6 +37,8 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "bf16": (BF16, "middle", {}),
     "lora": (LORA, "tight", {}),
     "sgd": (Case(optimizer="sgd"), "middle", {}),
+    "adafactor": (Case(optimizer="adafactor"), "tight", {}),
+    "masters": (Case(model={"dtype": torch.bfloat16}, optimizer=with_masters, user=True), "tight", {}),
     "accumulated": (Case(accumulate=2), "tight", {}),
     "clipped by norm": (Case(clip_norm=0.3), "middle", {}),
     "clipped by value": (Case(clip_value=1e-3), "tight", {}),
@@ -44,7 +46,7 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "written, with adapters": (Case(model={"lora": True}, user=True), "tight", {}),
 }
 """Cases, budgets and settings of plans, for two processes."""
-MORE = {3: {"three": (LLAMA, "tight", {})}, 4: {"four": (TIED, "middle", {})}}
+MORE = {3: {"three": (LLAMA, "tight", {})}, 4: {"four": (TIED, "middle", {}), "four, lora": (LORA, "tight", {})}}
 LATE = "tight, one late"
 """The first plan once more, with one process's copies late."""
 
@@ -85,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     for ranks, cases in {2: PAIRS | {LATE: PAIRS["tight"]}, **MORE}.items():
         group = Group(ranks)
         for name, (case, budget, settings) in cases.items():
-            if {"name": name} in asked or {"ranks": ranks} in asked:
+            if any(one.get("name") == name or one == {"ranks": ranks} for one in asked):
                 group.runs.append((name, case, plan(case, budget, settings), name == LATE))
         if group.runs:
             groups.append(group)
@@ -126,10 +128,10 @@ def test_two_processes_train_like_one_that_takes_turns(folder: Path, name: str) 
     require_equal(folder, name, 2, (PAIRS | {LATE: PAIRS["tight"]})[name][0])
 
 
-@pytest.mark.parametrize("name", ["in the middle", "lora"])
-def test_there_is_one_host_copy(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("in the middle", 2), ("lora", 2), ("four", 4), ("four, lora", 4)])
+def test_there_is_one_host_copy(folder: Path, name: str, ranks: int) -> None:
     """What processes have in common is in RAM once, as shares of its pages say that are added up."""
-    parts = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+    parts = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
     weights, states = (sum(part[kind] for part in parts) for kind in ("weights", "states"))
     assert 0 < weights <= 1.1 * max(part["weights alone"] for part in parts)
     # Each process writes those that it owns, and no others.

@@ -23,6 +23,7 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for found in (first, second):
         assert found["differences"] == []
+        assert found["resumed"] == []
         assert found["steps"] > 2
         assert (
             "memory differs between the processes of this run: process 0 has 40000000, process 1 41000000"

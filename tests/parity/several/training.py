@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import lt_offload
 from lt_offload.distributed.ranks import Ranks
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
@@ -39,13 +40,18 @@ PATIENCE = 100.0
 """Seconds in which all processes of a group have to end."""
 
 
+def with_masters(groups: Any) -> torch.optim.Optimizer:
+    """An optimizer that keeps weights of half precision in full precision, too."""
+    return lt_offload.AdamW(groups, lr=1e-2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, and how it is trained."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """Options of ``models.build``."""
-    optimizer: str = "adamw-fused"
+    optimizer: str | Callable[[Any], torch.optim.Optimizer] = "adamw-fused"
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -108,7 +114,8 @@ def meddle(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
             for param in params:
                 param.mul_(0.99)
             optimizer.state[trained[0]]["exp_avg"].mul_(0.5)
-            params[1].numpy()[...] += 1e-3  # which no operation of torch shows
+            if params[1].dtype == torch.float32:
+                params[1].numpy()[...] += 1e-3  # which no operation of torch shows
         if step == 1:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             model.load_state_dict({name: 1.01 * value for name, value in model.state_dict().items()})
