@@ -7,7 +7,9 @@ the processes, as under ``ddp``; what they say to each other goes through ``lt_o
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -57,6 +59,8 @@ class Processes:
     """What the Trainer makes of ``sync_batchnorm``, which is refused."""
     _alone = 0
     _failing: BaseException | None = None
+    _before_leaving: Any = None
+    """Who handled SIGTERM before this process failed."""
     _children: tuple[subprocess.Popen[bytes], ...] = ()
 
     # -- which one this is -------------------------------------------------------------------------------------------
@@ -206,6 +210,9 @@ class Processes:
         if self.ranks is None or not isinstance(error, Exception):
             return
         self._failing = error
+        if self._before_leaving is None and threading.current_thread() is threading.main_thread():
+            # It is leaving. Lightning's handler would wait for others, which are, too, and torchrun sends one to all.
+            self._before_leaving = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.ranks.watch.tell(error)
         if self.ranks.watch.failure is not None and not isinstance(error, ProcessError):
             rank_zero_warn(f"offmate: {self.ranks.watch.failure}")
@@ -230,6 +237,9 @@ class Processes:
                 child.kill()
                 child.wait()
         self._children = ()
+        if self._before_leaving is not None:
+            signal.signal(signal.SIGTERM, self._before_leaving)
+            self._before_leaving = None
 
     # -- what all have alike -----------------------------------------------------------------------------------------
 
