@@ -43,10 +43,11 @@ def initialize(device: str, *, rank: int, size: int) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"
         try:
-            store, *_ = next(dist.rendezvous("env://", rank, size, timeout=_TIMEOUT))
+            library: Any = dist  # whose types leave these two out
+            store, *_ = next(library.rendezvous("env://", rank, size, timeout=_TIMEOUT))
             # torchrun's store outlives processes that it starts again: they would find addresses of those before them.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"lt_offload/{attempt}", store)
+            store = library.PrefixStore(f"lt_offload/{attempt}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
