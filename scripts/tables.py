@@ -214,6 +214,7 @@ def bench_update(results: Sequence[Result]) -> str:
             case["scheme"],
             str(case["threads"]),
             f"{case['bytes_per_s'] / 1e9:.1f} GB/s",
+            f"{case['weights_per_s'] / 1e9:.2f}",
             "" if case["of_memory"] is None else f"{case['of_memory']:.0%}",
             "" if case["of_deepspeed"] is None else f"{case['of_deepspeed']:.2f}",
         ]
@@ -226,6 +227,7 @@ def bench_update(results: Sequence[Result]) -> str:
         "precision",
         "threads",
         "memory traffic",
+        "1e9 weights per second",
         "of the memory's speed",
         "against DeepSpeed",
     ]

@@ -94,7 +94,10 @@ _PRECISIONS = (
         _LOW + "lt_offload.AdamW(stochastic_rounding=True) (--model.dtype bfloat16 --model.stochastic_rounding true)",
         "bfloat16", 2, 8,
     ),
-    (_LOW + "moments, as torch.optim.AdamW has them (--model.dtype bfloat16)", "bfloat16", 2, 4),
+    (
+        _LOW + "8-bit moments (--model.dtype bfloat16 --model.stochastic_rounding true --model.optimizer adamw8bit)",
+        "bfloat16", 2, 2,
+    ),
 )  # fmt: skip
 """Ways to train with Adam, the most precise first: bytes per parameter of the weight, and of the optimizer's state."""
 

@@ -5,11 +5,14 @@
 Everything is AdamW and runs in turns in one process, round after round; a figure is the median over rounds of the ratio
 within a round, so that what slows the machine for a while slows all of them. Speeds are bytes that must move per
 second, 28 per weight in both schemes: fp32 (read weight, gradient and moments, write weight and moments), and bfloat16
-with fp32 masters (read gradient, master and moments, write weight, master and moments; 2 + 12 and 2 + 12 bytes).
+with fp32 masters (read gradient, master and moments, write weight, master and moments; 2 + 12 and 2 + 12 bytes). With
+``--moments`` these are left out, and moments of fewer bits measured: bfloat16 weights that are rounded at random move
+22 bytes with fp32 moments, 14 with bfloat16 and 10 with eight bits (and scales, which are not counted).
 
     copy, memory       a copy, and a pass that moves the same bytes and computes next to nothing: the ceiling
     torch ...          torch.optim.AdamW's kernels
     lt_offload ...     lt_offload.AdamW: its compiled kernel, and what it does without one
+    bitsandbytes       its AdamW8bit on the host: bfloat16 weights rounded to nearest, states in eight bits
     torch.compile      the same scheme as one expression, with --compile (takes a while)
     deepspeed ...      DeepSpeed's CPU Adam: fp32, the same scheme (cast, update, cast), and its own for bfloat16
                        weights (fp32 moments, no masters: 22 bytes per weight, and small steps are rounded away)
@@ -29,6 +32,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +61,7 @@ class Case:
 
     name: str
     scheme: str
-    """``fp32`` or ``masters``, or what else it does."""
+    """``fp32`` or ``masters``, or what else it does: what is updated, and in what moments are kept."""
     run: Callable[[], None]
     bytes_per_weight: int = MUST_MOVE
 
@@ -108,6 +113,46 @@ def our_cases(t: Tensors) -> Iterator[Case]:
         yield Case(name="lt_offload kernel", scheme="fp32", run=lambda: kernel.update([full], options))
         yield Case(name="lt_offload kernel", scheme="masters", run=lambda: kernel.update([low], options))
     yield Case(name="lt_offload without kernel", scheme="masters", run=lambda: plain.update([low], options))
+
+
+def moments_cases(t: Tensors) -> Iterator[Case]:
+    """Yield updates with moments of fp32, bfloat16 and eight bits."""
+    import torch
+
+    from lt_offload.optim import native, plain
+    from lt_offload.optim.plain import Entry, Options
+
+    options = Options(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY)
+    full = Entry(t.weight, t.grad, None, t.exp_avg, t.exp_avg_sq, 10.0)
+    low = Entry(t.low, t.low_grad, t.weight, t.exp_avg, t.exp_avg_sq, 10.0)
+    rounded = low._replace(master=None, seed=5)
+    kernel = native.kernel()
+    kinds = {"fp32 weights": (full, 12), "masters": (low, 12), "rounded": (rounded, 6)}
+    names = {torch.float32: ("fp32", 16), torch.bfloat16: ("bfloat16", 8), torch.uint8: ("8 bits", 4)}
+    for (kind, (entry, weight)), (dtype, (moments, bytes_of_states)) in product(kinds.items(), names.items()):
+        kept = plain.with_moments(entry, dtype)
+        each = weight + bytes_of_states
+        scheme = f"{kind}, moments {moments}"
+        if kernel is not None:
+            run = partial(kernel.update, [kept], options)
+            yield Case(name="lt_offload kernel", scheme=scheme, run=run, bytes_per_weight=each)
+        if entry is rounded and dtype == torch.uint8:
+            run = partial(plain.update, [kept], options)
+            yield Case(name="lt_offload without kernel", scheme=scheme, run=run, bytes_per_weight=each)
+
+
+def bitsandbytes_cases(t: Tensors) -> Iterator[Case]:
+    """Yield bitsandbytes' 8-bit AdamW on the host, if it is installed."""
+    import torch
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    from bitsandbytes.optim import AdamW8bit
+
+    parameter = torch.nn.Parameter(t.low)
+    parameter.grad = t.low_grad
+    optimizer = AdamW8bit([parameter], LR, BETAS, EPS, DECAY)
+    yield Case(name="bitsandbytes AdamW8bit", scheme="moments 8 bits", run=optimizer.step, bytes_per_weight=10)
 
 
 def memory_cases(t: Tensors) -> Iterator[Case]:
@@ -272,19 +317,24 @@ def main() -> int:
     threads = [int(n) for n in options.threads.split(",")] if options.threads else counts[: 1 if options.tiny else None]
     small = measure_small(512, 4096, rounds)
     tensors = Tensors(elements)
-    cases = [*memory_cases(tensors), *torch_cases(tensors), *our_cases(tensors)]
+    if options.moments:
+        cases = [*memory_cases(tensors), *moments_cases(tensors), *bitsandbytes_cases(tensors)]
+    else:
+        cases = [*memory_cases(tensors), *torch_cases(tensors), *our_cases(tensors)]
     if options.compile:
         cases.append(compiled_case(tensors))
     source = deepspeed_folder(options.deepspeed)
-    if isinstance(source, Path):
+    if isinstance(source, Path) and not options.moments:
         cases += deepspeed_cases(tensors, source)
     load = os.getloadavg()[0]
     rows = measure(cases, elements=elements, rounds=rounds, threads=threads)
     for row in rows:
         share = "" if row["of_memory"] is None else f"{row['of_memory']:6.0%} of memory"
         more = "" if row["of_deepspeed"] is None else f"   {row['of_deepspeed']:.2f} x deepspeed"
-        speed = f"{row['bytes_per_s'] / 1e9:6.1f} GB/s"
-        print(f"{row['threads']:3d} threads  {row['name']:26s} {row['scheme']:10s} {speed} {share}{more}")
+        worst, best = (speed / 1e9 for speed in row["spread"])
+        speed = f"{row['bytes_per_s'] / 1e9:6.1f} GB/s ({worst:.1f} to {best:.1f})"
+        count = f"{row['weights_per_s'] / 1e9:5.2f} G weights/s"
+        print(f"{row['threads']:3d} threads  {row['name']:26s} {row['scheme']:30s} {speed} {count} {share}{more}")
     print("512 small tensors: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in small.items()))
     if isinstance(source, str):
         print(f"deepspeed: left out: {source}")
@@ -296,7 +346,8 @@ def main() -> int:
         "load": [load, os.getloadavg()[0]],
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-    print(save("bench-update" + ("-tiny" if options.tiny else ""), "bench-update", settings, figures, options.results))
+    name = "bench-update" + "-moments" * options.moments + "-tiny" * options.tiny
+    print(save(name, "bench-update", settings, figures, options.results))
     return 0
 
 
@@ -314,6 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", help="numbers of threads, with commas (default 1, 2, 4, ..., all)")
     parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="DeepSpeed's unpacked source distribution")
+    parser.add_argument("--moments", action="store_true", help="measure moments of fewer bits instead")
     parser.add_argument("--compile", action="store_true", help="measure torch.compile too")
     return parser
 

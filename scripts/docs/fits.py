@@ -9,6 +9,7 @@ Everything is simulated. Times are those of the cards' descriptions (configs/har
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import lt_offload
@@ -18,7 +19,7 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.resources import shipped_files
 from lt_offload.schema.profile import HardwareProfile, Profile
 from lt_offload.units import parse_bytes
-from scripts.common import arguments, save
+from scripts.common import arguments, read_json, save
 
 CARDS = ("rtx-3070-8gb", "rtx-3060-12gb", "rtx-4060ti-16gb", "rtx-3090")
 RAM = "128GB"
@@ -35,7 +36,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "lora": _LORA,
     },
 }
+EIGHT = "All weights, bfloat16 rounded at random, AdamW in 8 bits"
 HOME_WAYS = WAYS | {
+    EIGHT: {
+        "dtype": "bfloat16",
+        "optimizer": partial(lt_offload.AdamW, stochastic_rounding=True, state_dtype="8bit"),
+    },
     "LoRA of rank 8 on 4-bit weights (QLoRA)": {
         "dtype": "bfloat16",
         "optimizer": "adamw",
@@ -100,12 +106,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=known, default=known)
     parser.add_argument("--seconds", type=float, default=30.0, help="for each plan")
     parser.add_argument("--home", action="store_true", help="by RAM instead of by card")
+    parser.add_argument("--ways", nargs="+", choices=HOME_WAYS, help="with --home: only these; other rows stay")
     options = parser.parse_args()
     if options.home:
         settings = {"card": HOME_CARD, "rams": HOME_RAM, "ways": list(HOME_WAYS), "batch": BATCH, "left": _LEFT}
         settings["seconds"] = options.seconds
         for model in options.models:
-            rows = [row for way in HOME_WAYS for row in home(model, way, options.seconds)]
+            file = options.results / f"home-{model}.json"
+            known = read_json(file)["figures"]["rows"] if options.ways and file.is_file() else []
+            made = {way: home(model, way, options.seconds) for way in options.ways or HOME_WAYS}
+            kept = {way: [row for row in known if row["way"] == way] for way in HOME_WAYS}
+            rows = [row for way in HOME_WAYS for row in made.get(way, kept[way])]
             print(save(f"home-{model}", "home", settings | {"model": model}, {"rows": rows}, options.results))
         return
     cards = [{"name": card, "bytes": load_hardware(card).device_bytes} for card in CARDS]
