@@ -166,7 +166,9 @@ def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> tuple[Res
             if case.user:
                 losses.append(meddle(case, model, optimizer, step))
         engine.drain()
+        ranks.barrier()  # or some would map more, or less, while others look
         memory = mapped_bytes()
+        ranks.barrier()
     finally:
         engine.remove()
         device.close()
