@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 import lt_offload
-from lt_offload.distributed import sums, watch
+from lt_offload.distributed import watch
+from lt_offload.execute.updates import others
+from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.strategy.checkpoint import files
 from tests.parity.several.training import environment, free_port
 from tests.support import trainers
 
 MEMORY = "40MB"
 KINDS = ("raise", "kill", "stop", "over budget")
-PLACES = {"forward": 1, "exchange": 1, "save": 0}
+PLACES = {"forward": 1, "exchange": 1, "update": 1, "save": 0}
 """Where a fault comes, and in which process: the first one writes, and has the run's store."""
 LIMIT_S = 60.0
 """All have to be gone by then, after the fault."""
@@ -90,14 +92,15 @@ def train(kind: str, place: str, folder: Path, rank: int) -> None:
 
     lightning.pytorch.seed_everything(7, verbose=False)
     watch.SILENCE_S = SILENCE_S
-    sums.BUCKET_BYTES = 1 << 12  # several for each exchange, so that a fault leaves it half done
     module = Module(shuffle=False, batch_size=1)
     if rank == PLACES[place]:
         injector = Injector(kind, folder)
         if place == "forward":
             module.injector = injector
         elif place == "exchange":
-            sums._add_up = broken(sums._add_up, injector, at=8)
+            others._add_up = broken(others._add_up, injector, at=8)  # the others wait for all that are added up
+        elif place == "update":
+            Updates._on_host = broken(Updates._on_host, injector, at=8)  # type: ignore[method-assign]  # and for this
         else:
             files._flush = broken(files._flush, injector, at=3)  # of the second file
     saver = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")

@@ -81,11 +81,7 @@ class SumsOfAll:
         self._others.barrier()  # all are complete
         for total in totals:
             if total.weight.owner == self._others.rank:
-                first, *more = total.places
-                for place in more:
-                    first.add_(place)
-                for place in more:
-                    place.copy_(first)
+                _add_up(total.places)
         self._others.barrier()
 
     def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
@@ -105,6 +101,14 @@ class SumsOfAll:
 
 def _state(total: Sum) -> int:
     return _FILLED * total.filled | _ON_DEVICE * (total.group.buffer is not None)
+
+
+def _add_up(places: Sequence[Tensor]) -> None:
+    first, *more = places
+    for place in more:
+        first.add_(place)
+    for place in more:
+        place.copy_(first)
 
 
 def _in_common(total: Sum) -> bool:
