@@ -28,7 +28,16 @@ def in_bf16(**options: Any) -> Any:
 
 
 @in_both_ways
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}], ids=["masters", "stochastic rounding"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stochastic_rounding": True},
+        {"stochastic_rounding": True, "state_dtype": "8bit", "min_8bit_size": 300},
+        {"state_dtype": "bfloat16"},
+    ],
+    ids=["masters", "stochastic rounding", "8 bits", "masters, bfloat16"],
+)
 def test_bf16_with_our_optimizer(options: dict[str, Any], way: str, bench: Bench) -> None:
     def scene(strategy: Any) -> Run:
         return bench.fit(strategy, in_bf16(**options))
@@ -36,7 +45,10 @@ def test_bf16_with_our_optimizer(options: dict[str, Any], way: str, bench: Bench
     expected, found = bench.compare(way, scene)
     assert differences(expected, found) == []
     state = next(iter(found.optimizer.state.values()))
-    assert ("master" in state) == (not options)
+    assert ("master" in state) != options.get("stochastic_rounding", False)
+    dtypes = {state["exp_avg"].dtype for state in found.optimizer.state.values()}
+    few = {"8bit": {torch.uint8, torch.float32}, "bfloat16": {torch.bfloat16}}
+    assert dtypes == few.get(options.get("state_dtype"), {torch.float32})
     assert {p.dtype for p in found.module.parameters()} == {torch.bfloat16}
 
 
