@@ -26,7 +26,7 @@ OTHERS = {
 KILLED = -9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_in_one_process_ends_all(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-m", "tests.faults.several", str(tmp_path), kind]
