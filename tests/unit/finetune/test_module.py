@@ -14,7 +14,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.module import FineTune, lr_factor, make_optimizer
+from lt_offload.finetune.module import FineTune, lr_factor
+from lt_offload.finetune.optimizers import make_optimizer
 from tests.support import models
 from tests.unit.finetune.conftest import data, trainer
 
@@ -113,6 +114,23 @@ def test_stochastic_rounding(folder: str, text: str) -> None:
     assert all(sorted(optimizer.state[p]) == ["exp_avg", "exp_avg_sq", "step"] for p in module.parameters())
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtypes"),
+    [
+        ({"optimizer": "adamw8bit"}, {torch.uint8, torch.float32}),
+        ({"optimizer": "adamw8bit", "dtype": "bfloat16", "master_weights": True}, {torch.uint8, torch.float32}),
+        ({"state_dtype": "bfloat16", "dtype": "bfloat16", "stochastic_rounding": True}, {torch.bfloat16}),
+    ],
+)
+def test_moments_of_fewer_bits(folder: str, text: str, settings: dict[str, Any], dtypes: set[torch.dtype]) -> None:
+    module = FineTune(folder, **settings)
+    trainer(1).fit(module, datamodule=data(folder, text))
+    [optimizer] = module.trainer.optimizers
+    states = [optimizer.state[p] for p in module.parameters()]
+    assert {state["exp_avg"].dtype for state in states} == dtypes
+    assert {"master" in state for state in states} == {settings.get("master_weights", False)}
+
+
 def test_adapters_are_float32_whatever_the_model() -> None:
     """So that master weights would change nothing for them."""
     model = add_lora(models.build("llama", dtype=torch.bfloat16), LoraArgs())
@@ -202,11 +220,27 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
             {"master_weights": True, "dtype": "bfloat16", "optimizer": "sgd"},
             r"model\.master_weights=true is not offered with model\.optimizer=sgd; use adamw",
         ),
+        (
+            {"optimizer": "adamw8bit", "dtype": "bfloat16"},
+            r"model\.optimizer=adamw8bit with model\.dtype=bfloat16 needs model\.stochastic_rounding=true or model\.m",
+        ),
+        (
+            {"state_dtype": "bfloat16", "dtype": "bfloat16"},
+            r"model\.state_dtype=bfloat16 with model\.dtype=bfloat16 needs model\.stochastic_rounding=true",
+        ),
+        (
+            {"state_dtype": "bfloat16", "optimizer": "adamw8bit"},
+            r"model\.state_dtype=bfloat16 is not offered with model\.optimizer=adamw8bit; use adamw",
+        ),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FineTune("unused", **settings)
+
+
+def test_adapters_have_moments_of_fewer_bits_whatever_the_model() -> None:
+    assert FineTune("unused", optimizer="adamw8bit", dtype="bfloat16", lora=LoraArgs()).optimizer == "adamw8bit"
 
 
 def test_defaults_that_do_not_apply_are_no_matter() -> None:

@@ -1,6 +1,8 @@
+import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,24 @@ def test_optimizers(optimizer: Any, ratio: float | None) -> None:
     expected = ratio * embedding.bytes if ratio is not None else 4 * sum(embedding.shape)
     assert embedding.state_bytes == expected
     assert found.optimizer.device_bytes_per_s > found.optimizer.host_bytes_per_s > 0
+
+
+def test_moments_of_eight_bits() -> None:
+    """A byte and a part of a scale for each; what is small has full ones."""
+
+    def made(state_dtype: Any) -> Profile:
+        make = partial(lt_offload.AdamW, stochastic_rounding=True, state_dtype=state_dtype)
+        return fake(layers_of_smollm2(), dtype="bfloat16", optimizer=make)
+
+    full, few = made(None), made("8bit")
+    for one, other in zip(full.tensors, few.tensors, strict=True):
+        count = math.prod(one.shape)
+        assert one.state_bytes == 8 * count
+        scales = 2 * -(-4 * -(-count // 256) // 8) * 8
+        assert other.state_bytes == (2 * count + scales if count >= 4096 else 8 * count)
+    assert few.optimizer.host_bytes_per_s == pytest.approx(2 * full.optimizer.host_bytes_per_s, rel=0.05)
+    assert few.optimizer.host_threads > full.optimizer.host_threads
+    assert few.optimizer.device_bytes_per_s < full.optimizer.device_bytes_per_s / 4, "by operations of their own"
 
 
 def test_masters_of_bfloat16_weights() -> None:

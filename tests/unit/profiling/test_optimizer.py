@@ -43,6 +43,8 @@ def real_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
         (AdamW, {"foreach": True}),
         (AdamW, {"amsgrad": True}),
         (lt_offload.AdamW, {}),
+        (lt_offload.AdamW, {"state_dtype": "8bit", "min_8bit_size": 257}),
+        (lt_offload.AdamW, {"state_dtype": "bfloat16"}),
         (Adam, {"lr": torch.tensor(1e-3)}),
         (SGD, {}),
         (SGD, {"momentum": 0.9, "fused": True}),
