@@ -157,13 +157,8 @@ class SharedPages:
 
 
 def drop_own(tensor: torch.Tensor) -> None:
-    """Forget what this process has written to the pages of ``tensor``, which is in an own mapping, neighbours included.
-
-    Raises:
-        OSError: if the system does not do it.
-    """
+    """Forget what this process has written to the pages of ``tensor``, in an own mapping; neighbours are included."""
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = round_up(tensor.data_ptr() + tensor.nbytes, mmap.PAGESIZE) - first
-    libc = ctypes.CDLL(None, use_errno=True)
-    if length and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED) != 0:
-        raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
+    failed = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    assert not failed, "memory that is mapped can be given up"
