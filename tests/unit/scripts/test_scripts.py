@@ -100,6 +100,7 @@ PLANNER = {
                 "layers": 40,
                 "model_bytes": 10**11,
                 "plan_s": 4.5,
+                "plan_cpu_s": 3.5,
                 "goal_s": 10.0,
                 "gap": 0.021,
                 "iteration_s": 3.0,
@@ -200,6 +201,7 @@ GAPS = {
                 "gap": gap,
                 "goal_s": goal,
                 "plan_s": 20.0,
+                "plan_cpu_s": 15.0,
             }
             for name, gap, goal in (("near", 0.01, 6.5), ("far", 0.25, None))
         ]
@@ -283,13 +285,13 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
     assert "| 8, 250 MB/s | 6 s | 3 s | 2.00 | 1.90 | 1.40 | 60 MB | 200 MB |" in block
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
-    assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
+    assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 3.5 s | 10 s | 2.1% | 1.50 |" in block
     assert "| training goes on | 208 MB | 900 ms | 1 ms | 18 ms | 0.02 | -0.01 | 0.05 |" in block
     assert "| resident, 27 blocks | 150 us | 50 us | 60 us | 200 us | 250 us | 300 us |" in block
     assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
     assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
     far, near = (
-        "| far | 12 GB | 64 GB | 7.5 s |  | 25.0% | 1.25 | 20 s |",
+        "| far | 12 GB | 64 GB | 7.5 s |  | 25.0% | 1.25 | 20 s | 15 s |",
         "| near | 12 GB | 64 GB | 6.06 s | 6.5 s | 1.0% |",
     )
     assert block.index(far) < block.index(near), "the worst first"
