@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.window import without_gradients
+from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
     Smallest,
@@ -24,9 +25,7 @@ from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.memferry.propose import propose_memferry
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.planners.offmate.search import search_budgets
-from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
@@ -44,15 +43,8 @@ _OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 }
 """Planners that answer a request on their own."""
 _SLOW = ("memferry", "pofo")
-_GOOD_GAP = 0.01
-_BOUND_SHARE = 1 / 3
-"""The bound may take this part of the time limit."""
-_ROUNDING = 1e-6
-"""Relative rounding error of a program's solution."""
 _LEAST_S = 1.0
 """Seconds for a second attempt, at least."""
-_MANY_BLOCKS = 50
-"""With more blocks, the program may copy in fewer steps around a use, so that it is solved in time."""
 
 
 def solve(
@@ -114,31 +106,34 @@ def solve(
     return make_plan(profile, settings)
 
 
-def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> Plan:
+def make_plan(profile: Profile, settings: Settings, *, exact: bool = False, bounded: bool = True) -> Plan:
     """Return the fastest plan found for ``profile``; the same as :func:`solve`, which lists the errors.
 
     Args:
         profile: what model and machine cost.
         settings: budgets and switches.
         exact: no plan rather than one that sums in another order than plain PyTorch.
+        bounded: False if nobody asks for the plan's lower bound, which may then be that of the computations alone.
     """
     # This comes first: each of its forwards becomes a pass, and the plan of passes is made by the rules below.
     if profile.deferred_forwards:
         return plan_forwards(profile, settings, partial(make_plan, exact=exact))
     if has_windows(settings):
-        return plan_windows(profile, settings, partial(make_plan, exact=exact), least_s(profile, settings))
+        # A plan for windows has a bound of its own.
+        one = partial(make_plan, exact=exact, bounded=False)
+        return plan_windows(profile, settings, one, partial(least_s, profile, settings))
     began = time.monotonic()
     # Plain PyTorch's numbers come first: only if nothing else fits may sums be in another order.
     first = without_chunks(profile)
     try:
-        return _plan(first, settings)
+        return _plan(first, settings, bounded=bounded)
     except InfeasibleError as error:
         chunked = _with_chunks_only(profile)
         if exact or chunked is None or not settings.recompute or _fits(first, settings):
             raise
         left = max(settings.time_limit - (time.monotonic() - began), _LEAST_S)
         try:
-            plan = _plan(chunked, replace(settings, time_limit=left))
+            plan = _plan(chunked, replace(settings, time_limit=left), bounded=bounded)
         except InfeasibleError as other:
             # Where neither fits, the error that asks for less memory helps more.
             if (other.needed_bytes or math.inf) < (error.needed_bytes or math.inf):
@@ -159,7 +154,7 @@ def least_s(profile: Profile, settings: Settings) -> float:
         profile, settings = without_gradients(profile), for_one(settings)
     request = _request(profile, settings)
     selection = _Selection(request, offmate_config(profile, settings, reach=_reach(profile)), settings.planner)
-    return passes * selection.bound if selection.may_fit() else math.inf
+    return passes * selection.least_s
 
 
 def without_chunks(profile: Profile) -> Profile:
@@ -194,14 +189,14 @@ def _fits(profile: Profile, settings: Settings) -> bool:
     return least is None or least.device_bytes <= request.budget_bytes
 
 
-def _plan(profile: Profile, settings: Settings) -> Plan:
+def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     config = offmate_config(profile, settings, reach=_reach(profile))
-    return _Selection(_request(profile, settings), config, settings.planner).run()
+    return _Selection(_request(profile, settings), config, settings.planner).run(bounded=bounded)
 
 
 def _reach(profile: Profile) -> int:
     """Return in how many steps around a use its transfers may run."""
-    return 6 if len(profile.blocks) <= _MANY_BLOCKS else 4
+    return 6 if len(profile.blocks) <= MANY_BLOCKS else 4
 
 
 def _request(profile: Profile, settings: Settings) -> Request:
@@ -233,25 +228,23 @@ class _Selection:
 
     def __init__(self, request: Request, config: OffmateConfig, planner: PlannerName) -> None:
         self.request, self.config, self.planner = request, config, planner
-        self.profile = request.profile
-        self.bound = 0.0
-        self._any_time = False
-        """Whether the bound is one for copies at any time."""
-        self._bounding_s = _BOUND_SHARE * config.time_limit
-        """Seconds that are left for it."""
         self.candidates = Candidates(request)
+        self.bounds = Bounds(request, config, self.candidates)
 
-    def run(self) -> Plan:
-        """Return the best plan."""
+    @property
+    def profile(self) -> Profile:
+        """What is planned."""
+        return self.request.profile
+
+    def run(self, *, bounded: bool = True) -> Plan:
+        """Return the best plan, with the bound of its time if that is asked for."""
         if not self._ram_suffices():
             raise explain_infeasible(self.request, self.planner)
         if self.planner in ("auto", "resident"):
             self._add_resident()
         if self.planner in ("auto", "stream"):
             self._add_streaming()
-        # The bound is of a relaxation of every plan, but it counts memory in its own way: what
-        # streams with the least memory has the last word on whether anything fits.
-        if not self._bound() and not self.candidates.fitting and not self._smallest_fits():
+        if not self.candidates.fitting and not self._may_fit():
             raise explain_infeasible(self.request, self.planner)
         self._improve()
         if not self.candidates.fitting and self.planner in ("auto", "stream"):
@@ -260,11 +253,25 @@ class _Selection:
             raise self.candidates.out_of_time
         if not self.candidates.fitting:
             raise explain_infeasible(self.request, self.planner)
-        return self._best()
+        return self._best(bounded=bounded)
 
-    def may_fit(self) -> bool:
-        """Bound the time of every plan; returns False if there is none."""
-        return self._ram_suffices() and (self._bound(any_time=True) or self._smallest_fits())
+    @property
+    def least_s(self) -> float:
+        """Seconds that no plan can beat; infinity if none fits."""
+        if not self._ram_suffices():
+            return math.inf
+        bound = self.bounds.of_program(any_time=True)
+        if bound is None:
+            return self.bounds.computing_s if not self.bounds.infeasible or self._smallest_fits() else math.inf
+        return bound
+
+    def _may_fit(self) -> bool:
+        # The bound is of a relaxation of every plan, but it counts memory in its own way: what streams with the least
+        # memory has the last word on whether anything fits.
+        if self._smallest_fits():
+            return True
+        self.bounds.of_program(any_time=not self.bounds.copies_are_short)
+        return not self.bounds.infeasible
 
     @property
     def _left(self) -> float:
@@ -275,7 +282,12 @@ class _Selection:
 
     def _improve(self) -> None:
         planner = self.planner
-        if planner in ("auto", "offmate") and not self._good_enough():
+        # A plan comes before its bound, which takes as long to find. What only streams is compared with the bound that
+        # costs nothing.
+        resident = any(found.proposal.name == "resident" for found in self.candidates.fitting)
+        best, least = self.candidates.fastest_s, self.bounds.computing_s
+        near = self.bounds.are_near(best) if resident else best <= least * (1 + GOOD_GAP)
+        if planner in ("auto", "offmate") and not near:
             self._add_programs()
         for name, propose in _OTHERS.items():
             if planner in ("auto", name):
@@ -288,7 +300,7 @@ class _Selection:
         auto = self.planner == "auto"
         enough = auto and self._good_enough()
         if enough and name in _SLOW:
-            self.candidates.fail(name, f"not asked: the best plan is within {_GOOD_GAP:.0%} of the bound")
+            self.candidates.fail(name, f"not asked: the best plan is within {GOOD_GAP:.0%} of the bound")
             return
         if auto and self.candidates.fitting and self._left <= 0:
             self.candidates.cut_short(name)
@@ -307,7 +319,7 @@ class _Selection:
     def _does_not_apply(self, name: PlannerName, reason: str) -> UnsupportedError:
         """Return the error that says why, and what does apply."""
         again = replace(self.request, deadline=time.monotonic() + self.config.time_limit)
-        best = _Selection(again, self.config, "auto").run()
+        best = _Selection(again, self.config, "auto").run(bounded=False)
         seconds = format_seconds(best.predicted.iteration_s)
         return UnsupportedError(
             f"planner={name!r} does not apply: {reason}; planner='auto' plans this model in {seconds} per iteration "
@@ -350,7 +362,7 @@ class _Selection:
 
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)
-        search_budgets(self.candidates, limited, enough_s=self.bound * (1 + _GOOD_GAP))
+        search_budgets(self.candidates, limited, enough=self.bounds.are_near)
         self._add_zero_copy_embeddings()
 
     def _add_zero_copy_embeddings(self) -> None:
@@ -363,67 +375,15 @@ class _Selection:
 
     # -- choice ------------------------------------------------------------------------------------------------------
 
-    def _bound(self, *, any_time: bool = False) -> bool:
-        """Bound the time of every plan: all memory in one pool, copies that overlap with everything.
-
-        Copies near the uses of their tensors are enough where each of them is done within the steps that are near: no
-        random profile was found whose bound is another then, and the program is several times as small. It is too high
-        where some tensors are much larger than others (2 % for Gemma-2-2B), or steps are empty (4 %): there, with
-        ``any_time``, and as soon as a plan is faster, copies may run at any time.
-
-        Returns False if even that has no solution; the bound is then that of the computations alone.
-        """
-        self.bound = sum(
-            min(o.forward_s + block.has_backward * o.backward_s for o in options)
-            for block, options in zip(self.profile.blocks, self.request.allowed, strict=True)
-        )
-        frozen = not any(tensor.trainable for tensor in self.profile.tensors)
-        self._any_time = any_time or frozen or not self._copies_are_short()
-        optimistic = replace(
-            self.config,
-            pools="shared",
-            phi=0.0,
-            lag=0,
-            lookahead=0,
-            optimistic=True,
-            reach=2 * len(self.profile.blocks) if self._any_time else self.config.reach,
-            time_limit=min(self._left, self._bounding_s),
-        )
-        began = time.monotonic()
-        try:
-            self.bound = lower_bound(self.profile, optimistic)
-        except InfeasibleError:
-            return False
-        except ConfigError:
-            self.candidates.cut_short("the lower bound, which is that of the computations alone")
-        finally:
-            self._bounding_s -= time.monotonic() - began
-        return True
-
-    def _copies_are_short(self) -> bool:
-        """Return whether the copies of each group take half of the computations that are near its uses, at most.
-
-        Blocks without a backward leave steps without computations.
-        """
-        hardware, near_s = self.profile.hardware, self.config.reach * self.bound / (2 * len(self.profile.blocks))
-        link = min(hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s)
-        if len(self.profile.blocks) > _MANY_BLOCKS:
-            return True  # to count all copies takes longer than to plan
-        filled = all(block.has_backward for block in self.profile.blocks)
-        return filled and all(group.bytes + group.state_bytes <= link * near_s / 2 for group in groups(self.profile))
-
     def _good_enough(self) -> bool:
-        # A plan that beats the bound has shown that copies near their uses were too strict a model of it.
-        if self.candidates.fastest_s < self.bound * (1 - _ROUNDING) and not self._any_time:
-            self._bound(any_time=True)
-        return self.candidates.fastest_s <= self.bound * (1 + _GOOD_GAP)
+        return self.bounds.are_near(self.candidates.fastest_s)
 
-    def _best(self) -> Plan:
+    def _best(self, *, bounded: bool) -> Plan:
         best, *_ = self.candidates.ranked()
-        self._good_enough()  # whoever was the last may have been faster than the bound
+        bound = self.bounds.below(best.seconds) if bounded else self.bounds.computing_s
         prediction = Prediction(
             iteration_s=best.seconds,
-            lower_bound_s=min(self.bound, best.seconds),
+            lower_bound_s=min(bound, best.seconds),
             no_offload_s=no_offload_s(self.profile),
             device_peak_bytes=best.trace.device_peak,
             host_peak_bytes=best.trace.host_peak,

@@ -30,7 +30,7 @@ def has_windows(settings: Settings) -> bool:
 
 
 def plan_windows(
-    profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan], least_s: float
+    profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan], least: Callable[[], float]
 ) -> Plan:
     """Return the plan for windows of ``settings.accumulate`` micro-batches.
 
@@ -42,11 +42,12 @@ def plan_windows(
         profile: what model and machine cost.
         settings: budgets and switches.
         plan_one: plans for one micro-batch per update; its errors are passed on.
-        least_s: no plan for windows takes less.
+        least: returns the seconds that no plan for windows can beat; asked when there is one.
     """
     # Two plans share the user's time.
     window, half = settings.accumulate, replace(for_one(settings), time_limit=settings.time_limit / 2)
     mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
+    least_s = least()
     if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * least_s:
         return _bounded(mean, least_s)
     other = (

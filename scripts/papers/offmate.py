@@ -53,7 +53,7 @@ MISSING = (
 )
 
 
-PAPER: dict[str, Any] = {"phi": 1.0, "lag": 0, "lookahead": 0, "pools": "shared"}
+PAPER: dict[str, Any] = {"phi": 1.0, "lag": 0, "lookahead": 0, "pools": "shared", "idle_states": False}
 """How the paper's runtime copies and allocates, as arguments of OffmateConfig."""
 
 

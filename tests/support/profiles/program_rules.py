@@ -82,11 +82,12 @@ def chosen_options(profile: Profile, solution: Solution) -> list[OptionProfile]:
 
 
 def host_bytes(profile: Profile, solution: Solution, program: type[Program] = Program) -> float:
-    """All parameters, states that travel, states and gradients of the host's share, offloaded activations."""
+    """All parameters and states (of the paper those that travel), the host's gradients, offloaded activations."""
     total = 0.0
     gradients: dict[int, float] = defaultdict(float)
     for group, flows in zip(solution.groups, solution.flows, strict=True):
-        total += group.bytes + group.state_bytes * (flows.state_offload.sum() + flows.host_share)
+        travelling = flows.state_offload.sum() + flows.host_share if program is PaperProgram else 1.0
+        total += group.bytes + group.state_bytes * travelling
         gradients[group.last_backward] += group.trainable_bytes * flows.host_share
     total += sum(gradients.values()) if program is PaperProgram else max(gradients.values())
     for block, decision in zip(profile.blocks, chosen_options(profile, solution), strict=True):

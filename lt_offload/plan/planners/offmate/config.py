@@ -39,6 +39,9 @@ class OffmateConfig:
     optimistic: bool = False
     """For bounds of any planner's plans: also allow for activations that are dropped and computed again, at the cost of
     one forward, and let embeddings that can be read in host memory cost neither copies nor device memory."""
+    idle_states: bool = True
+    """Whether states that stay on the device have a place in RAM, too, as with the engine; without, the program needs
+    less RAM than any plan."""
     reach: int = 6
     """Steps before and after a use in which its transfers may run."""
     gradient_reach: int = 3

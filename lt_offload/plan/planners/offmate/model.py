@@ -24,6 +24,7 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
 - C9  device memory in every step (14-17), with gradients, update scratch and workspaces, which the paper's program
   leaves out.
 - C10 host memory, where nothing is given back (18) but the places of gradients: those of one step are there together.
+  States always have a place there, which the paper's have once they travel.
 - C11 a step lasts at least its computation, its device update and the copies that cannot overlap them (19, 20; the rate
   in the printed (20) is the host's by mistake).
 - C12 and at least its copies to the device (21), C13 and to the host (22), with the activations that both equations
@@ -54,6 +55,7 @@ import pulp
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.timeline import Pace, timeline
 from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
+from lt_offload.plan.planners.offmate.activations import pool_copies
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
@@ -272,7 +274,8 @@ class Program:
         """By forward step; only if they are counted together."""
         self._add_blocks()
         if self.offloaded:
-            self._pool_copies()
+            lanes = ((self.d2h, self.d2h_rate), (self.h2d, self.h2d_rate))
+            pool_copies(self.problem, self.timeline, self.offloaded, lanes, self.other)
         for index, group in enumerate(self.groups):
             builder = GroupBuilder(
                 self.problem,
@@ -356,40 +359,6 @@ class Program:
         """Count the launch of a step's kernels. The host updates on threads of their own, which it does not stop."""
         add(self.launched, [(self._duration(block.launch_s), 1.0)])
 
-    def _pool_copies(self) -> None:
-        """Count the copies of all blocks' saved activations together.
-
-        They leave at any time after their forwards and return at any time before their backwards, one after the other.
-        """
-        left, arrived = (
-            [self.problem.add_variable(f"{name}_{step:03d}", 0) for step in range(self.steps)] for name in ("out", "in")
-        )
-        made: list[Pair] = []
-        gone: list[Pair] = []
-        for step in range(self.steps):
-            made += self.offloaded.get(step, [])
-            gone.append((1, left[step]))
-            made, gone = self._total(f"made_{step:03d}", made), self._total(f"gone_{step:03d}", gone)
-            require(self.problem, [*gone, *((-f, v) for f, v in made)], "<=" if step < self.steps - 1 else "==")
-            add(self.d2h[step], [(1 / self.d2h_rate, left[step])])
-        there: list[Pair] = []
-        needed: list[Pair] = []
-        for step in range(self.steps):
-            if self.timeline.is_backward(step):
-                needed += self.offloaded.get(self.timeline.forward(self.timeline.block(step)), [])
-            needed = self._total(f"needed_{step:03d}", needed)
-            require(self.problem, [*there, *((-f, v) for f, v in needed)], ">=")
-            there = self._total(f"there_{step:03d}", [*there, (1, arrived[step])])
-            add(self.h2d[step], [(1 / self.h2d_rate, arrived[step])])
-
-    def _total(self, name: str, pairs: list[Pair]) -> list[Pair]:
-        """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
-        if len(pairs) <= 1:
-            return pairs
-        total = self.problem.add_variable(name, 0)
-        require(self.problem, [*pairs, (-1, total)], "==")
-        return [(1, total)]
-
     def _count_copies(self, index: int, offloaded: list[Pair]) -> None:
         """Count copies of saved activations, and the memory they take in other steps than the block's own two."""
         if not any(size for size, _ in offloaded):
@@ -436,11 +405,15 @@ class Program:
                 add(row, [(size, v.prefetch[tau]), (states, v.state_prefetch[tau] if tau else 0.0)])
         trained = self._size(v.group.trainable_bytes)
         everything = self._size(v.group.bytes)
-        add(
-            self.host_memory,
-            [(everything, 1.0), (states, v.host_share), *((states, f) for f in v.state_offload)],
-        )
+        add(self.host_memory, [(everything, 1.0), *self.states_on_host(v)])
         add(self.arriving[v.group.last_backward], [(trained, v.host_share)])
+
+    def states_on_host(self, v: GroupTerms) -> list[Pair]:
+        """Return terms for the host memory of a group's states: those that stay on the device have a copy, too."""
+        states = self._size(v.group.state_bytes)
+        if self.config.idle_states:
+            return [(states, 1.0)]
+        return [(states, v.host_share), *((states, flow) for flow in v.state_offload)]
 
     def _copied_bytes(self, group: Group) -> int:
         """Return the bytes of the group that its uses need on the device.

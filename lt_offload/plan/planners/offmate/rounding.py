@@ -13,9 +13,11 @@ things are kept: when an updated weight is written back, as it takes room until 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +25,9 @@ from numpy.typing import NDArray
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
+from lt_offload.plan.planners.request import Allowed, held_bytes
 from lt_offload.schema.plan import UpdatePlace
-from lt_offload.schema.profile import Profile
+from lt_offload.schema.profile import OptionName, Profile
 
 _SLACK = 1e-9
 _QUANTA = 2000
@@ -77,6 +80,39 @@ def round_tensors(solution: Solution, profile: Profile) -> Decisions:
         chosen.update(_Rounding(group, flows, profile, carry).decisions())
     tensors = tuple(chosen[index] for index in range(len(profile.tensors)))
     return Decisions(tensors=tensors, options=solution.options)
+
+
+def with_less_ram(
+    decisions: Decisions, profile: Profile, allowed: Allowed, excess: int, *, keeps_inputs: bool = False
+) -> Decisions | None:
+    """Return ``decisions`` with other options for some blocks, so that they need ``excess`` bytes of RAM less.
+
+    Blocks send less, or nothing, and compute more instead: those first where a byte of RAM costs the least time, and of
+    equal ones some here and some there, as a lane has to carry what is left. None if nothing is left to be changed.
+    Inputs that were sent may then stay on the device: with ``keeps_inputs`` as well as not, else as the last resort.
+    """
+    swaps: dict[tuple[bool, float, int, str], list[int]] = defaultdict(list)
+    for index, (block, options) in enumerate(zip(profile.blocks, allowed, strict=True)):
+        now = block.option(decisions.options[index])
+        for other in options if block.has_backward else ():
+            freed = now.offload_bytes - other.offload_bytes
+            more = held_bytes(block, other) - held_bytes(block, now)
+            # An input that left with the activations may stay; more than that would break the device's budget.
+            if freed > 0 and more <= block.input_bytes:
+                seconds = other.forward_s + other.backward_s - now.forward_s - now.backward_s
+                swaps[more > 0 and not keeps_inputs, seconds / freed, freed, other.name].append(index)
+    chosen = list(decisions.options)
+    changed: set[int] = set()
+    for (_, _, freed, name), blocks in sorted(swaps.items()):
+        left = [index for index in blocks if index not in changed]
+        count = min(len(left), math.ceil(excess / freed))
+        for index in (left[(2 * turn + 1) * len(left) // (2 * count)] for turn in range(count)):
+            chosen[index] = cast(OptionName, name)
+            changed.add(index)
+        excess -= count * freed
+        if excess <= 0:
+            return replace(decisions, options=tuple(chosen))
+    return None
 
 
 def nearest_subset(sizes: Sequence[int], target: float) -> list[int]:

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
-from lt_offload.plan.planners.offmate.rounding import round_tensors
-from lt_offload.plan.planners.request import Proposal
+from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
+from lt_offload.plan.planners.offmate.solution import groups
+from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.units import format_bytes
 
 _SOLVED_BLOCKS = 200
 _SOLVED = (6, 14)
-"""Numbers of budgets that the program is solved for, at least and at most; between them, as many as make this number of
+"""Numbers of budgets whose plans are estimated, at least and at most; between them, as many as make this number of
 blocks together."""
-_SHORT = 1.003
-"""A schedule is short of room if it takes more than this times as long as the program says."""
+_TURNS = 2
+"""The program is solved for that many times as many, as plans may not fit."""
+_SHORT = 0.003
+"""A schedule is short of room if it takes longer than the program says by more than this part of it ..."""
+_FAR = 0.1
+"""... and by far if it is more than this."""
 _SCHEDULED = 2
 """Number of proposals, the fastest by estimate, that are scheduled with care."""
+_WAITING = 7
+"""Of how many groups there is room for gradients on the host where a plan fills the RAM and a second one does not."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
@@ -30,30 +39,35 @@ _LEAST_S = 10.0
 _FIRST = 1.0
 _LARGEST = 1.35
 _STEP = 0.07
+_JUMP = 0.2
 _NEAR = 0.01
 """Parts of a budget: where to begin and to end, how far to go, and what is too near to be tried. The program counts for
 the whole step what is there for a part of it, so that it needs more than the real budget."""
 
 
-def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: float) -> None:
+def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Callable[[float], bool]) -> None:
     """Add the best plans of the program for a series of budgets.
 
     Args:
         candidates: where they are added.
         config: the real budgets, and switches.
-        enough_s: a plan that takes no longer is good enough.
+        enough: whether a plan that takes so many seconds is good enough; asked when there is one.
     """
     request = candidates.request
     search = _BudgetSearch(request.budget_bytes)
     ram = _RamSearch(request.host_budget_bytes)
     # The program leaves out what is on its way: the schedule finds room for that.
-    programs = RelaxedPrograms(
-        request.profile,
-        replace(config, budget_bytes=search.next, lag=0, lookahead=0, phi=1.0, host_budget_bytes=ram.next),
+    planned = replace(
+        config, budget_bytes=search.next, lag=0, lookahead=0, phi=1.0, host_budget_bytes=ram.next, idle_states=False
     )
+    programs = RelaxedPrograms(request.profile, planned)
     found: list[tuple[float, Proposal]] = []
     least, most = _SOLVED
-    for turn in range(min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)):
+    wanted = min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)
+    for turn in range(_TURNS * wanted):
+        # Programs that go on from others are solved soon: it is the estimates that take the time.
+        if len(found) == wanted:
+            break
         left = request.deadline - time.monotonic()
         # The first program is solved even late if nothing else has fitted: any plan is better than none.
         if left <= 0 and (turn or candidates.fitting):
@@ -74,8 +88,12 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
             candidates.cut_short(name)
             break
         decisions = round_tensors(solution, request.profile)
-        proposal = Proposal(name=name, sets=Sets(decisions, request.profile))
-        seconds = candidates.estimate(proposal)
+        if not planned.idle_states and decisions.least_host_bytes(request.profile) > request.host_budget_bytes:
+            # RAM binds, so that the program has to count all of it. Elsewhere it need not.
+            planned = replace(planned, budget_bytes=search.next, idle_states=True)
+            programs = RelaxedPrograms(request.profile, planned)
+            continue
+        seconds, proposal = _estimated(name, decisions, candidates)
         if isinstance(seconds, Missed):
             if not (ram.lower(seconds.host) or search.lower(seconds.device)):
                 break
@@ -83,13 +101,66 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
         found.append((seconds, proposal))
         # A schedule that takes longer than its program says was short of
         # room: with a smaller budget the plan may then be faster.
-        if seconds <= enough_s or not search.note(seconds, short=seconds > _SHORT * solution.iteration_s):
+        if enough(seconds) or not search.note(seconds, lost=seconds / solution.iteration_s - 1):
             break
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-    for _, proposal in sorted(found, key=lambda item: item[0])[:_SCHEDULED]:
+    best = [proposal for _, proposal in sorted(found, key=lambda item: item[0])]
+    for proposal in _with_more_room(best, request)[:_SCHEDULED]:
         candidates.add(proposal)
-        if candidates.fastest_s <= enough_s:
+        if enough(candidates.fastest_s):
             return
+
+
+def _estimated(name: str, decisions: Decisions, candidates: Candidates) -> tuple[float | Missed, Proposal]:
+    """Return about how long ``decisions`` take, within the RAM: of two ways to get there, the faster one."""
+    request = candidates.request
+    ways = {
+        name: _with_less_ram(decisions, request, spare=0) or decisions,
+        f"{name}, with inputs kept": _with_less_ram(decisions, request, spare=0, keeps_inputs=True) or decisions,
+    }
+    found: list[tuple[float, Proposal]] = []
+    missed: list[tuple[Missed, Proposal]] = []
+    for way, decided in ways.items():
+        if way != name and decided == ways[name]:
+            continue
+        proposal = Proposal(name=way, sets=Sets(decided, request.profile))
+        seconds = candidates.estimate(proposal)
+        if isinstance(seconds, Missed):
+            missed.append((seconds, proposal))
+        else:
+            found.append((seconds, proposal))
+    return min(found, key=lambda item: item[0]) if found else missed[0]
+
+
+def _with_more_room(proposals: Sequence[Proposal], request: Request) -> list[Proposal]:
+    """Return ``proposals``, the best first; if it fills the RAM, the second is the same with less in it.
+
+    A plan for which the RAM just suffices has room for the gradients of one step, so that each copy of them waits for
+    the updates before. Estimates do not see that.
+    """
+    for best in proposals[:1]:
+        less = _with_less_ram(best.decisions, request, spare=_gradient_room(request))
+        if less is not None:
+            name = f"{best.name}, with room for gradients on the host"
+            return [best, Proposal(name=name, sets=Sets(less, request.profile)), *proposals[1:]]
+    return list(proposals)
+
+
+def _gradient_room(request: Request) -> int:
+    """Return the RAM for the gradients of some groups: as many as may wait for their updates."""
+    sizes = sorted(group.trainable_bytes for group in groups(request.profile) if group.trainable_bytes)
+    return _WAITING * sizes[len(sizes) // 2] if sizes and request.settings.host_update else 0
+
+
+def _with_less_ram(
+    decisions: Decisions, request: Request, *, spare: int, keeps_inputs: bool = False
+) -> Decisions | None:
+    """Return ``decisions`` with so much less on the host that ``spare`` bytes are left; None if they are, or never."""
+    excess = decisions.least_host_bytes(request.profile) + spare - request.host_budget_bytes
+    allowed = self_contained(request.allowed)
+    if excess <= 0:
+        return None
+    return with_less_ram(decisions, request.profile, allowed, excess, keeps_inputs=keeps_inputs)
 
 
 class _RamSearch:
@@ -130,8 +201,9 @@ class _BudgetSearch:
         """The program has no solution below."""
         self._tried: dict[float, float] = {_LARGEST * budget: math.inf}
         """By budget: the seconds of its plan, infinity if it does not fit."""
-        self._short: set[float] = set()
-        """Budgets whose plans lose time because room is short."""
+        self._lost: dict[float, float] = {}
+        """By budget: the part of its time that a plan loses because room is short."""
+        self._jumped = False
 
     def raise_to(self, needed: int | None) -> bool:
         """Go up to the smallest budget with a solution; returns False if that is too far or was tried."""
@@ -147,11 +219,11 @@ class _BudgetSearch:
             return self._between()
         return self._go_to(self.next - max(over, 0.02 * self.budget))
 
-    def note(self, seconds: float, *, short: bool) -> bool:
-        """Note what the plan takes, and whether it is short of room; returns whether there is another one to try."""
+    def note(self, seconds: float, *, lost: float) -> bool:
+        """Note what the plan takes, and the part of it that it loses; returns whether there is another one to try."""
         self._tried[self.next] = seconds
-        if short:
-            self._short.add(self.next)
+        if lost > _SHORT:
+            self._lost[self.next] = lost
         return self._between()
 
     def _between(self) -> bool:
@@ -159,9 +231,13 @@ class _BudgetSearch:
         best = min(self._tried, key=lambda budget: self._tried[budget])
         above = min(budget for budget in self._tried if budget > best)
         below = max((budget for budget in self._tried if budget < best), default=0)
+        if below and self._lost.get(best, 0.0) > _FAR and not self._jumped:
+            # A little less room for what stays has not helped, and much is lost.
+            self._jumped = True
+            return self._go_to((1 - _JUMP) * min(self._tried))
         # Only budgets beside the best are tried: plans get faster with the budget until they stop fitting.
         guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
-        if best in self._short:
+        if best in self._lost:
             guesses.append((best - below, best - min(_STEP * best, (best - below) / 2)))
         room, guess = max(guesses)
         return room > _NEAR * self.budget and self._go_to(guess)
