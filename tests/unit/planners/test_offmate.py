@@ -24,6 +24,7 @@ from lt_offload.plan.planners.offmate.program import (
     smallest_host_budget,
     solve_offmate,
 )
+from lt_offload.plan.planners.offmate.search import BudgetSearch
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.schema.profile import Profile
 from scripts.papers.offmate import PAPER, PaperProgram
@@ -551,3 +552,14 @@ assert found == [("solved", 1.5)] * 3 + [("solved", 1.0)], found
 def test_nothing_is_printed_while_programs_are_solved() -> None:
     done = subprocess.run([sys.executable, "-c", ALL_WAYS_TO_SOLVE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_search_jumps_where_a_little_less_room_does_not_help() -> None:
+    search = BudgetSearch(8 * 10**9)
+    assert search.note(7.0, lost=0.2)
+    assert search.next == pytest.approx(0.93 * 8e9)
+    assert search.note(7.1, lost=0.2)
+    assert search.next == pytest.approx(0.8 * 0.93 * 8e9)
+    assert search.note(7.2, lost=0.2)
+    # It does so once, and goes on beside the best.
+    assert 0.93 * 8e9 < search.next < 1.35 * 8e9

@@ -54,7 +54,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Cal
         enough: whether a plan that takes so many seconds is good enough; asked when there is one.
     """
     request = candidates.request
-    search = _BudgetSearch(request.budget_bytes)
+    search = BudgetSearch(request.budget_bytes)
     ram = _RamSearch(request.host_budget_bytes)
     # The program leaves out what is on its way: the schedule finds room for that.
     planned = replace(
@@ -188,7 +188,7 @@ class _RamSearch:
         return self._step >= self._least_step
 
 
-class _BudgetSearch:
+class BudgetSearch:
     """Which budget to solve the program for next: the one whose plan is the fastest within the real budget.
 
     A larger one gives faster plans, as long as they find room; the fastest is where that begins to fail.
