@@ -404,16 +404,27 @@ class Program:
             if not self.config.optimistic:  # else what arrives may take the place of what leaves in the same step
                 add(row, [(size, v.prefetch[tau]), (states, v.state_prefetch[tau] if tau else 0.0)])
         trained = self._size(v.group.trainable_bytes)
-        everything = self._size(v.group.bytes)
-        add(self.host_memory, [(everything, 1.0), *self.states_on_host(v)])
+        add(self.host_memory, self._lasting_on_host(v))
         add(self.arriving[v.group.last_backward], [(trained, v.host_share)])
 
-    def states_on_host(self, v: GroupTerms) -> list[Pair]:
-        """Return terms for the host memory of a group's states: those that stay on the device have a copy, too."""
-        states = self._size(v.group.state_bytes)
+    def _lasting_on_host(self, v: GroupTerms) -> list[Pair]:
+        """Return terms for the host memory of a group's weights and states, of one process.
+
+        States that stay on the device have a copy, too. What several processes have in common counts by its part:
+        frozen weights, and what the host updates.
+        """
+        group, part = v.group, 1 / self.profile.processes
+        states = self._size(group.state_bytes)
+        found: list[Pair] = [(self._size(part * (group.bytes - group.trainable_bytes) + group.trainable_bytes), 1.0)]
         if self.config.idle_states:
-            return [(states, 1.0)]
-        return [(states, v.host_share), *((states, flow) for flow in v.state_offload)]
+            found.append((states, 1.0))
+        else:
+            found += [(states, v.host_share), *((states, flow) for flow in v.state_offload)]
+        if self.profile.common_updates:
+            sums = sum(self.profile.tensors[index].sum_bytes for index in group.tensors)
+            in_common = self._size(group.trainable_bytes - sums) + states
+            found.append((-(1 - part) * in_common, v.host_share))
+        return found
 
     def _copied_bytes(self, group: Group) -> int:
         """Return the bytes of the group that its uses need on the device.
