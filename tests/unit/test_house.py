@@ -43,7 +43,7 @@ ROOMS_OF_PLAN = (
     ("assembly",),
     ("verify",),
     ("planners",),
-    ("infeasible", "correct", "windows"),
+    ("infeasible", "correct", "bounds", "windows"),
     ("solve",),
     ("batch", "sweep", "what_if"),
     ("orders",),

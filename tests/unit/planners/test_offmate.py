@@ -554,12 +554,15 @@ def test_nothing_is_printed_while_programs_are_solved() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_search_jumps_where_a_little_less_room_does_not_help() -> None:
+def test_a_search_jumps_where_much_is_lost() -> None:
     search = BudgetSearch(8 * 10**9)
     assert search.note(7.0, lost=0.2)
     assert search.next == pytest.approx(0.93 * 8e9)
     assert search.note(7.1, lost=0.2)
+    assert search.jump()
     assert search.next == pytest.approx(0.8 * 0.93 * 8e9)
-    assert search.note(7.2, lost=0.2)
-    # It does so once, and goes on beside the best.
-    assert 0.93 * 8e9 < search.next < 1.35 * 8e9
+    assert search.note(6.0, lost=0.05)
+    assert not search.jump()
+    near = BudgetSearch(8 * 10**9)
+    near.note(6.0, lost=0.05)
+    assert not near.jump()

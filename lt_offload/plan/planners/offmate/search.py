@@ -22,6 +22,8 @@ _SOLVED_BLOCKS = 200
 _SOLVED = (6, 14)
 """Numbers of budgets whose plans are estimated, at least and at most; between them, as many as make this number of
 blocks together."""
+_AFTER_JUMP = 2
+"""And of those after a jump."""
 _TURNS = 2
 """The program is solved for that many times as many, as plans may not fit."""
 _SHORT = 0.003
@@ -65,9 +67,6 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Cal
     least, most = _SOLVED
     wanted = min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)
     for turn in range(_TURNS * wanted):
-        # Programs that go on from others are solved soon: it is the estimates that take the time.
-        if len(found) == wanted:
-            break
         left = request.deadline - time.monotonic()
         # The first program is solved even late if nothing else has fitted: any plan is better than none.
         if left <= 0 and (turn or candidates.fitting):
@@ -101,8 +100,13 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Cal
         found.append((seconds, proposal))
         # A schedule that takes longer than its program says was short of
         # room: with a smaller budget the plan may then be faster.
-        if enough(seconds) or not search.note(seconds, lost=seconds / solution.iteration_s - 1):
+        if enough(seconds):
             break
+        # Programs that go on from others are solved soon: it is the estimates that take the time.
+        if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(found) == wanted:
+            if not search.jump():
+                break
+            wanted = len(found) + _AFTER_JUMP
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
     best = [proposal for _, proposal in sorted(found, key=lambda item: item[0])]
     for proposal in _with_more_room(best, request)[:_SCHEDULED]:
@@ -226,15 +230,19 @@ class BudgetSearch:
             self._lost[self.next] = lost
         return self._between()
 
+    def jump(self) -> bool:
+        """Go far down, once, if the best plan so far loses much of its time; returns whether that is worth a trial."""
+        best = min(self._tried, key=lambda budget: self._tried[budget])
+        if self._jumped or self._lost.get(best, 0.0) <= _FAR:
+            return False
+        self._jumped = True
+        return self._go_to((1 - _JUMP) * min(self._tried))
+
     def _between(self) -> bool:
         """Go on beside the best so far."""
         best = min(self._tried, key=lambda budget: self._tried[budget])
         above = min(budget for budget in self._tried if budget > best)
         below = max((budget for budget in self._tried if budget < best), default=0)
-        if below and self._lost.get(best, 0.0) > _FAR and not self._jumped:
-            # A little less room for what stays has not helped, and much is lost.
-            self._jumped = True
-            return self._go_to((1 - _JUMP) * min(self._tried))
         # Only budgets beside the best are tried: plans get faster with the budget until they stop fitting.
         guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
         if best in self._lost:
