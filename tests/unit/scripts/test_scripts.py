@@ -141,6 +141,7 @@ UPDATE = {
                 "scheme": "fp32",
                 "threads": 2,
                 "bytes_per_s": 2.04e10,
+                "weights_per_s": 7.3e8,
                 "of_memory": 0.954,
                 "of_deepspeed": 1.041,
             },
@@ -149,6 +150,7 @@ UPDATE = {
                 "scheme": "fp32",
                 "threads": 1,
                 "bytes_per_s": 1e10,
+                "weights_per_s": 3.6e8,
                 "of_memory": 0.5,
                 "of_deepspeed": 1.0,
             },
@@ -157,6 +159,7 @@ UPDATE = {
                 "scheme": "memory",
                 "threads": 2,
                 "bytes_per_s": 2e10,
+                "weights_per_s": 2.5e9,
                 "of_memory": None,
                 "of_deepspeed": None,
             },
@@ -288,8 +291,8 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 3.5 s | 10 s | 2.1% | 1.50 |" in block
     assert "| training goes on | 208 MB | 900 ms | 1 ms | 18 ms | 0.02 | -0.01 | 0.05 |" in block
     assert "| resident, 27 blocks | 150 us | 50 us | 60 us | 200 us | 250 us | 300 us |" in block
-    assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
-    assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
+    assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 0.73 | 95% | 1.04 |" in block
+    assert "| copy | memory | 2 | 20.0 GB/s | 2.50 |  |  |" in block
     far, near = (
         "| far | 12 GB | 64 GB | 7.5 s |  | 25.0% | 1.25 | 20 s | 15 s |",
         "| near | 12 GB | 64 GB | 6.06 s | 6.5 s | 1.0% |",
