@@ -65,6 +65,15 @@ METHODS = (
         ("configs/bf16.yaml",),
         (("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights"),),
     ),
+    Method(
+        "bf16",
+        "all weights in bf16, AdamW in 8 bits",
+        ("configs/bf16.yaml",),
+        (
+            ("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights"),
+            ("optimizer", "adamw8bit", "moments in 8 bits, as in bitsandbytes: 2 bytes per weight instead of 8"),
+        ),
+    ),
     Method("lora", "LoRA on bf16 weights", ("configs/bf16.yaml", "configs/lora.yaml")),
     Method(
         "qlora",

@@ -53,7 +53,7 @@ def test_equal_in_every_place(name: str, places: tuple[str, ...]) -> None:
     assert dtypes_of(actual.optimizer) == few
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["llama-tied", "bloom"])
 def test_tied_weights_and_adapters(family: str) -> None:
     _, make = dtype_and_factory("fp32, 8 bits")
     for lora in (False, True):
