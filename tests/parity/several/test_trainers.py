@@ -24,6 +24,7 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     for found in (first, second):
         assert found["differences"] == []
         assert found["resumed"] == []
+        assert found["thawed"] == []
         assert found["steps"] > 2
         assert (
             "memory differs between the processes of this run: process 0 has 40000000, process 1 41000000"
@@ -35,6 +36,9 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the random states of 2 processes, this run has 1"):
         resumed = one_process(tmp_path / "run.ckpt", steps=first["steps"] + 1)
     assert resumed.trainer.global_step == first["steps"] + 1
+    with pytest.warns(UserWarning, match="the random states of 2 processes, this run has 1"):
+        again = one_process(tmp_path / "resumed.ckpt", steps=first["steps"] + 4)
+    assert again.trainer.global_step == first["steps"] + 4
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], first["weights"][name]) for name in saved)
     assert any(not torch.equal(saved[name], value) for name, value in resumed.module.state_dict().items())

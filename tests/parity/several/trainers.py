@@ -51,6 +51,17 @@ class Clamped(Synced):
                 param.clamp_(-0.04, 0.04)
 
 
+class Thawed(Clamped):
+    """Trains its first layer from the third batch on."""
+
+    def on_train_start(self) -> None:
+        self.model.model.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.model.model.layers[0].requires_grad_(True)
+
+
 def module(kind: type[Any] = Synced) -> Any:
     import lightning.pytorch
 
@@ -71,6 +82,7 @@ def main(folder: Path) -> None:
         found["weights"] = run.module.state_dict()
         found["steps"] = run.trainer.global_step
         found["resumed"] = resumed(folder, steps=found["steps"] + 3)
+        found["thawed"] = thawed()
         found["settings"] = failing(module(), memory=f"{40 + rank}MB")[0]
         found["broken"], found["seconds"] = failing(module(Broken), memory=MEMORY)
         torch.save(found, folder / f"{rank}.pt")
@@ -93,6 +105,17 @@ def resumed(folder: Path, steps: int) -> list[str]:
     for index, state in saved["optimizer_states"][0]["state"].items():
         found += [f"{name} of {index} as saved" for name, v in state.items() if not torch.equal(v, states[index][name])]
     return [*found, *(["states are missing"] if len(saved["optimizer_states"][0]["state"]) != len(states) else [])]
+
+
+def thawed() -> list[str]:
+    """Return what differs between weights that are updated on the host and on the device, some of them later on."""
+    options: dict[str, Any] = {"devices": 2, "max_epochs": 1}
+    strategy = lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
+    run = trainers.fit(strategy, module(Thawed), **options)
+    other = trainers.fit(lt_offload.OffmateStrategy(memory=MEMORY), module(Thawed), **options)
+    assert strategy.plan is not None
+    assert set(strategy.plan.update_places) == {"host"}  # all are trained in the end
+    return trainers.differences(run, other)
 
 
 def failing(seen: Any, **options: Any) -> tuple[str, float]:
