@@ -26,7 +26,7 @@ from scripts.hf import tables as trainer_tables
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
-NO_TABLES = ("papers", "quality", "recipes", "gpu-mutants", "mutants", "optimizers")
+NO_TABLES = ("papers", "quality", "recipes", "gpu-mutants", "mutants", "optimizers", "bench-cards")
 """Results with a place of their own."""
 
 Result = dict[str, Any]

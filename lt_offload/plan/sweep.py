@@ -1,4 +1,4 @@
-"""Plans for a row of memory sizes or machines, side by side: which card do I need?"""
+"""Plans for a row of memory sizes, machines or numbers of cards, side by side: which card do I need?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -20,20 +21,23 @@ from lt_offload.units import format_bytes, format_rate, format_seconds, parse_by
 
 SWEEP_SCHEMA = 1
 MOST_POINTS = 40
+_LITTLE = 0.5
+"""A further card that is worth less of one card than this is said to buy little."""
 _FEW_POINTS = 12
 """A range without a step gets the smallest round step with at most so many points."""
 
-Axis = Literal["memory", "host_memory", "hardware"]
+Axis = Literal["memory", "host_memory", "hardware", "devices"]
 _EXAMPLES: dict[Axis, str] = {
     "memory": "memory=6GB:24GB:2GB",
     "host_memory": "host_memory=32GB:128GB",
     "hardware": "hardware=rtx-3060,rtx-3090",
+    "devices": "devices=1:8",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRange:
-    """The range of a sweep: device memory or RAM in bytes, or machines by name."""
+    """The range of a sweep: device memory or RAM in bytes, cards by number, or machines by name."""
 
     axis: Axis
     sizes: tuple[int, ...] = ()
@@ -49,6 +53,7 @@ class SweepPoint:
     hardware: str
     memory_bytes: int
     host_memory_bytes: int
+    devices: int = 1
     batch_size: int | None = None
     iteration_s: float | None = None
     """None, as all that follows: no plan fits."""
@@ -117,6 +122,8 @@ def parse_sweep(text: str) -> SweepRange:
     parts = [part.strip() for part in re.split("," if "," in value or axis == "hardware" else ":", value)]
     if axis == "hardware":
         return SweepRange(axis="hardware", names=tuple(_machines(parts, text)))
+    if axis == "devices":
+        return SweepRange(axis="devices", sizes=tuple(_counts(parts, text, ranged="," not in value)))
     name: Axis = "memory" if axis == "memory" else "host_memory"
     sizes = [parse_bytes(part, setting=f"sweep: {name}") for part in parts]
     if "," not in value:
@@ -127,6 +134,8 @@ def parse_sweep(text: str) -> SweepRange:
 def _nearest(text: str) -> str:
     """Return the form nearest to ``text``."""
     first = text.partition("=")[0].strip().lower()
+    if re.search(r"devi|cards|gpus", first):
+        return _EXAMPLES["devices"]
     if re.search(r"host|ram", first):
         return _EXAMPLES["host_memory"]
     if re.search(r"hard|card|gpu|rtx|[av]100|h200", first):
@@ -150,6 +159,19 @@ def _machines(parts: list[str], text: str) -> Iterator[str]:
         if not part:
             raise ConfigError(f"sweep={text!r} has an empty name; write {_EXAMPLES['hardware']}")
     yield machine
+
+
+def _counts(parts: list[str], text: str, *, ranged: bool) -> list[int]:
+    """Return numbers of cards, ascending."""
+    if not all(part.isdecimal() and int(part) for part in parts) or (ranged and len(parts) > 3):
+        raise ConfigError(f"sweep={text!r} is not understood; write {_EXAMPLES['devices']}, or devices=1,2,4,8")
+    counts = [int(part) for part in parts]
+    if ranged and len(counts) > 1:
+        first, last, step = (*counts, 1)[:3]
+        counts = list(range(first, last + 1, step))
+    if not counts or len(counts) > MOST_POINTS:
+        raise ConfigError(f"sweep={text!r} has {len(counts)} points; write {_EXAMPLES['devices']}, smallest first")
+    return sorted(set(counts))
 
 
 def _range(sizes: list[int], text: str, axis: Axis) -> list[int]:
@@ -185,6 +207,8 @@ class Question:
     memory_bytes: int
     host_memory_bytes: int
     solve: Callable[[], Plan]
+    devices: int = 1
+    """Cards, each of which carries the plan out."""
 
 
 def run_sweep(
@@ -207,6 +231,7 @@ def run_sweep(
             hardware=question.hardware,
             memory_bytes=question.memory_bytes,
             host_memory_bytes=question.host_memory_bytes,
+            devices=question.devices,
         )
         say(f"{at} of {len(questions)}: planning for {_label(point, axis)}")
         try:
@@ -215,7 +240,7 @@ def run_sweep(
             point = replace(point, reason=reason(error))
             smallest = error.needed_bytes or smallest
         # A plan for less memory is one for more: within its time limit the search may miss it.
-        if axis != "hardware" and points:
+        if axis in ("memory", "host_memory") and points:
             point = _no_worse(point, points[-1])
         points.append(point)
     return Sweep(
@@ -224,7 +249,7 @@ def run_sweep(
         dtype=dtype,
         sequence_length=sequence_length,
         points=tuple(points),
-        smallest_bytes=None if axis == "hardware" else smallest,
+        smallest_bytes=smallest if axis in ("memory", "host_memory") else None,
     )
 
 
@@ -234,7 +259,7 @@ def _planned(asked: SweepPoint, plan: Plan) -> SweepPoint:
         asked,
         batch_size=plan.batch_size,
         iteration_s=found.iteration_s,
-        tokens_per_s=plan.samples_per_s * plan.sequence_length,
+        tokens_per_s=asked.devices * plan.samples_per_s * plan.sequence_length,
         lower_bound_s=found.lower_bound_s,
         no_offload_s=found.no_offload_s,
         device_peak_bytes=found.device_peak_bytes,
@@ -268,6 +293,8 @@ def reason(error: InfeasibleError) -> str:
 
 
 def _label(point: SweepPoint, axis: Axis) -> str:
+    if axis == "devices":
+        return name_of(point, axis)
     if axis == "hardware":
         return f"{format_bytes(point.memory_bytes)} on {point.hardware}"
     return format_bytes(point.memory_bytes) if axis == "memory" else f"{format_bytes(point.host_memory_bytes)} of RAM"
@@ -277,6 +304,8 @@ def name_of(point: SweepPoint, axis: Axis) -> str:
     """Return what distinguishes ``point`` from the others."""
     if axis == "hardware":
         return point.hardware
+    if axis == "devices":
+        return f"{point.devices} {'card' if point.devices == 1 else 'cards'}"
     return format_bytes(point.memory_bytes if axis == "memory" else point.host_memory_bytes)
 
 
@@ -291,9 +320,28 @@ def headline(sweep: Sweep) -> str:
     if sweep.axis == "hardware":
         winner = max(planned, key=lambda point: point.tokens_per_s or 0.0)
         return f"{winner.hardware} is the fastest: {format_rate(winner.tokens_per_s or 0.0)} tokens per second."
+    if sweep.axis == "devices":
+        return _cards(planned)
     said = f"From {name_of(enough, sweep.axis)} on, more is worth less than 5 %."
     if sweep.smallest_bytes and sweep.axis == "memory":
         said = f"{format_bytes(sweep.smallest_bytes)} is the least that works. {said}"
+    return said
+
+
+def _cards(planned: list[SweepPoint]) -> str:
+    """Return how much each further card buys, of what the first of the row has for each card."""
+    first, last = planned[0], planned[-1]
+    each = (first.tokens_per_s or 0.0) / first.devices
+
+    def worth(before: SweepPoint, after: SweepPoint) -> float:
+        more = (after.tokens_per_s or 0.0) - (before.tokens_per_s or 0.0)
+        return more / each / (after.devices - before.devices)
+
+    times = (last.tokens_per_s or 0.0) / each
+    said = f"{name_of(last, 'devices')} are {times:.2f} times as fast as one."
+    little = next((b for a, b in pairwise(planned) if worth(a, b) < _LITTLE), None)
+    if little is not None:
+        said += f" From {name_of(little, 'devices')} on, a further one buys less than half of one."
     return said
 
 

@@ -11,8 +11,13 @@ from lt_offload.report.plan_page import header, write
 from lt_offload.report.tables import NONE, bar_list, section, table
 from lt_offload.units import format_bytes, format_rate, format_seconds
 
-_TITLES = {"memory": "how much GPU memory?", "host_memory": "how much RAM?", "hardware": "which card?"}
-_OF = {"memory": "GPU memory", "host_memory": "RAM allowed", "hardware": "machine"}
+_TITLES = {
+    "memory": "how much GPU memory?",
+    "host_memory": "how much RAM?",
+    "hardware": "which card?",
+    "devices": "how many cards?",
+}
+_OF = {"memory": "GPU memory", "host_memory": "RAM allowed", "hardware": "machine", "devices": "cards"}
 
 
 def write_sweep_report(path: str | Path, sweep: Sweep) -> Path:
@@ -31,7 +36,7 @@ def _page(sweep: Sweep) -> str:
         [
             header(title, "sweep", about),
             f'<p class="lead">{unbroken(escape(headline(sweep)))} Every point is a plan, checked and simulated.</p>',
-            _machines(sweep) if sweep.axis == "hardware" else _curves(sweep),
+            _bars(sweep) if sweep.axis in ("hardware", "devices") else _curves(sweep),
             _sweep_table(sweep),
             "<footer>Made by lt_offload.</footer>",
         ],
@@ -76,11 +81,11 @@ def _curves(sweep: Sweep) -> str:
     return section("Curves", note, f'<div class="charts">{"".join(charts)}</div>')
 
 
-def _machines(sweep: Sweep) -> str:
+def _bars(sweep: Sweep) -> str:
     rates = [point.tokens_per_s for point in sweep.points]
     best = max((rate for rate in rates if rate is not None), default=None)
     rows = [
-        (p.hardware, p.tokens_per_s, p.reason if p.tokens_per_s is None else format_rate(p.tokens_per_s))
+        (name_of(p, sweep.axis), p.tokens_per_s, p.reason if p.tokens_per_s is None else format_rate(p.tokens_per_s))
         for p in sweep.points
     ]
     return section("Tokens per second", "", bar_list(rows, chosen=None if best is None else rates.index(best)))

@@ -223,6 +223,12 @@ class HardwareProfile:
     """For estimated profiles."""
     host_memory_bytes_per_s: float = 0.0
     """For estimated profiles."""
+    root_bytes_per_s: float = 0.0
+    """What all cards of the machine can copy together in one direction; 0: each as much as it can alone."""
+    exchange_bytes_per_s: float = 0.0
+    """Bytes of gradients in host memory that the processes add up per second; 0: not measured."""
+    device_exchange_bytes_per_s: float = 0.0
+    """The same of gradients on the devices."""
     source: str = ""
     """Where the numbers come from."""
 

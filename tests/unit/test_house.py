@@ -46,6 +46,7 @@ ROOMS_OF_PLAN = (
     ("infeasible", "correct", "bounds", "windows"),
     ("solve",),
     ("batch", "sweep", "what_if"),
+    ("several",),
     ("orders",),
     ("plan",),  # __init__.py
 )

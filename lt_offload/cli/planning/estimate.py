@@ -95,6 +95,11 @@ def settings_of(app: App) -> Settings:
     return settings_from_trainer(settings if isinstance(settings, Settings) else Settings(), app.trainer)
 
 
+def for_cards(settings: Settings, devices: int) -> Settings:
+    """Return ``settings`` of one of several processes, whose updates wait for the gradients of all."""
+    return replace(settings, delayed=settings.delayed or devices > 1)
+
+
 def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> Settings:
     """Return ``settings`` with the device budget that was asked for, else the recipe's as far as ``machine`` has it."""
     has = machine.device_bytes
@@ -111,12 +116,12 @@ def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> 
 
 
 def solver(app: App, seconds: float) -> Solver:
-    """Return what plans with the strategy's settings, each plan in ``seconds`` at most."""
+    """Return what plans with the strategy's settings, each plan in ``seconds`` at most; for all cards of a profile."""
     from lt_offload.plan import make_plan
 
     settings = settings_of(app)
     # Never more time than the user allows for a single plan.
     settings = replace(settings, time_limit=min(settings.time_limit, seconds))
     return lambda profile, memory, host_memory: make_plan(
-        profile, replace(settings, memory=memory, host_memory=host_memory)
+        profile, for_cards(replace(settings, memory=memory, host_memory=host_memory), profile.processes)
     )

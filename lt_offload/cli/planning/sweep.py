@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lt_offload.cli.planning.estimate import estimate, model_name, on_machine, parts_of, settings_of, solver
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.several import check_cards, one_of
 from lt_offload.plan.sweep import Question, SweepRange, run_sweep
 from lt_offload.plan.what_if import Solver
 from lt_offload.profiling.hardware import load_hardware
@@ -35,14 +36,19 @@ def plan_sweep(
     report: str | None,
     trace: str | None,
     explain: bool,
+    devices: int = 1,
 ) -> int:
-    """Plan for a row of sizes or machines and print a table."""
+    """Plan for a row of sizes, machines or numbers of cards and print a table."""
     budget = Budget.of(memory)
+    if asked.axis == "devices":
+        for count in asked.sizes:
+            check_cards(count)
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
         raise ConfigError("trainer.strategy.batch_size='auto' cannot be combined with a sweep; give a number")
     if parts_of(app) == "auto":
         raise ConfigError("trainer.strategy.micro_batches='auto' cannot be combined with a sweep; give a number")
-    given = {"memory": memory, "hardware": hardware, "host_memory": None}[asked.axis]
+    named = {"memory": memory, "hardware": hardware, "devices": devices if devices > 1 else None}
+    given = named.get(asked.axis)
     if given is not None:
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
     if trace is not None:
@@ -53,7 +59,7 @@ def plan_sweep(
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     # Divided by the points, so that a sweep takes about as long whatever it goes over.
     seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
-    questions = list(_questions(app, asked, budget, hardware, solver(app, seconds)))
+    questions = list(_questions(app, asked, budget, hardware, Planning(solver(app, seconds), devices)))
     swept = run_sweep(
         asked.axis,
         questions,
@@ -73,18 +79,32 @@ def plan_sweep(
     return 0
 
 
-def _questions(app: App, asked: SweepRange, memory: Budget, hardware: str | None, solve: Solver) -> Iterator[Question]:
+class Planning(NamedTuple):
+    """How the points of a sweep are planned."""
+
+    solve: Solver
+    devices: int
+
+
+def _questions(
+    app: App, asked: SweepRange, memory: Budget, hardware: str | None, planning: Planning
+) -> Iterator[Question]:
     """Yield the points of a sweep; the model is profiled once per machine."""
 
-    def question(machine: HardwareProfile, budget: int, ram: int, profile: Profile | None) -> Question:
+    def question(
+        machine: HardwareProfile, budget: int, ram: int, profile: Profile | None, devices: int = planning.devices
+    ) -> Question:
         def plan_it() -> Plan:
             # The error comes with the point's turn: one machine without figures is a row of
             # the table, not the end of the sweep.
             if profile is None:
                 raise InfeasibleError(f"there are no figures for {app.model.model_dtype}")
-            return solve(profile, budget, ram)
+            # Each process may take its part of the RAM that the machine has, or that was named.
+            return planning.solve(one_of(profile, devices), budget, ram // devices)
 
-        return Question(hardware=machine.name, memory_bytes=budget, host_memory_bytes=ram, solve=plan_it)
+        return Question(
+            hardware=machine.name, memory_bytes=budget, host_memory_bytes=ram, solve=plan_it, devices=devices
+        )
 
     settings = settings_of(app)
     for machine in [load_hardware(name) for name in asked.names]:
@@ -95,6 +115,11 @@ def _questions(app: App, asked: SweepRange, memory: Budget, hardware: str | None
         return
     profile = estimate(app, hardware)
     machine = profile.hardware
+    if asked.axis == "devices":
+        room = on_machine(settings, memory, machine).device_budget(machine)
+        for count in asked.sizes:
+            yield question(machine, room, settings.host_budget(machine), profile, count)
+        return
     if asked.axis == "memory":
         budgets = [(size, settings.host_budget(machine)) for size in asked.sizes]
     else:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.planning.estimate import estimate, on_machine, parts_of, settings_of, solver
+from lt_offload.cli.planning.estimate import estimate, for_cards, on_machine, parts_of, settings_of, solver
 from lt_offload.cli.planning.sweep import plan_sweep
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.several import check_cards, gain, one_of
 from lt_offload.plan.sweep import parse_sweep
 from lt_offload.plan.what_if import gains
 from lt_offload.schema.explain import brief
@@ -18,6 +21,7 @@ from lt_offload.units import Budget
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
+    from lt_offload.plan.settings import Settings
     from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import Profile
 
@@ -35,6 +39,8 @@ def plan(
     report: str | None = None,
     trace: str | None = None,
     explain: bool = False,
+    devices: int | None = None,
+    nodes: int = 1,
 ) -> int:
     """Plan without weights and without a GPU, and explain the plan.
 
@@ -43,13 +49,19 @@ def plan(
         memory: device memory, e.g. 12GB; default: the strategy's, else all of the hardware's.
         hardware: name of a shipped description (rtx-3060-12gb, ...) or a YAML file, as 'lt-finetune doctor --save'
             writes; changes may follow: rtx-3060,host=ddr4-64gb or rtx-3060,ram=48GB,link=6GB; default: this machine.
-        sweep: plan for many and compare: memory=6GB:24GB:2GB, host_memory=32GB:128GB or hardware=rtx-3060,rtx-3090.
+        sweep: plan for many and compare: memory=6GB:24GB:2GB, host_memory=32GB:128GB, hardware=rtx-3060,rtx-3090 or
+            devices=1:8.
         save: file to write the plan to; --trainer.strategy.plan replays it on the machine it was made for. With sweep,
             the table as .csv or .json.
         report: HTML page to write; says what more memory or a faster link would buy, which takes a few plans more.
         trace: file to write the simulated iteration to, for ui.perfetto.dev and chrome://tracing.
         explain: say what happens to every block, and why the plan was chosen.
+        devices: cards of the machine, each with its process: the plan is that of one of them while all work, and says
+            what they buy beside one; default: those of --trainer.devices.
+        nodes: machines; only one is planned.
     """
+    count = app.trainer.num_devices if devices is None else devices
+    check_cards(count, nodes)
     for flag, path in (("--save", save), ("--report", report), ("--trace", trace)):
         if path is not None:
             check_output(path, flag, make=True)
@@ -70,17 +82,20 @@ def plan(
             report=report,
             trace=trace,
             explain=explain,
+            devices=count,
         )
     from lt_offload.plan import simulate
     from lt_offload.report.perfetto import save_perfetto
 
     best = getattr(app.trainer.strategy, "batch_size", None) == "auto"
     try:
-        profile, made = (_with_best_batch if best else _with_parts)(app, budget, hardware)
+        profile, made = (_with_best_batch if best else _with_parts)(app, budget, hardware, count)
     except InfeasibleError as error:
         raise _with_recipe(error, app, hardware) from None
     clear()
     print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
+    if count > 1:
+        print(textwrap.fill(_bought(app, made, profile, hardware), 79))
     if save is not None:
         print(f"plan: {made.save(save)}")
     simulated = simulate(made, profile)
@@ -106,23 +121,47 @@ def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> Infe
     return InfeasibleError(f"{error}{more}", needed_bytes=error.needed_bytes, needed_host_bytes=error.needed_host_bytes)
 
 
-def _with_parts(app: App, memory: Budget, hardware: str | None) -> tuple[Profile, Plan]:
+def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str:
+    """Return what the cards of ``profile`` buy beside one, and how that was planned."""
+    from lt_offload.plan import make_plan
+
+    count = profile.processes
+    one = estimate(app, hardware, profile.batch_size, profile.parts)
+    status("planning for one card")
+    settings = replace(settings_of(app), memory=plan.budget_bytes, accumulate=plan.accumulate)
+    try:
+        alone = make_plan(one, settings)
+    except InfeasibleError as error:
+        return f"{count} cards; one of them alone cannot be planned with this RAM: {error}"
+    clear()
+    return f"{gain(plan, profile, alone).sentence()}. The plan is that of one of the {count} processes."
+
+
+def _with_parts(app: App, memory: Budget, hardware: str | None, devices: int) -> tuple[Profile, Plan]:
     """Return the profile and the plan of the batch in as many parts as the strategy says, or as are fastest."""
     from lt_offload.plan import make_plan
     from lt_offload.plan.orders import choose_parts, compared
 
     count = parts_of(app)
-    profile = estimate(app, hardware, micro_batches=1 if count == "auto" else count)
-    machine = profile.hardware
-    settings = on_machine(settings_of(app), memory, machine)
+    alone = estimate(app, hardware, micro_batches=1 if count == "auto" else count)
+    machine, profile = alone.hardware, one_of(alone, devices)
+    settings = _of_one(on_machine(settings_of(app), memory, machine), devices)
     if count != "auto":
         return profile, compared(make_plan(profile, settings), profile, settings, thorough=True)
     whole = profile
-    choice = choose_parts(lambda n: whole if n == 1 else estimate(app, machine, micro_batches=n), settings)
+    choice = choose_parts(
+        lambda n: whole if n == 1 else one_of(estimate(app, machine, micro_batches=n), devices), settings
+    )
     return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
 
 
-def _with_best_batch(app: App, memory: Budget, hardware: str | None) -> tuple[Profile, Plan]:
+def _of_one(settings: Settings, devices: int) -> Settings:
+    """Return the settings of one of several processes, which has its part of the RAM that was named."""
+    ram = settings.host.nbytes
+    return for_cards(replace(settings, host_memory=None if ram is None else ram // devices), devices)
+
+
+def _with_best_batch(app: App, memory: Budget, hardware: str | None, devices: int) -> tuple[Profile, Plan]:
     """Return the profile and the plan of the batch size with the highest throughput."""
     from lt_offload.plan import choose_batch
 
@@ -130,8 +169,8 @@ def _with_best_batch(app: App, memory: Budget, hardware: str | None) -> tuple[Pr
     first = estimate(app, hardware, 1)
     machine = first.hardware
     choice = choose_batch(
-        lambda size: first if size == 1 else estimate(app, machine, size),
-        on_machine(settings_of(app), memory, machine),
+        lambda size: one_of(first if size == 1 else estimate(app, machine, size), devices),
+        _of_one(on_machine(settings_of(app), memory, machine), devices),
         effective=effective_batch(app.trainer, app.datamodule.batch_size),
         on_progress=status,
     )

@@ -25,6 +25,31 @@ def durations(plan: Plan, profile: Profile) -> list[float]:
     return found
 
 
+def exchange_s(plan: Plan, profile: Profile) -> float:
+    """Return the seconds per update in which processes add up their gradients, beside nothing else.
+
+    Measured speeds count, where there are any. The estimates are of bytes that are moved, for N processes and W bytes
+    of gradients in each. In host memory, with a copy of everything in each process, a sum is made of copies into and
+    out of a buffer (5 W), an exchange of parts and one of sums through sockets, which read and write twice each (8 W
+    (N-1)/N), and additions (3 W (N-1)/N), all N times. With one host copy an owner reads N gradients instead of one:
+    (N-1) W. Between devices the two exchanges cross each link: 2 W (N-1)/N in both directions.
+    """
+    machine = profile.hardware
+    count = profile.processes
+    if count == 1:
+        return 0.0
+    by_place = {"host": 0, "device": 0}
+    for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
+        if place != "none":
+            by_place["host" if place == "host" else "device"] += tensor.bytes
+    others = (count - 1) / count
+    moved = (count - 1) if profile.common_updates else count * (5 + 11 * others)
+    at_home = machine.exchange_bytes_per_s or machine.host_memory_bytes_per_s / moved
+    link = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
+    between = machine.device_exchange_bytes_per_s or link / (2 * others)
+    return (by_place["host"] / at_home if at_home else 0.0) + by_place["device"] / between
+
+
 def added(tensor: TensorProfile) -> float:
     """Return how much of an update, in bytes of parameters, it is to add a gradient of ``tensor`` to a sum.
 

@@ -155,6 +155,20 @@ def test_a_sweep_over_cards_and_over_ram(recipe: str, capsys: pytest.CaptureFixt
     assert lines[2].endswith(",")
 
 
+def test_several_cards(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, *CARD, "--devices", "2", "--save", "two.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert Plan.load("two.json").delayed
+    assert re.search(r"2 cards train [\d,.]+ tokens per second, \d\.\d\d times one card", said)
+    assert re.search(r"adding gradients [\d.]+ .?s", said)
+    assert "The plan is that of one of the 2 processes." in said
+    assert main(["plan", recipe, *CARD, "--sweep", "devices=1:3:2", "--save", "n.json", "--report", "n.html"]) == 0
+    one, three = Sweep.load("n.json").points
+    assert (one.devices, three.devices, three.hardware) == (1, 3, "rtx-3060-12gb")
+    assert "3 cards are" in capsys.readouterr().out
+    assert "how many cards?" in Path("n.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -167,6 +181,10 @@ def test_a_sweep_over_cards_and_over_ram(recipe: str, capsys: pytest.CaptureFixt
             ["--sweep", "hardware=rtx-3060,rtx-3091"],
             "hardware='rtx-3091' is no file and not known; did you mean",
         ),
+        ([*CARD, "--devices", "0"], "devices=0 must be from 1 to 64: cards of one machine"),
+        ([*CARD, "--devices", "2", "--nodes", "2"], "nodes=2: one machine is planned"),
+        ([*CARD, "--sweep", "devices=1:x"], "sweep='devices=1:x' is not understood; write devices=1:8"),
+        ([*CARD, "--sweep", "devices=1:2", "--devices", "2"], "cannot be combined with a sweep over devices"),
         (["--hardware", "rtx-30"], "could be rtx-3060-12gb or rtx-3070-8gb or rtx-3090"),
         (["--hardware", "h200,host=ddr3"], "host='ddr3' is no file and not known; did you mean"),
         ([*CARD, "--memory", "lots"], "memory='lots' is not a size"),

@@ -1,4 +1,4 @@
-"""RAM of several processes of one machine: what they have in common counts once, all else in each."""
+"""Several processes of one machine: what they have in common counts once, all else in each; what a card more buys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from lt_offload.errors import InfeasibleError
-from lt_offload.plan import solve
+from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan import Settings, simulate, solve
+from lt_offload.plan import make_plan as plans
+from lt_offload.plan.iteration.durations import exchange_s
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
+from lt_offload.plan.several import check_cards, gain, one_of
+from lt_offload.schema.profile import Contention, Profile
 from tests.support.profiles.fixtures import llama7b_b4
+from tests.support.samples import MB, make_profile
 
 MODEL = llama7b_b4(4)
 FOUR = replace(MODEL, processes=4)
@@ -47,3 +52,107 @@ def test_too_little_ram_is_said_for_the_machine() -> None:
     assert raised.value.needed_host_bytes % 4 == 0
     assert "host_memory=4 kB is too small" in str(raised.value)
     assert raised.value.needed_host_bytes <= 4 * alone
+
+
+# -- one of several cards ----------------------------------------------------------------------------------------------
+
+MEMORY = 60e9
+"""Bytes per second of the host's memory."""
+
+
+def machine(*, h2d: float = 15e9, d2h: float = 15e9, root: float = 0.0, layers: int = 4) -> Profile:
+    """Return the profile of a machine with one card."""
+    profile = make_profile(layers=layers, tensors_per_layer=2)
+    hardware = replace(
+        profile.hardware,
+        h2d_bytes_per_s=h2d,
+        d2h_bytes_per_s=d2h,
+        root_bytes_per_s=root,
+        host_memory_bytes_per_s=MEMORY,
+        host_bytes=400_000 * MB,
+        pinnable_bytes=200_000 * MB,
+    )
+    optimizer = replace(profile.optimizer, host_bytes_per_s=4e9, host_threads=8, host_speeds={4: 3e9, 8: 4e9})
+    shares = Contention(h2d=h2d / MEMORY, d2h=d2h / MEMORY, host=1.0)
+    return replace(profile, hardware=hardware, optimizer=optimizer, contention=shares)
+
+
+def test_one_card_is_the_machine() -> None:
+    profile = machine()
+    assert one_of(profile, 1) is profile
+
+
+def test_links_are_as_fast_as_their_part_of_the_root_and_of_the_memory() -> None:
+    assert one_of(machine(), 2).hardware.h2d_bytes_per_s == 15e9, "two take half of the memory"
+    assert one_of(machine(root=24e9), 2).hardware.h2d_bytes_per_s == 12e9
+    eight = one_of(machine(), 8)
+    assert eight.hardware.h2d_bytes_per_s == pytest.approx(MEMORY / 8)
+    assert eight.contention.h2d == pytest.approx(1.0)
+    assert one_of(machine(root=24e9), 2).contention.h2d == pytest.approx(2 * 12e9 / MEMORY)
+
+
+def test_everything_that_is_divided() -> None:
+    profile = machine()
+    own, common = (one_of(profile, 2, one_host_copy=shared) for shared in (False, True))
+    for found in (own, common):
+        assert (found.processes, found.hardware.host_bytes) == (2, 200_000 * MB)
+        assert found.hardware.pinnable_bytes == 100_000 * MB
+        assert found.optimizer.host_threads == 4
+        assert found.contention.host == 1.0
+    # Both update everything with half of the memory, or each a half of it.
+    assert own.optimizer.host_bytes_per_s == 2e9
+    assert common.optimizer.host_bytes_per_s == 4e9
+    assert own.optimizer.host_speeds == {4: 2e9}
+
+
+def test_reads_of_host_memory_cross_the_same_link() -> None:
+    profile = machine()
+    costs = [tensor.zero_copy for tensor in one_of(profile, 8).tensors]
+    factor = 15e9 / (MEMORY / 8)
+    for before, after in zip(profile.tensors, costs, strict=True):
+        if before.zero_copy is not None and after is not None:
+            assert after.grad_s == pytest.approx(factor * before.zero_copy.grad_s)
+
+
+def test_the_adding_of_gradients_is_in_the_prediction() -> None:
+    profile = machine()
+    both = one_of(profile, 2, one_host_copy=False)
+    plan = plans(both, Settings(memory=420 * MB, delayed=True, planner="l2l"))
+    trained = {"host": 0, "device": 0}
+    for tensor, place in zip(both.tensors, plan.update_places, strict=True):
+        trained["host" if place == "host" else "device"] += tensor.bytes if place != "none" else 0
+    assert exchange_s(plan, profile) == 0.0
+    expected = trained["host"] * 2 * (5 + 11 / 2) / MEMORY + trained["device"] / 15e9
+    assert exchange_s(plan, both) == pytest.approx(expected)
+    alone = replace(both, processes=1)
+    more = simulate(plan, both).iteration_time - simulate(plan, alone).iteration_time
+    assert more == pytest.approx(expected)
+    # An owner reads one gradient more.
+    shared = replace(both, common_updates=True)
+    assert exchange_s(plan, shared) == pytest.approx(trained["host"] / MEMORY + trained["device"] / 15e9)
+    measured = replace(both.hardware, exchange_bytes_per_s=1e9, device_exchange_bytes_per_s=2e9)
+    known = exchange_s(plan, replace(both, hardware=measured))
+    assert known == pytest.approx(trained["host"] / 1e9 + trained["device"] / 2e9)
+
+
+def test_what_cards_buy_and_what_limits_them() -> None:
+    fast, slow = machine(h2d=200e9, d2h=200e9), machine(h2d=2e9, d2h=2e9, root=2e9)
+    settings = Settings(memory=420 * MB, planner="l2l")
+    found = {}
+    for name, profile in {"fast": fast, "slow": slow}.items():
+        one = plans(profile, settings)
+        four = one_of(profile, 4)
+        plan = plans(four, replace(settings, delayed=True))
+        found[name] = gain(plan, four, one)
+        assert found[name].tokens_per_s == pytest.approx(4 * plan.samples_per_s * plan.sequence_length)
+        assert found[name].ram_bytes == 4 * plan.predicted.host_peak_bytes
+        assert found[name].busy_s["adding gradients"] == exchange_s(plan, four)
+    assert found["slow"].times_one < 2.0
+    assert "each more buys little: copies to the device limits" in found["slow"].sentence()
+    assert found["slow"].times_one < found["fast"].times_one
+
+
+@pytest.mark.parametrize(("devices", "nodes", "said"), [(0, 1, "devices=0"), (65, 1, "devices=65"), (2, 2, "nodes=2")])
+def test_numbers_that_cannot_be_planned_are_named(devices: int, nodes: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        check_cards(devices, nodes)

@@ -1,0 +1,169 @@
+"""Several cards in one machine, planned as one of them: what it has while all others do the same.
+
+A machine whose cards are alike needs no planner of its own. One process's profile has its part of what they share: the
+root port, the bandwidth of the host's memory, cores and RAM. The plan for it is everybody's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lt_offload.errors import ConfigError
+from lt_offload.plan.iteration.durations import durations, exchange_s
+from lt_offload.plan.what_if import with_faster_link
+from lt_offload.schema.lanes import LaneName
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import OptimizerProfile, Profile
+from lt_offload.units import format_bytes, format_rate, format_seconds
+
+MOST_CARDS = 64
+_WELL = 0.9
+"""Cards that give this part of their number are worth their price."""
+
+
+def check_cards(devices: int, nodes: int = 1) -> None:
+    """Raise ``ConfigError`` for numbers of cards and machines that cannot be planned."""
+    if not 1 <= devices <= MOST_CARDS:
+        raise ConfigError(f"devices={devices} must be from 1 to {MOST_CARDS}: cards of one machine")
+    if nodes != 1:
+        raise ConfigError(
+            f"nodes={nodes}: one machine is planned, and trained on, as nothing adds gradients up between machines; "
+            "leave it out, and train on several machines with --trainer.strategy ddp or fsdp"
+        )
+
+
+def one_of(profile: Profile, devices: int, *, one_host_copy: bool = True) -> Profile:
+    """Return the profile of one of ``devices`` processes on the machine of ``profile``, each with a card.
+
+    Each may take its part of the RAM, of what all have in common, too.
+
+    Args:
+        profile: what the model and the machine with one card cost.
+        devices: how many cards there are.
+        one_host_copy: all processes share one copy of weights and states in host memory, and each updates its part, as
+            training does; else each has, and updates, everything.
+    """
+    if devices == 1:
+        return profile
+    machine, shares = profile.hardware, profile.contention
+    root = machine.root_bytes_per_s / devices
+    link = {"h2d": machine.h2d_bytes_per_s, "d2h": machine.d2h_bytes_per_s}
+    slower = {name: min(1.0, root / speed) if root else 1.0 for name, speed in link.items()}
+    # A lane that would take more of the host's memory than its process's part of it is as fast as that part.
+    for name in slower:
+        share = devices * shares.of("h2d" if name == "h2d" else "d2h") * slower[name]
+        slower[name] /= max(1.0, share)
+    optimizer, host_share = _updates(profile, devices, one_host_copy=one_host_copy)
+    # What computations read in host memory crosses the same link.
+    found = with_faster_link(profile, slower["h2d"])
+    hardware = replace(
+        machine,
+        name=f"{devices} x {machine.name}",
+        host_bytes=machine.host_bytes // devices,
+        pinnable_bytes=machine.pinnable_bytes // devices,
+        h2d_bytes_per_s=machine.h2d_bytes_per_s * slower["h2d"],
+        d2h_bytes_per_s=machine.d2h_bytes_per_s * slower["d2h"],
+        h2d_alone_bytes_per_s=machine.h2d_alone_bytes_per_s * slower["h2d"],
+        d2h_alone_bytes_per_s=machine.d2h_alone_bytes_per_s * slower["d2h"],
+    )
+    contention = replace(
+        shares,
+        compute=min(1.0, devices * shares.compute),
+        h2d=min(1.0, devices * shares.h2d * slower["h2d"]),
+        d2h=min(1.0, devices * shares.d2h * slower["d2h"]),
+        host=host_share,
+    )
+    return replace(
+        found,
+        hardware=hardware,
+        optimizer=optimizer,
+        contention=contention,
+        processes=devices,
+        common_updates=one_host_copy,
+    )
+
+
+def _updates(profile: Profile, devices: int, *, one_host_copy: bool) -> tuple[OptimizerProfile, float]:
+    """Return how fast one of several processes updates on the host, and its share of the memory meanwhile."""
+    before, share = profile.optimizer, profile.contention.host
+    threads = max(1, before.host_threads // devices)
+    most = before.host_bytes_per_s / max(1.0, devices * share)
+    alone = before.host_speeds.get(threads, before.host_bytes_per_s)
+    speed = min(alone, most)
+    # With one host copy it updates one of so many parts of what the plan lists.
+    factor = devices if one_host_copy else 1
+    speeds = {n: factor * min(found, most) for n, found in before.host_speeds.items() if n <= threads}
+    found = replace(
+        before,
+        host_bytes_per_s=factor * speed,
+        host_speeds=speeds,
+        host_threads=threads if before.host_threads else 0,
+    )
+    return found, min(1.0, devices * share * speed / before.host_bytes_per_s)
+
+
+# -- what more cards buy ---------------------------------------------------------------------------------------------
+
+_NAMES: dict[LaneName, str] = {
+    "compute": "computations",
+    "h2d": "copies to the device",
+    "d2h": "copies to the host",
+    "host": "updates on the host",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardsGain:
+    """What several cards do beside one of them; times in seconds per update."""
+
+    devices: int
+    iteration_s: float
+    tokens_per_s: float
+    """Of all cards."""
+    times_one: float
+    """The same, divided by that of one card."""
+    busy_s: dict[str, float]
+    """What one process's work takes, each kind alone, and ``adding gradients``."""
+    limit: str
+    """Which of them is the most, or ``the host's memory`` if all of them have it busy for longer."""
+    ram_bytes: int
+    """RAM that all processes take together."""
+
+    def sentence(self) -> str:
+        """Return it in words."""
+        parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.busy_s.items() if seconds)
+        well = self.times_one >= _WELL * self.devices
+        verdict = "they add up well" if well else f"each more buys little: {self.limit} limits"
+        return (
+            f"{self.devices} cards train {format_rate(self.tokens_per_s)} tokens per second, {self.times_one:.2f} "
+            f"times one card; {verdict}. Of an update's {format_seconds(self.iteration_s)} one card's work takes, each "
+            f"kind alone: {parts}. All processes take {format_bytes(self.ram_bytes)} of RAM"
+        )
+
+
+def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
+    """Return what the cards of ``profile`` buy with ``plan``, beside the plan of ``one`` card."""
+    devices = profile.processes
+    rate = devices * plan.samples_per_s * plan.sequence_length
+    alone = one.samples_per_s * one.sequence_length
+    profile = profile.with_host_threads(plan.host_threads)
+    lanes = dict.fromkeys(_NAMES, 0.0)
+    for op, seconds, count in zip(plan.ops, durations(plan, profile), plan.counts, strict=True):
+        if op.lane in lanes:
+            lanes[op.lane] += seconds * count
+    busy = {_NAMES[lane]: seconds for lane, seconds in lanes.items()}
+    memory = sum(seconds * profile.contention.of(lane) for lane, seconds in lanes.items())
+    adding = exchange_s(plan, profile)
+    if memory:
+        busy["the host's memory, with all of these"] = memory
+    busy["adding gradients"] = adding
+    limit = max(busy, key=busy.__getitem__).partition(",")[0]
+    return CardsGain(
+        devices=devices,
+        iteration_s=plan.predicted.iteration_s,
+        tokens_per_s=rate,
+        times_one=rate / alone if alone else 0.0,
+        busy_s=busy,
+        limit=limit,
+        ram_bytes=devices * plan.predicted.host_peak_bytes,
+    )

@@ -1,0 +1,49 @@
+"""What processes have to have alike is named where it differs, and one profile is made of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lt_offload.distributed.handshake import compare
+from lt_offload.distributed.merge import merged
+from lt_offload.distributed.sums import BUCKET_BYTES
+from lt_offload.errors import ConfigError
+from tests.support.samples import make_profile
+
+
+def test_a_difference_names_field_values_and_process() -> None:
+    compare([{"precision": "32-true", "blocks": 4}] * 3)
+    with pytest.raises(ConfigError, match="precision differs .* process 0 has '32', process 2 'bf16'"):
+        compare([{"precision": "32"}, {"precision": "32"}, {"precision": "bf16"}])
+
+
+def test_of_long_lists_the_difference_is_told() -> None:
+    names = tuple(f"layer.{i}" for i in range(9))
+    with pytest.raises(ConfigError, match=r"process 0 has 9, among them layer.3, process 1 8;"):
+        compare([{"names": names}, {"names": (*names[:3], *names[4:])}])
+
+
+def test_the_slowest_and_the_largest_count() -> None:
+    one = make_profile(layers=2, tensors_per_layer=2)
+    keep = one.blocks[1].options[0]
+    slow = replace(keep, forward_s=2 * keep.forward_s, saved_bytes=keep.saved_bytes // 2)
+    block = replace(one.blocks[1], options=(slow, *one.blocks[1].options[1:]))
+    hardware = replace(one.hardware, h2d_bytes_per_s=one.hardware.h2d_bytes_per_s / 2, device_bytes=10**8)
+    other = replace(one, blocks=(one.blocks[0], block, *one.blocks[2:]), hardware=hardware)
+    for profiles in ([one, other], [other, one]):
+        found = merged(profiles, per_machine=2, on_cuda=False)
+        option = found.blocks[1].options[0]
+        assert (option.forward_s, option.saved_bytes) == (2 * keep.forward_s, keep.saved_bytes)
+        assert found.hardware.h2d_bytes_per_s == one.hardware.h2d_bytes_per_s / 2
+        assert found.hardware.device_bytes == 10**8
+        assert found.hardware.host_bytes == one.hardware.host_bytes // 2
+        assert found.processes == 2
+        assert found.fingerprint == one.fingerprint
+        assert found.shared_bytes == one.shared_bytes
+
+
+def test_on_gpus_plans_leave_room_for_what_is_added_up() -> None:
+    one = make_profile(layers=2, tensors_per_layer=2)
+    assert merged([one, one], per_machine=2, on_cuda=True).shared_bytes == one.shared_bytes + 2 * BUCKET_BYTES
