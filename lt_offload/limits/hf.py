@@ -109,6 +109,21 @@ def _updates_in_backward(run: Setup) -> str | None:
     return f"optim={name!r}" if name in _IN_BACKWARD or name.endswith("_layerwise") else None
 
 
+_NOT_BY_TENSOR = ("schedule_free_", "apollo_", "galore_", "grokadamw")
+
+
+@limit(
+    "optim='schedule_free_adamw', 'apollo_adamw', 'galore_adamw', 'grokadamw' and their kin",
+    "hf",
+    why="their updates write weights between steps, project gradients, or need more than one tensor has",
+    instead="use optim='adamw_torch', 'stable_adamw' or 'adamw_8bit', or LoRA, where memory is what they were for",
+)
+def _not_by_tensor(run: Setup) -> str | None:
+    name: Any = run.trainer.args.optim
+    name = str(getattr(name, "value", name))
+    return f"optim={name!r}" if name.startswith(_NOT_BY_TENSOR) else None
+
+
 @limit(
     "optim='paged_adamw_8bit' and the other paged ones",
     "hf",

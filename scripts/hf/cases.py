@@ -264,17 +264,23 @@ def eight_bits(folder: Path) -> Any:
     return plain(_optimizer_cls_and_kwargs=(AdamW8bit, {"lr": 1e-2, "min_8bit_size": 1024}))(folder)
 
 
-def eight_bits_by_name(folder: Path) -> Any:
-    """Make a Trainer for which transformers chooses one, with 32 bits for the embedding."""
-    from bitsandbytes.optim import GlobalOptimManager
+def _of_bitsandbytes(name: str) -> Make:
+    """Return what makes a Trainer for which transformers chooses one, those of 8 bits with 32 for the embedding."""
 
-    # It outlives trainings, and would take a tensor for one that has had the same place in memory.
-    GlobalOptimManager.get_instance().initialize()
-    return plain(lambda: llama(hidden_size=64, intermediate_size=128), optim="adamw_bnb_8bit")(folder)
+    def make(folder: Path) -> Any:
+        from bitsandbytes.optim import GlobalOptimManager
+
+        # It outlives trainings, and would take a tensor for one that has had the same place in memory.
+        GlobalOptimManager.get_instance().initialize()
+        return plain(lambda: llama(hidden_size=64, intermediate_size=128), optim=name, learning_rate=1e-3)(folder)
+
+    return make
 
 
-EIGHT_BITS = (eight_bits, eight_bits_by_name)
-"""Those of bitsandbytes' optimizers."""
+_BY_NAME = ("adamw_bnb_8bit", "lion_32bit", "lion_8bit", "ademamix", "ademamix_8bit", "rmsprop_bnb_8bit")
+_NAMED = {f"optim={name}": _of_bitsandbytes(name) for name in _BY_NAME}
+OF_BITSANDBYTES = (eight_bits, *_NAMED.values())
+"""Those with its optimizers."""
 
 
 def with_schedule(folder: Path) -> Any:
@@ -328,8 +334,10 @@ HF: dict[str, Make] = {
     "optim=adamw_torch": plain(optim="adamw_torch"),
     "optim=adafactor": plain(optim="adafactor"),
     "optim=sgd": plain(optim="sgd"),
+    "optim=adagrad": plain(optim="adagrad"),
+    "optim=rmsprop": plain(optim="rmsprop"),
     "optimizer_cls_and_kwargs, AdamW8bit of bitsandbytes": eight_bits,
-    "optim=adamw_bnb_8bit": eight_bits_by_name,
+    **_NAMED,
     "PEFT": plain(lora),
     "PEFT, load_best_model_at_end": plain(
         lora, **_EVALUATED, save_strategy="steps", save_steps=2, load_best_model_at_end=True
@@ -344,9 +352,8 @@ HF: dict[str, Make] = {
     "own create_optimizer, a group per layer": plain(kind=GroupPerLayer),
     "optimizers=(AdamW, OneCycleLR)": with_schedule,
     "IterableDataset, gradient_accumulation_steps=2": plain(_train_dataset=Sentences(), gradient_accumulation_steps=2),
-    "eval_on_start, reduce_lr_on_plateau": plain(
+    "reduce_lr_on_plateau": plain(
         **{**_EVALUATED, "eval_steps": 1},
-        eval_on_start=True,
         lr_scheduler_type="reduce_lr_on_plateau",
         lr_scheduler_kwargs={"factor": 0.5, "patience": 0},
     ),
@@ -404,11 +411,13 @@ def _trl(
             from peft import LoraConfig
 
             own["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        chosen = {"bf16": False, "gradient_checkpointing": False, "max_length": 48, **settings}
         if evaluated:
+            # The smallest budget is that of the training then, and not that of evaluations, in which nothing travels.
+            chosen["per_device_eval_batch_size"] = 1
             own["eval_dataset"] = data().select(range(9))
         torch.manual_seed(0)
         model = base.from_pretrained(folder / "model", dtype=torch.float32, **(load or {}))
-        chosen = {"bf16": False, "gradient_checkpointing": False, "max_length": 48, **settings}
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         made = arguments(folder, config, **chosen)
         return trainer(model=model, args=made, train_dataset=data(), processing_class=tokenizer, **own)
@@ -451,7 +460,11 @@ TRL: dict[str, Make] = {
     "DPO, LoRA": _trl("DPO", preferences, adapters=True),
     "DPO, evaluated": _trl("DPO", preferences, evaluated=True, **_STEPS),
     "Reward": _trl("Reward", _explicit, base=AutoModelForSequenceClassification, load={"num_labels": 1}),
+    "Reward, evaluated": _trl(
+        "Reward", _explicit, base=AutoModelForSequenceClassification, load={"num_labels": 1}, evaluated=True, **_STEPS
+    ),
     "KTO": _trl("KTO", _labelled),
+    "KTO, evaluated": _trl("KTO", _labelled, evaluated=True, **_STEPS),
     "ORPO": _trl("ORPO", preferences),
 }
 """The same for TRL."""

@@ -18,7 +18,7 @@ from transformers import PrinterCallback
 import lt_offload
 from lt_offload.errors import InfeasibleError
 from lt_offload.machine import driver
-from scripts.hf.cases import EIGHT_BITS, Make
+from scripts.hf.cases import OF_BITSANDBYTES, Make
 from tests import fake_cuda
 
 BUDGETS = ("tight", "middle", "resident", "recompute")
@@ -139,7 +139,7 @@ def offloaded(make: Make, budget: str, folder: Path, least_bytes: int = 0) -> An
     if budget == "resident":
         return _resident()
     settings = {"activation_offload": False} if budget == "recompute" else {}
-    if make in EIGHT_BITS and torch.cuda.is_available():  # bitsandbytes' kernels for the CPU give other bits
+    if make in OF_BITSANDBYTES and torch.cuda.is_available():  # bitsandbytes' kernels for the CPU give other bits
         settings["host_update"] = False
     memory = least(make, folder, **settings)
     if budget == "middle":

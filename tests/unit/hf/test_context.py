@@ -80,6 +80,7 @@ REFUSED = {
     "activation_offloading": True,
     "optim": "galore_adamw_layerwise",
     "optim, paged": "paged_adamw_8bit",
+    "optim, schedule_free": "schedule_free_adamw",
 }
 
 
