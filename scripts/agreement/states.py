@@ -25,7 +25,7 @@ import lt_offload
 from scripts.common import arguments, save, versions
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
-_SIZE, _LENGTH, _FIFTHS = 8, 128, 5
+_SIZE, _LENGTH, _FIFTHS = 4, 64, 5
 _OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -58,7 +58,7 @@ def losses(make: Make, found: list[Tensor]) -> list[float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=_LENGTH, **sizes)).train()
     optimizer = make(list(model.parameters()))
     seen = []

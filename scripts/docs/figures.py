@@ -146,7 +146,7 @@ def by_ram(results: Sequence[Result]) -> str:
     head = ["model", "what is trained", *(f"{ram.removesuffix('GB')} GB of RAM" for ram in settings["rams"])]
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for result in results:
-        for way in settings["ways"]:
+        for way in dict.fromkeys(row["way"] for row in result["figures"]["rows"]):
             found = {row["ram"]: row for row in result["figures"]["rows"] if row["way"] == way}
             fits = ["no" if found[ram]["iteration_s"] is None else "yes" for ram in settings["rams"]]
             rows.append(f"| `{result['settings']['model']}` | {way} | {' | '.join(fits)} |")
