@@ -1,7 +1,7 @@
 """Training in several processes, each with an engine, and what plain PyTorch makes of the same batches in one.
 
-``python -m tests.parity.several.training FOLDER`` carries out what :class:`Runs` has put there: it imports everything
-once and forks the processes of each group.
+``python -m tests.parity.several.training FOLDER`` carries out the groups that are in the folder's file ``groups``: it
+imports everything once and forks the processes of each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -93,6 +94,31 @@ def plainly(case: Case, ranks: int) -> Result:
                         param.grad = None
         for param, total in sums.items():
             param.grad = total
+        if case.clip_norm is not None:
+            losses.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm))
+        if case.clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), case.clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if case.user:
+            losses.append(meddle(case, model, optimizer, step))
+    return Result(losses, model, optimizer)
+
+
+def by_ddp(case: Case, ranks: Ranks) -> Result:
+    """Train as one of several processes with PyTorch's own ``DistributedDataParallel``, which takes the mean itself."""
+    model = case.build()
+    stock = nn.parallel.DistributedDataParallel(model)
+    optimizer = make_optimizer(model, case.optimizer)
+    schedule = scheduler(optimizer)
+    losses = []
+    for step in range(STEPS):
+        for part in range(case.accumulate):
+            with nullcontext() if part == case.accumulate - 1 else stock.no_sync():
+                loss = case.loss(stock, case.batch(step, ranks.rank, part), 1)
+                loss.backward()
+            losses.append(loss.detach() / ranks.size)
         if case.clip_norm is not None:
             losses.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm))
         if case.clip_value is not None:
@@ -236,6 +262,9 @@ class Group:
     runs: list[tuple[str, Case, Plan, bool]] = field(default_factory=list)
     """Names, cases, plans, and whether one is late."""
 
+    stock: bool = False
+    """Whether each case is trained by PyTorch's ``DistributedDataParallel``, too."""
+
 
 def main(folder: Path) -> None:
     for group in pickle.loads((folder / "groups").read_bytes()):
@@ -248,15 +277,21 @@ def _work(folder: Path, group: Group, rank: int, rendezvous: Path) -> None:
     ranks = Ranks()
     for name, case, plan, delay in group.runs:
         found, memory = by_engine(case, plan, ranks, delay=delay)
-        saved = found.losses, found.model.state_dict(), found.optimizer.state_dict()
-        torch.save(saved, folder / f"{name}-{rank}.pt")
+        torch.save(parts(found), folder / f"{name}-{rank}.pt")
         (folder / f"{name}-{rank}.json").write_text(json.dumps(memory))
-        del found, saved
+        del found
+        if group.stock:
+            torch.save(parts(by_ddp(case, ranks)), folder / f"{name}-{rank}-stock.pt")
         gc.collect()  # or the next case would find the memory of this one
         ranks.barrier()
     _, case, plan, _ = group.runs[0]
     (folder / f"lopsided-{group.ranks}-{rank}").write_text(lopsided(case, plan, ranks))
     ranks.close()
+
+
+def parts(found: Result) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
+    """Return losses, weights and optimizer states."""
+    return found.losses, found.model.state_dict(), found.optimizer.state_dict()
 
 
 def store_at(file: Path, rank: int) -> dist.TCPStore:
@@ -319,6 +354,23 @@ def same(results: Sequence[Path]) -> bool:
     """Return whether all processes have left the same weights and states."""
     first, *others = ((path.read_bytes() and torch.load(path, weights_only=True))[1:] for path in results)
     return all(_equal(first, other) for other in others)
+
+
+def same_as_stock(folder: Path, name: str, rank: int) -> bool:
+    """Return whether a process has left the losses, weights and states of ``DistributedDataParallel``."""
+    found, stock = (torch.load(folder / f"{name}-{rank}{way}.pt", weights_only=True) for way in ("", "-stock"))
+    return _equal(found, stock)
+
+
+def in_turn(losses: Sequence[list[Tensor]], case: Case) -> list[Tensor]:
+    """Return the losses of all processes as one has them that takes turns; norms are everybody's."""
+    each = case.accumulate + (case.clip_norm is not None) + case.user
+    found = []
+    for begin in range(0, len(losses[0]), each):
+        for own in losses:
+            found += own[begin : begin + case.accumulate]
+        found += losses[0][begin + case.accumulate : begin + each]
+    return found
 
 
 def _equal(left: Any, right: Any) -> bool:
