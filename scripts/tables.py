@@ -26,7 +26,8 @@ from scripts.hf import tables as trainer_tables
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
-NO_TABLES = ("papers", "quality", "recipes", "gpu-mutants", "mutants", "optimizers", "bench-cards")
+_COMPARED = ("gpu-mutants", "mutants", "optimizers", "states", "processes")
+NO_TABLES = ("papers", "quality", "recipes", "bench-cards", *_COMPARED)
 """Results with a place of their own."""
 
 Result = dict[str, Any]
@@ -433,17 +434,6 @@ def bench_data(results: Sequence[Result]) -> str:
     return _section("Data beside TRL", "scripts.data.bench", results, head, rows)
 
 
-def agreement(results: Sequence[Result]) -> str:
-    """How many rows have the tokens and labels that other packages give them, and why the others have not."""
-    parts = []
-    for result in results:
-        title = f"Rows with the same tokens and labels: {agreement_tables.packages(result)}"
-        command, lines = "scripts.agreement FILE... --save", agreement_tables.rows(result)
-        parts.append(_section(title, command, [result], agreement_tables.HEAD, lines))
-        parts.append(_table(agreement_tables.HEAD_OF_REASONS, agreement_tables.reasons(result)))
-    return "\n\n".join(parts)
-
-
 def quality(results: Sequence[Result]) -> str:
     """What training on whole files gives by both strategies: a table, and of each the learning curve and answers."""
     if not results:
@@ -491,7 +481,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-packing": bench_packing,
     "bench-data": bench_data,
     "hf": lambda results: trainer_tables.sections(_section, results),
-    "agreement": agreement,
+    "agreement": lambda results: agreement_tables.sections(_section, results),
     "bench-load": bench_load,
     "bench-start": bench_start,
     "bench-imports": lambda results: trainer_tables.imports(_section, results),
@@ -531,6 +521,7 @@ def pages(root: Path) -> dict[Path, str]:
             "optimizers": figures.optimizers(results.get("optimizers", [])),
         },
         "docs/quality.md": {"quality": quality(results.get("quality", []))},
+        "docs/several-gpus.md": {"processes": agreement_tables.processes(_section, results.get("processes", []))},
         "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},
     }
     files = {}

@@ -1,18 +1,30 @@
-"""Rows for the tables of docs/benchmarks.md from the result of the comparison."""
+"""Rows for the tables of docs/benchmarks.md and docs/several-gpus.md from the results of the comparisons."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 HEAD = ["tokenizer and template", "TRL", "TRL's packed sequences", "LLaMA-Factory", "the makers' encoders", "not known"]
 HEAD_OF_REASONS = ["where they differ", "rows", "why"]
+HEAD_OF_PROCESSES = ["case", "processes", "one process that accumulates as many batches", "stock `ddp`"]
 _PACKED = "TRL, packed"
 _MAKERS = ("mistral-common", "llama-models")
 
 Rows = list[list[str]]
+
+
+def sections(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
+    """Return tables, made by ``section``: how many rows other packages make the same of, and why not of the others."""
+    parts = []
+    for result in results:
+        title = f"Rows with the same tokens and labels: {packages(result)}"
+        parts.append(section(title, "scripts.agreement FILE... --save", [result], HEAD, rows(result)))
+        lines = [HEAD_OF_REASONS, ["---", "---:", "---:"], *reasons(result)]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts)
 
 
 def rows(result: Mapping[str, Any]) -> Rows:
@@ -49,6 +61,24 @@ def reasons(result: Mapping[str, Any]) -> Rows:
 def packages(result: Mapping[str, Any]) -> str:
     """Return which versions were compared."""
     return ", ".join(f"{name} {version}" for name, version in result["settings"]["packages"].items())
+
+
+def processes(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table, made by ``section``: several processes beside one, and beside ``ddp``."""
+    lines = [of_processes(row) for result in results for row in result["figures"]["rows"]]
+    return section("Largest differences from", "scripts.agreement.processes --save", results, HEAD_OF_PROCESSES, lines)
+
+
+def of_processes(row: Mapping[str, Any]) -> list[str]:
+    """Return a line of the table of several processes: equal, or the largest difference, where it was compared."""
+    return [row["case"], str(row["processes"]), *(_difference(row, other) for other in ("one", "stock"))]
+
+
+def _difference(row: Mapping[str, Any], other: str) -> str:
+    if other not in row:
+        return ""
+    value = row[other]
+    return "not comparable" if value is None else f"{value:.1e}" if value else "equal"
 
 
 def _cell(compared: Sequence[Mapping[str, Any]]) -> str:

@@ -51,15 +51,19 @@ class Clamped(Synced):
                 param.clamp_(-0.04, 0.04)
 
 
-class Thawed(Clamped):
-    """Trains its first layer from the third batch on."""
+class Unfrozen(Synced):
+    """Trains its first layer from the third step on."""
 
     def on_train_start(self) -> None:
         self.model.model.layers[0].requires_grad_(False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
+        if self.trainer.global_step == 2:
             self.model.model.layers[0].requires_grad_(True)
+
+
+class Thawed(Unfrozen, Clamped):
+    """Does both."""
 
 
 def module(kind: type[Any] = Synced) -> Any:

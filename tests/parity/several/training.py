@@ -353,13 +353,13 @@ def free_port() -> int:
 def same(results: Sequence[Path]) -> bool:
     """Return whether all processes have left the same weights and states."""
     first, *others = ((path.read_bytes() and torch.load(path, weights_only=True))[1:] for path in results)
-    return all(_equal(first, other) for other in others)
+    return all(alike(first, other) for other in others)
 
 
 def same_as_stock(folder: Path, name: str, rank: int) -> bool:
     """Return whether a process has left the losses, weights and states of ``DistributedDataParallel``."""
     found, stock = (torch.load(folder / f"{name}-{rank}{way}.pt", weights_only=True) for way in ("", "-stock"))
-    return _equal(found, stock)
+    return alike(found, stock)
 
 
 def in_turn(losses: Sequence[list[Tensor]], case: Case) -> list[Tensor]:
@@ -373,13 +373,14 @@ def in_turn(losses: Sequence[list[Tensor]], case: Case) -> list[Tensor]:
     return found
 
 
-def _equal(left: Any, right: Any) -> bool:
+def alike(left: Any, right: Any) -> bool:
+    """Return whether two things, with what is in them, are equal bit for bit."""
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(alike(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_equal, left, right))
+        return len(left) == len(right) and all(map(alike, left, right))
     return bool(left == right)
 
 

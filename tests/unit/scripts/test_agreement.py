@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lt_offload.finetune.data.chat.conversations import Conversation
 from lt_offload.finetune.data.formats import IGNORED, Example
 from scripts.agreement import __main__ as agreement
-from scripts.agreement import makers, tables, trl
+from scripts.agreement import makers, processes, tables, trl
 from scripts.agreement.rows import Comparison, Rows
+from tests.parity.several.cases import LATE, MORE, PAIRS
+from tests.parity.several.runs import RESUMED
 from tests.unit.finetune.data.vocabularies import tokenizer
 
 
@@ -104,3 +107,21 @@ def test_tables_add_up_what_was_compared() -> None:
     ]
     assert tables.reasons(result) == [["TRL: r", "2", "why"]]
     assert tables.packages(result) == "trl 1.16.0"
+
+
+def test_the_table_of_processes_says_what_differs_and_what_was_not_compared() -> None:
+    row = {"case": "LoRA", "processes": 4, "one": 0.0, "stock": 1.19e-07}
+    assert tables.of_processes(row) == ["LoRA", "4", "equal", "1.2e-07"]
+    assert tables.of_processes(row | {"one": None}) == ["LoRA", "4", "not comparable", "1.2e-07"]
+    del row["stock"]
+    assert tables.of_processes(row) == ["LoRA", "4", "equal", ""]
+    known = {2: PAIRS | {LATE: PAIRS["tight"]}, **MORE}
+    assert all(set(names.values()) <= known[count].keys() for count, names in processes.ENGINES.items())
+    assert {name for _, name, _ in processes.RUNS} == {"2", "unfrozen", *RESUMED}
+
+
+def test_what_a_process_lost_is_not_equal(tmp_path: Path) -> None:
+    found = {"weights": {"w": torch.ones(2)}, "states": {0: {"step": torch.tensor(3.0)}}, "steps": 4, "validation": []}
+    assert processes._of_run(found, found, "validation") == 0
+    assert processes._of_run(found, found | {"weights": {"w": torch.tensor([1.0, 1.5])}}) == 0.5
+    assert processes._of_run(found, found | {"states": {}}) is None

@@ -1,0 +1,115 @@
+"""Whole runs of a Trainer: by several processes, by stock ``ddp``, and by one process that accumulates as many batches.
+
+``python -m tests.parity.several.runs FOLDER`` imports everything once, forks processes, and leaves in the folder what
+each run has come to: ``NAME.pt``, and as ``NAME, plain.pt`` what one process without the strategy makes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lt_offload
+from tests.parity.several import training
+from tests.parity.several.trainers import MEMORY, Synced, Unfrozen
+from tests.support import trainers
+
+ROWS = 8
+"""Of an epoch: as many batches for each of 1, 2 and 4 processes."""
+RESUMED = {"2 from 1": (2, "1"), "2 from 2": (2, "2"), "1 from 2": (1, "2"), "4 from 2": (4, "2")}
+"""How many processes go on from whose checkpoint."""
+PLAIN, STOCK = ", plain", ", ddp"
+
+
+class Whole(Synced):
+    """Takes rows in their order, the processes in turn, and keeps what it was given before it trained."""
+
+    def __init__(self) -> None:
+        super().__init__(shuffle=False, batch_size=1)
+        self.loaded: Any = None
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        states = self.trainer.optimizers[0].state_dict()["state"]
+        self.loaded = copy.deepcopy((self.state_dict(), states))
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rows = trainers.Tokens(self.model, ROWS, 0)
+        # Lightning's own shuffles.
+        sampler = DistributedSampler(rows, self.trainer.world_size, self.trainer.global_rank, shuffle=False)
+        return DataLoader(rows, batch_size=1, sampler=sampler)
+
+
+class WholeUnfrozen(Whole, Unfrozen):
+    """Trains its first layer from the third step on."""
+
+
+def ours() -> lt_offload.OffmateStrategy:
+    """The strategy, with updates on the host: of several processes each owns some of the weights."""
+    return lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
+
+
+def train(folder: Path, name: str, strategy: Any, *, kind: type[Any] = Whole, start: str = "", **options: Any) -> None:
+    """Train to the end of the next epoch, with or without a checkpoint to ``start`` from; keep what it comes to."""
+    lightning.pytorch.seed_everything(7, verbose=False)
+    ckpt = folder / f"{start}.ckpt" if start else None
+    run = trainers.fit(strategy, kind(), max_epochs=2 if start else 1, ckpt=ckpt, **options)
+    if isinstance(strategy, lt_offload.OffmateStrategy):
+        assert strategy.plan is not None
+        assert "host" in strategy.plan.update_places
+    run.trainer.save_checkpoint(folder / f"{name}.ckpt")
+    if run.trainer.is_global_zero:
+        found = {"weights": run.module.state_dict(), "states": run.optimizer.state_dict()["state"]}
+        found |= {"validation": run.module.validation, "loaded": run.module.loaded, "steps": run.trainer.global_step}
+        torch.save(found, folder / f"{name}.pt")
+
+
+def by(count: int, folder: Path) -> None:
+    """Carry out the runs of so many processes."""
+    several: dict[str, Any] = {"devices": count}
+    if count == 2:
+        train(folder, "2", ours(), **several)
+        train(folder, "2" + STOCK, "ddp", **several)
+        train(folder, "unfrozen", ours(), kind=WholeUnfrozen, **several)
+        stock = "ddp_find_unused_parameters_true"
+        train(folder, "unfrozen" + STOCK, stock, kind=WholeUnfrozen, **several)
+        train(folder, "2 from 2" + STOCK, "ddp", start="2", **several)
+    for name, (ranks, start) in RESUMED.items():
+        if ranks == count:
+            train(folder, name, ours(), start=start, **several)
+
+
+def plainly(folder: Path) -> None:
+    """Carry out the runs without the strategy, in one process."""
+    one: dict[str, Any] = {"devices": 1}
+    train(folder, "2" + PLAIN, "auto", accumulate_grad_batches=2, **one)
+    train(folder, "unfrozen" + PLAIN, "auto", kind=WholeUnfrozen, accumulate_grad_batches=2, **one)
+    for name, (ranks, start) in RESUMED.items():
+        train(folder, name + PLAIN, "auto", start=start, accumulate_grad_batches=ranks, **one)
+
+
+def main(folder: Path) -> None:
+    """Carry out all runs; those that go on come after those that leave their checkpoints."""
+    training.models.build()  # transformers is imported once
+
+    def work(rank: int, count: int, port: int) -> None:
+        os.environ.update(training.environment(rank, count, port))
+        by(count, folder)
+
+    training.fork(1, lambda _: train(folder, "1", ours(), devices=1))
+    for count in (2, 4):
+        port = training.free_port()
+        training.fork(count, lambda rank, count=count, port=port: work(rank, count, port))
+    training.fork(1, lambda _: (by(1, folder), plainly(folder)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
