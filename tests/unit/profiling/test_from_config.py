@@ -263,7 +263,7 @@ def test_masters_of_bfloat16_weights() -> None:
         ),
         ({"hardware": "rtx-9999"}, "hardware='rtx-9999' is no file and not known"),
         ({"sequence_length": 100_000}, "sequence_length=100000 is longer than the model's 8192 positions"),
-        ({"optimizer": "lion"}, "optimizer='lion' is not known by name; known are adamw, adam, sgd, adafactor"),
+        ({"optimizer": "lion"}, "optimizer='lion' is not known by name; known are adamw, adamw8bit, adam, sgd"),
         ({"config": "gpt-17"}, "config='gpt-17' is no file.*smollm2-135m"),
     ],
 )
