@@ -431,7 +431,7 @@ class OffmateStrategy(Records, Checkpoints):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Remember the shapes of the batch; hooks of users, which may freeze and unfreeze weights, have run by now."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
-        self.begins_batch(batch_idx)
+        self.begins_batch(self._trainer, batch_idx)
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
         else:

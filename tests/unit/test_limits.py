@@ -88,6 +88,14 @@ class Manual(Module):
     automatic_optimization = False
 
 
+class Normed(Module):
+    """Normalizes by statistics of a batch, which it keeps, or by those of this batch alone."""
+
+    def __init__(self, *, tracks: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, track_running_stats=tracks)
+
+
 TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
     "somebody else's precision": (
         lambda: trainer(plugins=[OwnPrecision("bf16-mixed", "cpu")]),
@@ -101,6 +109,7 @@ TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
     "64-true": (lambda: trainer(precision="64-true"), "Trainer(precision='64-true')"),
     "sync_batchnorm": (lambda: trainer(sync_batchnorm=True), "Trainer(sync_batchnorm=True)"),
     "nodes": (lambda: trainer(num_nodes=2), "Trainer(num_nodes=2)"),
+    "batch norm": (lambda: trainer(Normed(), devices=2), "BatchNorm1d norm with devices=2"),
     "anomaly": (lambda: trainer(detect_anomaly=True), "Trainer(detect_anomaly=True)"),
     "manual": (lambda: trainer(Manual()), "Manual.automatic_optimization=False"),
     "optimizer_step": (lambda: trainer(WarmUp()), "WarmUp.optimizer_step"),
@@ -134,6 +143,11 @@ def test_hooks_that_look_at_gradients_and_callbacks_that_change_weights_pass() -
 def test_trainer_settings(name: str) -> None:
     make, setting = TRAINERS[name]
     assert f"- {setting}: " in message("trainer", Setup(trainer=make()))
+
+
+def test_batch_norm_passes_on_one_device_and_where_it_keeps_nothing() -> None:
+    check("trainer", Setup(trainer=trainer(Normed())))
+    check("trainer", Setup(trainer=trainer(Normed(tracks=False), devices=2)))
 
 
 def test_loss_scaling() -> None:

@@ -42,7 +42,6 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
         "the set of trainable parameters": tuple(name for name, p in tensors if p.requires_grad),
         "the optimizer": type(optimizer).__name__,
         "the number of parameters in the optimizer": sum(len(group["params"]) for group in optimizer.param_groups),
-        "the number of training batches": trainer.num_training_batches,
         "batch_size": strategy.batch_size,
         "micro_batches": strategy.micro_batches,
         "plan": None if strategy.plan_path is None else str(strategy.plan_path),

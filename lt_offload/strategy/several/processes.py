@@ -60,6 +60,8 @@ class Processes:
     _alone = 0
     _failing: BaseException | None = None
     _before_leaving: Any = None
+    _epoch: int | None = None
+    """Whose number of batches has been compared."""
     """Who handled SIGTERM before this process failed."""
     _children: tuple[subprocess.Popen[bytes], ...] = ()
 
@@ -204,6 +206,7 @@ class Processes:
         self._failing, self._children = None, ()
         if self.ranks is None:
             self.ranks = Ranks(on_device=device == "cuda")
+        self._epoch = None
 
     def fail_with(self, error: BaseException) -> None:
         """Let the other processes know why this one ends, and the user which one was the first."""
@@ -310,9 +313,17 @@ class Processes:
         if self.ranks is not None and not self._alone and loss.requires_grad:
             loss.register_hook(lambda grad: grad / count)  # type: ignore[no-untyped-call]
 
-    def begins_batch(self, number: int) -> None:
-        """Check that all processes are at the batch with this ``number``, and go on with it."""
+    def begins_batch(self, trainer: Any, number: int) -> None:
+        """Check that all processes are at the batch with this ``number``, and go on with it.
+
+        Raises:
+            ConfigError: in the first batch of an epoch that has more batches in one process than in another.
+        """
         if self.ranks is not None:
+            if trainer.current_epoch != self._epoch:
+                # The loader is not there before training, and may be made anew for each epoch.
+                self._epoch = trainer.current_epoch
+                self.compare(lambda: {"the number of training batches": trainer.num_training_batches})
             self.ranks.watch.batch = number
         self._meet(1 + number)
 

@@ -30,7 +30,14 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
             "memory differs between the processes of this run: process 0 has 40000000, process 1 41000000"
             in (found["settings"])
         )
+        assert (
+            "the number of training batches differs between the processes of this run: process 0 has 4, process 1 6"
+            in (found["uneven"])
+        )
+        assert found["chosen"] == (found["chosen"][0], [])
         assert found["seconds"] < 100
+    assert first["chosen"] == second["chosen"]
+    assert first["chosen"][0] > 1
     assert first["broken"] == "ProcessError: process 1 failed: ValueError: broken here"
     assert second["broken"] == "ValueError: broken here"
     with pytest.warns(UserWarning, match="the random states of 2 processes, this run has 1"):

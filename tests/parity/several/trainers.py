@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 import lt_offload
 from tests.parity.several import training
@@ -40,6 +41,14 @@ class Broken(Synced):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1 and batch_idx == 1:
             raise ValueError("broken here")
+
+
+class Uneven(Synced):
+    """Has more batches in the second process than in the first."""
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rows = trainers.Tokens(self.model, 4 + 2 * self.trainer.global_rank, 0)
+        return DataLoader(rows, batch_size=1, sampler=DistributedSampler(rows, 1, 0, shuffle=False))
 
 
 class Clamped(Synced):
@@ -87,6 +96,8 @@ def main(folder: Path) -> None:
         found["steps"] = run.trainer.global_step
         found["resumed"] = resumed(folder, steps=found["steps"] + 3)
         found["thawed"] = thawed()
+        found["chosen"] = chosen()
+        found["uneven"] = failing(module(Uneven), memory=MEMORY)[0]
         found["settings"] = failing(module(), memory=f"{40 + rank}MB")[0]
         found["broken"], found["seconds"] = failing(module(Broken), memory=MEMORY)
         torch.save(found, folder / f"{rank}.pt")
@@ -120,6 +131,18 @@ def thawed() -> list[str]:
     assert strategy.plan is not None
     assert set(strategy.plan.update_places) == {"host"}  # all are trained in the end
     return trainers.differences(run, other)
+
+
+def chosen() -> tuple[int, list[str]]:
+    """Return the size that ``batch_size="auto"`` takes, and what differs from stock ``ddp`` with that size."""
+    strategy = lt_offload.OffmateStrategy(memory=MEMORY, batch_size="auto")
+    run = trainers.fit(strategy, module(), devices=2, max_epochs=1)
+    assert strategy.plan is not None
+    size = run.module.batch_size
+    other = module()
+    other.batch_size = size
+    found = trainers.differences(run, trainers.fit("ddp", other, devices=2, max_epochs=1))
+    return size, [*found, *(["the plan"] if strategy.plan.batch_size != size else [])]
 
 
 def failing(seen: Any, **options: Any) -> tuple[str, float]:
