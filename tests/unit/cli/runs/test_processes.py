@@ -40,14 +40,21 @@ def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "tiny.yaml"
 
 
+OURS = ["--trainer.strategy", "offmate", "--trainer.strategy.memory", "4MB", "--trainer.strategy.planner", "l2l"]
+"""Plans whole batches: in parts they would be rounded in another way."""
+
+
 @pytest.mark.long
-def test_a_recipe_trains_in_two_processes(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("strategy", [[], OURS], ids=["ddp", "offmate"])
+def test_a_recipe_trains_in_two_processes(
+    strategy: list[str], recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = ["--trainer.strategy", "auto", "--trainer.accumulate_grad_batches", "2"]
     alone += ["--trainer.val_check_interval", "8"]
     assert main([recipe, *alone, "--trainer.default_root_dir", "alone"]) == 0
     capsys.readouterr()
     command = [sys.executable, "-m", "lt_offload.cli.main", recipe, "--trainer.devices", "2"]
-    more = ["--trainer.val_check_interval", "4"]
+    more = ["--trainer.val_check_interval", "4", *strategy]
     ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     for said in ("starting PyTorch", "1 rows as text", "held-out loss before training", "step 4/4"):
