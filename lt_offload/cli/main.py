@@ -101,6 +101,8 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
     # Slips are found by the static tables within a tenth of a second, before torch is imported.
     check(files, flags, verb.read())
     os.environ.setdefault("TQDM_LEAVE", "")  # bars of libraries go when they are full; read when they are imported
+    if not processes.is_first():
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the first one has the same warnings
     status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")
     code: int = imported("lt_offload.cli.run").run(verb, files, flags, of_run=recipes.is_run(args[0]))
     return code
