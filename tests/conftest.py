@@ -111,6 +111,17 @@ def private_cache_of_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(autouse=True)
+def no_rank() -> Iterator[None]:
+    """Take back what Lightning's launcher leaves in the environment: commands started later would take it for theirs.
+
+    Lightning starts no process where it finds that others do.
+    """
+    yield
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let profiles be of one machine, which is measured once and whose lanes share nothing."""
     from lt_offload.schema.profile import Contention
