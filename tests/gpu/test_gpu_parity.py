@@ -82,6 +82,13 @@ def test_representative_cases(case: Case, target: Target) -> None:
     compare(case, target)
 
 
+@pytest.mark.quick
+def test_logits_that_are_capped_between_projection_and_loss(target: Target) -> None:
+    """Both are one block, which takes the cap in."""
+    options = ("recompute", "mixed")
+    compare(Case(options=options, places=("paged", "host"), family="gemma2", last_option="fused", seed=7), target)
+
+
 @pytest.mark.parametrize("case", sample(36), ids=str)
 def test_sampled_cases(case: Case, target: Target) -> None:
     compare(case, target)
