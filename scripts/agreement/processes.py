@@ -46,6 +46,7 @@ ENGINES = {
         "clipped by norm": "clipped by norm",
         "clipped by value": "clipped by value",
         "LoRA": "lora",
+        "LoRA on weights of four bits": "qlora",
         "tied weights": "tied",
         "bf16": "bf16",
         "bf16 with fp32 master weights": "masters",

@@ -16,6 +16,7 @@ from tests.support.engines import make_optimizer
 
 LLAMA, TIED = Case(), Case(model={"family": "llama-tied"})
 BF16, LORA = Case(model={"dtype": torch.bfloat16}), Case(model={"lora": True})
+QLORA = Case(four_bits=True)
 RECOMPUTED: dict[str, Any] = {"activation_offload": False}
 PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "tight": (LLAMA, "tight", {}),
@@ -26,6 +27,8 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "tied": (TIED, "tight", {}),
     "bf16": (BF16, "middle", {}),
     "lora": (LORA, "tight", {}),
+    "qlora": (QLORA, "tight", {}),
+    "qlora, in the middle": (QLORA, "middle", {}),
     "sgd": (Case(optimizer="sgd"), "middle", {}),
     "adafactor": (Case(optimizer="adafactor"), "tight", {}),
     "masters": (Case(model={"dtype": torch.bfloat16}, optimizer=with_masters, user=True), "tight", {}),
@@ -46,7 +49,7 @@ LATE = "tight, one late"
 
 
 def profile(case: Case) -> Profile:
-    key = repr((case.model, case.optimizer))
+    key = repr((case.model, case.four_bits, case.optimizer))
     if key not in _profiles:
         _profiles[key] = measured(case)
     return _profiles[key]

@@ -63,7 +63,9 @@ def test_they_train_like_plain_pytorchs(folder: Path, name: str) -> None:
     assert all(same_as_stock(folder, name, rank) for rank in range(2))
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("in the middle", 2), ("lora", 2), ("four", 4), ("four, lora", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("in the middle", 2), ("lora", 2), ("qlora", 2), ("four", 4), ("four, lora", 4)]
+)
 def test_there_is_one_host_copy(folder: Path, name: str, ranks: int) -> None:
     """What processes have in common is in RAM once, as shares of its pages say that are added up."""
     parts = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]

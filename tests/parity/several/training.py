@@ -33,6 +33,7 @@ from lt_offload.distributed.ranks import Ranks
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
+from tests.parity.models import quantized
 from tests.support import models
 from tests.support.engines import Result, make_optimizer, scheduler
 
@@ -52,6 +53,8 @@ class Case:
 
     model: dict[str, Any] = field(default_factory=dict)
     """Options of ``models.build``."""
+    four_bits: bool = False
+    """Whether layers have four bits, under adapters."""
     optimizer: str | Callable[[Any], torch.optim.Optimizer] = "adamw-fused"
     accumulate: int = 1
     clip_norm: float | None = None
@@ -63,7 +66,7 @@ class Case:
     """Whether a user writes weights and states between steps, in every process, and evaluates the model."""
 
     def build(self) -> nn.Module:
-        return models.build(**{"layers": 2} | self.model)
+        return quantized.adapted(**self.model) if self.four_bits else models.build(**{"layers": 2} | self.model)
 
     def batch(self, step: int, rank: int, part: int) -> dict[str, Tensor]:
         seed = 1000 * step + 10 * rank + part
