@@ -35,9 +35,17 @@ def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool, comm
         pinnable_bytes=found.hardware.pinnable_bytes // per_machine,
     )
     buckets = 2 * BUCKET_BYTES if on_cuda else 0
+    optimizer = found.optimizer
+    if common_updates:  # of what a plan updates on the host each process does its part
+        optimizer = replace(
+            optimizer,
+            host_bytes_per_s=per_machine * optimizer.host_bytes_per_s,
+            host_speeds={threads: per_machine * speed for threads, speed in optimizer.host_speeds.items()},
+        )
     return replace(
         found,
         hardware=machine,
+        optimizer=optimizer,
         shared_bytes=found.shared_bytes + buckets,
         processes=per_machine,
         common_updates=common_updates,

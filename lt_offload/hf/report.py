@@ -51,15 +51,18 @@ class Speed:
         return found
 
 
-def figures(engine: Engine, speed: Speed) -> dict[str, float]:
-    """Return what a Trainer logs of the last iteration of ``engine`` beside the loss."""
+def figures(engine: Engine, speed: Speed, processes: int) -> dict[str, float]:
+    """Return what a Trainer logs of the last iteration of ``engine`` beside the loss.
+
+    Tokens per second are those of all ``processes``, which have as many batches each.
+    """
     assert engine.plan is not None
     stats, planned = engine.stats, engine.plan.predicted.iteration_s
     found = {"step_s": stats.iteration_s}
     if planned > 0:
         found["step_vs_plan"] = stats.iteration_s / planned
     found |= {"device_peak_gb": stats.device_peak_bytes / 1e9, "host_peak_gb": stats.host_peak_bytes / 1e9}
-    tokens = speed.restart()
+    tokens = processes * speed.restart()
     return found | ({"tokens_per_s": tokens} if tokens else {})
 
 

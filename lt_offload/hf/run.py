@@ -241,7 +241,7 @@ class Run:
         """Return what the last iterations took."""
         if self.engine is None or self.engine.plan is None or not self.engine.recorder.iterations:
             return {}
-        return report.figures(self.engine, self._speed)
+        return report.figures(self.engine, self._speed, self.trainer.args.world_size)
 
 
 def _listed(parameters: Any) -> list[Tensor]:

@@ -86,13 +86,16 @@ def one_of(profile: Profile, devices: int, *, one_host_copy: bool = True) -> Pro
 def _updates(profile: Profile, devices: int, *, one_host_copy: bool) -> tuple[OptimizerProfile, float]:
     """Return how fast one of several processes updates on the host, and its share of the memory meanwhile."""
     before, share = profile.optimizer, profile.contention.host
-    threads = max(1, before.host_threads // devices)
+    part = before.host_threads / devices
+    threads = max(1, int(part))
     most = before.host_bytes_per_s / max(1.0, devices * share)
     alone = before.host_speeds.get(threads, before.host_bytes_per_s)
-    speed = min(alone, most)
+    # Threads are those that are enough for the memory: what division leaves over is not idle.
+    speed = min(alone * max(1.0, part / threads), most)
     # With one host copy it updates one of so many parts of what the plan lists.
     factor = devices if one_host_copy else 1
-    speeds = {n: factor * min(found, most) for n, found in before.host_speeds.items() if n <= threads}
+    speeds = {n: factor * min(found, most) for n, found in before.host_speeds.items() if n < threads}
+    speeds |= {threads: factor * speed} if before.host_speeds else {}
     found = replace(
         before,
         host_bytes_per_s=factor * speed,
@@ -144,7 +147,7 @@ class CardsGain:
 def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
     """Return what the cards of ``profile`` buy with ``plan``, beside the plan of ``one`` card."""
     devices = profile.processes
-    rate = devices * plan.samples_per_s * plan.sequence_length
+    rate = plan.samples_per_s * plan.sequence_length
     alone = one.samples_per_s * one.sequence_length
     profile = profile.with_host_threads(plan.host_threads)
     lanes = dict.fromkeys(_NAMES, 0.0)

@@ -259,7 +259,7 @@ def _planned(asked: SweepPoint, plan: Plan) -> SweepPoint:
         asked,
         batch_size=plan.batch_size,
         iteration_s=found.iteration_s,
-        tokens_per_s=asked.devices * plan.samples_per_s * plan.sequence_length,
+        tokens_per_s=plan.samples_per_s * plan.sequence_length,
         lower_bound_s=found.lower_bound_s,
         no_offload_s=found.no_offload_s,
         device_peak_bytes=found.device_peak_bytes,

@@ -16,7 +16,7 @@ from lt_offload.resources import is_file, shipped_files
 from lt_offload.schema.profile import EMULATED, HardwareProfile
 from lt_offload.schema.profile import problems_of_machine as problems
 from lt_offload.suggest import nearest
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.units import format_bytes, format_seconds, parse_bytes
 from lt_offload.yaml_files import read_yaml
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def save_hardware(machine: HardwareProfile, path: str | Path) -> Path:
     for key, value in TypeAdapter(HardwareProfile).dump_python(machine).items():
         written = yaml.safe_dump({key: value}, sort_keys=False, width=1000).rstrip()
         if isinstance(value, int | float):
-            written += f"  # {format_bytes(value)}{'/s' if 'per_s' in key else ''}"
+            size = f"{format_bytes(value)}{'/s' if 'per_s' in key else ''}"
+            written += f"  # {size if 'bytes' in key else format_seconds(value)}"
         lines.append(written)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

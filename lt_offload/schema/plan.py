@@ -363,6 +363,8 @@ class Plan:
     parts: int = 1
     """Parts of a batch that go through each block in turn, before the next block begins; one step and one computation
     of the plan are all of them."""
+    processes: int = 1
+    """How many carry it out at the same time, on all machines, each with batches of its own."""
     schema: int = PLAN_SCHEMA
 
     @property
@@ -372,13 +374,13 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples trained per second, as simulated; 0 if it was not."""
+        """Samples trained per second in all processes, as simulated; 0 if it was not."""
         seconds = self.predicted.iteration_s
-        return self.batch_size * self.accumulate / seconds if seconds else 0.0
+        return self.processes * self.batch_size * self.accumulate / seconds if seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second, padding included; None where that is not known.
+        """Tokens per second of all processes, padding included; None where that is not known.
 
         What has no length has no tokens, and of several forwards only the largest one's length is known.
         """

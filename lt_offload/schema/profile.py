@@ -229,6 +229,11 @@ class HardwareProfile:
     """Bytes of gradients in host memory that the processes add up per second; 0: not measured."""
     device_exchange_bytes_per_s: float = 0.0
     """The same of gradients on the devices."""
+    network_bytes_per_s: float = 1.1e9
+    """Between machines, in each direction. By default that of an Ethernet of 10 Gbit/s, of which about 94 % are data
+    with frames of 1500 bytes (1448 of 1538 on the wire, IEEE 802.3, TCP with timestamps), 88 % assumed."""
+    network_s: float = 5e-5
+    """How long a message takes beside that; assumed."""
     source: str = ""
     """Where the numbers come from."""
 
@@ -313,6 +318,8 @@ class Profile:
     of one beside what the others hold."""
     processes: int = 1
     """How many of the machine train together. RAM is counted for one of them: what all have in common by its part."""
+    machines: int = 1
+    """How many machines like this one train together, each with as many processes."""
     common_updates: bool = False
     """Whether they have in common, beside frozen weights, those that the host updates, and their states."""
     schema: int = PROFILE_SCHEMA
@@ -383,6 +390,9 @@ def problems(profile: Profile) -> Iterator[str]:
     ):
         if value < 0:
             yield f"{name} is {value}, it cannot be negative"
+    for name, count in (("processes", profile.processes), ("machines", profile.machines)):
+        if count < 1:
+            yield f"{name} is {count}, it has to be positive"
     if not 0 <= profile.deferred_forwards <= profile.forwards or profile.forwards < 1:
         yield f"deferred_forwards is {profile.deferred_forwards} of {profile.forwards} forwards"
     yield from (f"hardware.{problem}" for problem in problems_of_machine(profile.hardware))

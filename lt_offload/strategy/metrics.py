@@ -61,9 +61,9 @@ class LossCheck:
 class Metrics(_Base):
     """Logs figures of the training step; the offmate strategy adds it to its Trainer by itself.
 
-    Every step: ``tokens_per_s`` (padding included, validation excluded). Every ``log_every_n_steps`` steps, where the
-    strategy has an engine: ``step_s``, ``step_vs_plan`` (measured over predicted time), ``device_peak_gb``,
-    ``host_peak_gb`` and ``grad_norm``. Only the gradient norm is read back from the device.
+    Every step: ``tokens_per_s`` (of all processes, padding included, validation excluded). Every ``log_every_n_steps``
+    steps, where the strategy has an engine: ``step_s``, ``step_vs_plan`` (measured over predicted time),
+    ``device_peak_gb``, ``host_peak_gb`` and ``grad_norm``. Only the gradient norm is read back from the device.
 
     Then, too, and at the end of training, it warns of the first loss that is not finite.
     """
@@ -107,7 +107,8 @@ class Metrics(_Base):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log."""
         self._note_loss(trainer, outputs)
-        self._tokens += tokens_in(batch)
+        # Every process has as many batches; of other sizes than here they are no slower.
+        self._tokens += trainer.world_size * tokens_in(batch)
         if self._tokens:
             self._log("tokens_per_s", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
         engine = getattr(trainer.strategy, "engine", None)

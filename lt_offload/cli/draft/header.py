@@ -22,7 +22,7 @@ class SimulatedStep:
     """What a plan says about one update."""
 
     samples: int
-    """Sequences per update."""
+    """Sequences per update, of all processes."""
     sequence_length: int
     iteration_s: float
     """Seconds of an update ..."""
@@ -36,7 +36,7 @@ class SimulatedStep:
         """Return what ``plan`` says."""
         found = plan.predicted
         return cls(
-            samples=plan.batch_size * plan.accumulate,
+            samples=plan.processes * plan.batch_size * plan.accumulate,
             sequence_length=plan.sequence_length,
             iteration_s=found.iteration_s,
             no_offload_s=found.no_offload_s,

@@ -127,7 +127,7 @@ class WayToTrain:
     @property
     def tokens_per_s(self) -> float:
         """Tokens trained per second; 0 without a plan."""
-        return BATCH * self.length / self.plan.predicted.iteration_s if self.plan else 0.0
+        return (self.plan.tokens_per_s or 0.0) if self.plan else 0.0
 
     @property
     def good(self) -> bool:

@@ -337,6 +337,8 @@ class Common:
             return own
         owners = sorted({weight.owner for weight in weights if weight.owner is not None})
         groups = list(dict.fromkeys(weight.group for weight in weights))
+        # An owner that adds up reads everybody's sums, and writes the first process's.
+        groups += dict.fromkeys(w.total.group for w in weights if w.total is not None and w.total.parted)
         done, number, check = self._done, self._round, self.others.check
 
         def wait() -> None:

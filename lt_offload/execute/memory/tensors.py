@@ -26,6 +26,8 @@ from lt_offload.units import round_up
 if TYPE_CHECKING:
     from lt_offload.execute.memory.live_group import LiveGroup
 
+_PIECE_BYTES = 256 << 10
+"""Of each gradient that is added to others."""
 _KNOWN_VIEWS = 8
 """Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""
 
@@ -308,7 +310,7 @@ class States:
 class Sum(Viewed):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
-    __slots__ = ("_filled", "group", "label", "places", "weight")
+    __slots__ = ("_filled", "group", "label", "parted", "places", "weight")
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
@@ -317,6 +319,8 @@ class Sum(Viewed):
         self.group: LiveGroup
         self.places: tuple[Tensor, ...] = ()
         """Where every process has its sum, in the order of ranks, if all see them."""
+        self.parted = False
+        """Whether each place has its process's gradients only: the owner's update adds them up."""
         self._filled = False
 
     @property
@@ -345,7 +349,19 @@ class Sum(Viewed):
 
     def use_up(self) -> None:
         """What is in it counts no more: the next gradient replaces it."""
-        self._filled = False
+        self._filled = self.parted = False
+
+
+def add_in_order(places: Sequence[Tensor]) -> Tensor:
+    """Add to the first of ``places``, which are alike, all others in their order, and return it.
+
+    Piece by piece, so that what is added to remains in the processor's caches meanwhile.
+    """
+    pieces = [torch.split(place.view(-1), max(1, _PIECE_BYTES // place.element_size())) for place in places]
+    for first, *more in zip(*pieces, strict=True):
+        for piece in more:
+            first.add_(piece)
+    return places[0]
 
 
 Member = Weight | States | Sum

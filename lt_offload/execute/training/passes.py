@@ -281,8 +281,8 @@ class Passes:
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """End a pass that adds gradients up, if there is one."""
+    def end(self, *, shown: bool = True) -> None:
+        """End a pass that adds gradients up, if there is one; ``shown``: somebody may read the sums before updates."""
         if not self._iteration.ran_backward:
             if self._walk.begun:
                 self._restart()
@@ -290,7 +290,7 @@ class Passes:
         self._complete()
         self._iteration.enter(Transition.ADD)
         if self.of_all is not None and self._window.last and not self.waiting:
-            self.of_all.add_up()
+            self.of_all.add_up(by_updates=not shown)
 
     def update(self, *, keep: bool) -> bool:
         """End the pass that updates; return whether there was something to update with.
@@ -310,7 +310,8 @@ class Passes:
 
     def _settle(self, *, keep: bool) -> bool:
         """Carry out the updates that have waited for all gradients, if there are any."""
-        self.end()
+        # Norms of gradients that somebody has asked for are those of the sums, in every process.
+        self.end(shown=keep or self._gradients.square_sums is not None)
         if not self._window.added:
             return False
         self._view.shown.take()

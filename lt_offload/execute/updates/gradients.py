@@ -23,7 +23,7 @@ from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
-from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.memory.tensors import Weight, add_in_order
 from lt_offload.execute.updates.clipping import Clipping
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
@@ -299,7 +299,7 @@ class Gradients:
         update: Callable[[], None] | None = None
         grads: list[Tensor] = []
         if updating:
-            grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in mine]
+            grads = [self._used(w) for w in mine]
             # Now, with the options of this moment: a scheduler may change them before the task runs.
             update = self.updates.prepare(mine, "host", grads) if mine else None
             self.updates.leave_to_others(theirs)
@@ -313,7 +313,8 @@ class Gradients:
         groups = list(dict.fromkeys(groups))
         if self._which == "settling":  # no gradient that arrives comes after what has read the weights
             read = [self.device.mark(), *(group.last_fetch for group in groups)]
-        work = _using(adding, sums, [(edit, grads)] if edit is not None else [], update)
+        parted = [w.total.places for w in mine if w.total is not None and w.total.parted] if updating else []
+        work = _using(adding, parted, sums, [(edit, grads)] if edit is not None else [], update)
         event = self.device.submit(
             "host",
             self.common.telling(op.id, work) if updating and self.common is not None else work,
@@ -337,6 +338,13 @@ class Gradients:
                 self._read[weight.index] = event
         return event
 
+    def _used(self, weight: Weight) -> Tensor:
+        """Return what an update of ``weight`` reads in host memory."""
+        total = weight.total
+        if total is None or not total.filled:
+            return self._host_grads[weight.index]
+        return total.places[0] if total.parted else total.host
+
     def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
         """Return what to add where, and whether there is something already; in updates only where there is."""
         found = []
@@ -349,15 +357,18 @@ class Gradients:
 
 def _using(
     adding: Sequence[tuple[Tensor, Tensor, bool]],
+    parted: Sequence[Sequence[Tensor]],
     sums: tuple[list[Tensor], list[Tensor]] | None,
     edits: Sequence[tuple[Callable[[Tensor], None], Sequence[Tensor]]],
     update: Callable[[], None] | None,
 ) -> Callable[[], None]:
-    """Return what adds gradients up, notes the squares of sums if somebody asked for them, edits them, and updates."""
+    """Return what adds up, gradients and then sums of processes, notes squares if asked to, edits, and updates."""
 
     def run() -> None:
         for total, grad, filled in adding:
             total.add_(grad) if filled else total.copy_(grad)
+        for places in parted:
+            add_in_order(places)
         if sums is not None:
             found, totals = sums
             found += map(_square_sum, totals)

@@ -4,7 +4,8 @@ Every process has the same plan, so that the sums are the same tensors in all. W
 gradient at all (an expert may have got no tokens), is asked each time: a process without one has zeros.
 
 Sums for weights in common memory are where all processes see them, and nothing is sent: the owner adds them up, in the
-order of ranks. Others go through a collective.
+order of ranks, as a part of its update. Where somebody looks at gradients before that, or at their norm, it adds them
+up at once and writes them to all places. Others go through a collective.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.common import Others
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
-from lt_offload.execute.memory.tensors import Sum, Weight
+from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
 
 _FILLED, _ON_DEVICE = 1, 2
 """What a process says of a sum: there is a gradient in it; it is on the device."""
@@ -47,8 +48,12 @@ class SumsOfAll:
         self._totals = [weight.total for weight in weights if weight.total is not None]
         self._rest = [param for param in rest if param.requires_grad]
 
-    def add_up(self) -> None:
-        """Let the sums of this window be those of all processes; called once per window, when they are complete."""
+    def add_up(self, *, by_updates: bool) -> None:
+        """Let the sums of this window be those of all processes; called once per window, when they are complete.
+
+        Args:
+            by_updates: nobody reads them before updates use them, so that those of owners may add up what they see.
+        """
         own = [_state(total) for total in self._totals] + [_FILLED * (p.grad is not None) for p in self._rest]
         states = list(zip(*self._others.numbers_of_all(own), strict=True))
         of_sums = list(zip(self._totals, states, strict=False))
@@ -67,21 +72,27 @@ class SumsOfAll:
             tensors = [(total, _complete(total)) for total in there]
             apart = [tensor for total, tensor in tensors if not _in_common(total)]
             self._others.add_up([*apart, *(param.grad for param in rest if param.grad is not None)])
-            self._add_up_in_common([total for total in there if _in_common(total)])
+            self._add_up_in_common([total for total in there if _in_common(total)], by_updates=by_updates)
         for group in groups:
             if group.buffer is not None:
                 group.changed_on_device()
         for total in there:
             total.fill()
 
-    def _add_up_in_common(self, totals: Sequence[Sum]) -> None:
+    def _add_up_in_common(self, totals: Sequence[Sum], *, by_updates: bool) -> None:
         """Add up sums that all processes see: each adds those that it owns, and writes them to all places."""
         if not totals:
             return
         self._others.barrier()  # all are complete
+        if by_updates:
+            for total in totals:
+                total.parted = True
+            return
         for total in totals:
             if total.weight.owner == self._others.rank:
-                _add_up(total.places)
+                first = add_in_order(total.places)
+                for place in total.places[1:]:
+                    place.copy_(first)
         self._others.barrier()
 
     def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
@@ -101,14 +112,6 @@ class SumsOfAll:
 
 def _state(total: Sum) -> int:
     return _FILLED * total.filled | _ON_DEVICE * (total.group.buffer is not None)
-
-
-def _add_up(places: Sequence[Tensor]) -> None:
-    first, *more = places
-    for place in more:
-        first.add_(place)
-    for place in more:
-        place.copy_(first)
 
 
 def _in_common(total: Sum) -> bool:

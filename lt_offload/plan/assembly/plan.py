@@ -70,6 +70,7 @@ def build(
         host_threads=profile.optimizer.host_threads,
         context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
         process_bytes=profile.hardware.process_bytes,
+        processes=profile.processes * profile.machines,
         chunk_tokens=profile.blocks[-1].option(decisions.options[-1]).chunk_tokens,
         graphed=tuple(index for index, block in enumerate(profile.blocks) if block.graphed),
         notes=tuple(_notes(copies, profile)),

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lt_offload.plan.iteration.durations import added, durations
+from lt_offload.plan.iteration.durations import accumulated, added, durations, gathered
 from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
 from lt_offload.schema.accesses import IN_ARENA, takes_room
 from lt_offload.schema.plan import InitialCopy, Op, Pass, Payload, Plan, TensorGroup
@@ -30,7 +30,12 @@ def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
     trained = [tensor for tensor in profile.tensors if tensor.trainable]
     updated = sum(tensor.bytes for tensor in trained)
     # A window updates once and adds up in every pass.
-    share = (1 / window if mean else 1.0) + (sum(map(added, trained)) / updated if updated else 0.0)
+    once = 1 / window if mean else 1.0
+    share = once + (sum(map(added, trained)) / updated if updated else 0.0)
+    on_host = once
+    if updated:
+        gathering = sum(gathered(tensor, profile) for tensor in trained)
+        on_host += (once * gathering + sum(accumulated(tensor, profile) for tensor in trained)) / updated
     optimizer = profile.optimizer
     return replace(
         profile,
@@ -38,8 +43,8 @@ def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
         tensors=tuple(_with_sum(tensor) if tensor.trainable else tensor for tensor in profile.tensors),
         optimizer=replace(
             optimizer,
-            host_bytes_per_s=optimizer.host_bytes_per_s / share,
-            host_speeds={threads: speed / share for threads, speed in optimizer.host_speeds.items()},
+            host_bytes_per_s=optimizer.host_bytes_per_s / on_host,
+            host_speeds={threads: speed / on_host for threads, speed in optimizer.host_speeds.items()},
             device_bytes_per_s=optimizer.device_bytes_per_s / share,
         ),
     )

@@ -31,23 +31,46 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
     Measured speeds count, where there are any. The estimates are of bytes that are moved, for N processes and W bytes
     of gradients in each. In host memory, with a copy of everything in each process, a sum is made of copies into and
     out of a buffer (5 W), an exchange of parts and one of sums through sockets, which read and write twice each (8 W
-    (N-1)/N), and additions (3 W (N-1)/N), all N times. With one host copy an owner reads N gradients instead of one:
-    (N-1) W. Between devices the two exchanges cross each link: 2 W (N-1)/N in both directions.
+    (N-1)/N), and additions (3 W (N-1)/N), all N times. With one host copy owners add up in their updates, see
+    :func:`gathered`. Between devices the two exchanges cross each link: 2 W (N-1)/N in both directions.
     """
     machine = profile.hardware
     count = profile.processes
     if count == 1:
         return 0.0
-    by_place = {"host": 0, "device": 0}
-    for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
-        if place != "none":
-            by_place["host" if place == "host" else "device"] += tensor.bytes
+    by_place = _gradients(plan, profile)
     others = (count - 1) / count
-    moved = (count - 1) if profile.common_updates else count * (5 + 11 * others)
-    at_home = machine.exchange_bytes_per_s or machine.host_memory_bytes_per_s / moved
+    at_home = machine.exchange_bytes_per_s or machine.host_memory_bytes_per_s / (count * (5 + 11 * others))
     link = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
     between = machine.device_exchange_bytes_per_s or link / (2 * others)
-    return (by_place["host"] / at_home if at_home else 0.0) + by_place["device"] / between
+    on_host = 0.0 if profile.common_updates or not at_home else by_place["host"] / at_home
+    return on_host + by_place["device"] / between
+
+
+def _gradients(plan: Plan, profile: Profile) -> dict[str, int]:
+    """Return the bytes of gradients for updates on the host and on the device."""
+    found = {"host": 0, "device": 0}
+    for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
+        if place != "none":
+            found["host" if place == "host" else "device"] += tensor.bytes
+    return found
+
+
+def accumulated(tensor: TensorProfile, profile: Profile) -> float:
+    """Return how much of an update on the host it is that a process adds a gradient of ``tensor`` to its own sum.
+
+    Each adds all of its gradients, while of updates each does its part where they have one host copy.
+    """
+    return added(tensor) * (profile.processes if profile.common_updates else 1)
+
+
+def gathered(tensor: TensorProfile, profile: Profile) -> float:
+    """Return how much of an update on the host it is that an owner adds up the sums of all processes.
+
+    It reads N of them and writes one, for the update to read: N + 1 accesses, where adding one gradient has 3.
+    """
+    several = profile.common_updates and profile.processes > 1
+    return added(tensor) * (profile.processes + 1) / 3 if several else 0.0
 
 
 def added(tensor: TensorProfile) -> float:
@@ -70,8 +93,12 @@ def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
         tensors = [profile.tensors[tensor] for tensor in plan.tensors(op)]
         updated = sum(tensor.bytes for tensor in tensors) if op.kind == "update" else 0.0
         # A settling update takes the sums as they are: each micro-batch has added its own.
-        adds = plan.adds_up and not (plan.delayed and op.kind == "update")
-        return (updated + (sum(map(added, tensors)) if adds else 0.0)) / rate
+        settling = plan.delayed and op.kind == "update"
+        if plan.adds_up and not settling:
+            updated += sum(accumulated(t, profile) if op.lane == "host" else added(t) for t in tensors)
+        elif settling and op.lane == "host":
+            updated += sum(gathered(tensor, profile) for tensor in tensors)
+        return updated / rate
     if op.writes_gradients:
         costs = (profile.tensors[tensor].zero_copy for tensor in plan.tensors(op))
         return sum(cost.grad_s for cost in costs if cost is not None)

@@ -9,7 +9,7 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan import Settings, simulate, solve
 from lt_offload.plan import make_plan as plans
-from lt_offload.plan.iteration.durations import exchange_s
+from lt_offload.plan.iteration.durations import durations, exchange_s
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.several import check_cards, gain, one_of
 from lt_offload.schema.profile import Contention, Profile
@@ -127,12 +127,30 @@ def test_the_adding_of_gradients_is_in_the_prediction() -> None:
     alone = replace(both, processes=1)
     more = simulate(plan, both).iteration_time - simulate(plan, alone).iteration_time
     assert more == pytest.approx(expected)
-    # An owner reads one gradient more.
+    # With one host copy owners add up in their updates.
     shared = replace(both, common_updates=True)
-    assert exchange_s(plan, shared) == pytest.approx(trained["host"] / MEMORY + trained["device"] / 15e9)
+    assert exchange_s(plan, shared) == pytest.approx(trained["device"] / 15e9)
     measured = replace(both.hardware, exchange_bytes_per_s=1e9, device_exchange_bytes_per_s=2e9)
     known = exchange_s(plan, replace(both, hardware=measured))
     assert known == pytest.approx(trained["host"] / 1e9 + trained["device"] / 2e9)
+
+
+def test_owners_add_up_in_their_updates_and_every_process_its_own_gradients() -> None:
+    both = one_of(machine(), 2)
+    plan = plans(both, Settings(memory=420 * MB, delayed=True, planner="l2l"))
+    apart = replace(both, common_updates=False)
+    seconds = {"update": 0.0, "accumulate": 0.0}
+    for op, common, own in zip(plan.ops, durations(plan, both), durations(plan, apart), strict=True):
+        if op.lane != "host":
+            assert common == own
+            continue
+        tensors = [both.tensors[index] for index in plan.tensors(op)]
+        # Beside its update an owner reads two sums and writes one: all accesses of as many bytes are as fast.
+        accesses = sum(3 * t.bytes + 2 * t.state_bytes for t in tensors)
+        more = {"update": 3 * sum(t.bytes for t in tensors) / accesses, "accumulate": 1.0}[op.kind]
+        assert common == pytest.approx(own * (1 + more), rel=0.01)
+        seconds[op.kind] += common
+    assert all(seconds.values())
 
 
 def test_what_cards_buy_and_what_limits_them() -> None:
@@ -144,7 +162,9 @@ def test_what_cards_buy_and_what_limits_them() -> None:
         four = one_of(profile, 4)
         plan = plans(four, replace(settings, delayed=True))
         found[name] = gain(plan, four, one)
-        assert found[name].tokens_per_s == pytest.approx(4 * plan.samples_per_s * plan.sequence_length)
+        assert plan.processes == 4
+        rate = 4 * plan.batch_size * plan.sequence_length / plan.predicted.iteration_s
+        assert found[name].tokens_per_s == plan.tokens_per_s == pytest.approx(rate)
         assert found[name].ram_bytes == 4 * plan.predicted.host_peak_bytes
         assert found[name].busy_s["adding gradients"] == exchange_s(plan, four)
     assert found["slow"].times_one < 2.0

@@ -196,8 +196,8 @@ def test_a_machine_survives_its_file(name: str, tmp_path: Path) -> None:
     assert load_hardware(path) == machine
     numbers = [line for line in path.read_text().splitlines() if re.fullmatch(r"\w+: [\d.e+]+.*", line)]
     sizes = [field.name for field in fields(machine) if field.name.endswith(("_bytes", "_bytes_per_s"))]
-    assert [line.partition(":")[0] for line in numbers] == sizes
-    assert all(re.search(r"  # [\d.]+ [kMGT]?B(/s)?$", line) for line in numbers)
+    assert [line.partition(":")[0] for line in numbers] == [*sizes, "network_s"]
+    assert all(re.search(r"  # [\d.]+ ([kMGT]?B(/s)?|us)$", line) for line in numbers)
 
 
 def test_free_memory_of_the_emulated_device_is_what_the_machine_has() -> None:

@@ -65,8 +65,10 @@ class Recording(Metrics):
         self.logged[-1][name] = float(value)
 
 
-def trainer(step: int, **strategy: Any) -> Any:
-    return SimpleNamespace(global_step=step, log_every_n_steps=2, strategy=SimpleNamespace(**strategy))
+def trainer(step: int, *, world_size: int = 1, **strategy: Any) -> Any:
+    return SimpleNamespace(
+        global_step=step, log_every_n_steps=2, world_size=world_size, strategy=SimpleNamespace(**strategy)
+    )
 
 
 def test_tokens_per_second_leave_validation_out_and_begin_anew_after_each_record(clock: Clock) -> None:
@@ -81,6 +83,14 @@ def test_tokens_per_second_leave_validation_out_and_begin_anew_after_each_record
         metrics.on_train_batch_end(trainer(step), None, None, IDS, step)
         metrics.logged.append({})
     assert metrics.logged == [{"tokens_per_s": 2.0}, {"tokens_per_s": 2.0}, {"tokens_per_s": 2.0}, {}]
+
+
+def test_tokens_per_second_are_those_of_all_processes(clock: Clock) -> None:
+    metrics = Recording()
+    metrics.on_train_start(None, None)
+    clock.now += 5
+    metrics.on_train_batch_end(trainer(1, world_size=3), None, None, IDS, 0)
+    assert metrics.logged == [{"tokens_per_s": 6.0}]
 
 
 def test_engine_figures_come_only_where_they_are_recorded(clock: Clock) -> None:

@@ -15,7 +15,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
-from lt_offload.execute.memory.tensors import States, Weight, carve
+from lt_offload.execute.memory.tensors import States, Weight, add_in_order, carve
 from lt_offload.execute.updates.gradient_slots import SMALL_GRADIENT, Slots
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.assembly.groups import group_tensors
@@ -256,3 +256,16 @@ def test_copies_per_iteration_do_not_depend_on_the_number_of_tensors() -> None:
     finally:
         engine.remove()
         device.close()
+
+
+def test_places_are_added_up_in_their_order_piece_by_piece() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # More than one piece, and a last one that is shorter.
+    places = [torch.randn(3, 50_001, generator=generator) * 10.0**power for power in (0, 4, -3)]
+    expected = (places[0] + places[1]) + places[2]
+    assert not torch.equal(expected, places[0] + (places[1] + places[2])), "the order shows"
+    before = [place.clone() for place in places[1:]]
+    found = add_in_order(places)
+    assert found is places[0]
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, places[1:], before))
