@@ -1,7 +1,8 @@
-"""Several cards in one machine, planned as one of them: what it has while all others do the same.
+"""Several cards, in one machine or several, planned as one of them: what it has while all others do the same.
 
 A machine whose cards are alike needs no planner of its own. One process's profile has its part of what they share: the
-root port, the bandwidth of the host's memory, cores and RAM. The plan for it is everybody's.
+root port, the bandwidth of the host's memory, cores and RAM. The plan for it is everybody's. Machines that are alike
+share the network only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.iteration.durations import durations, exchange_s
+from lt_offload.plan.iteration.durations import durations, exchange_s, gathered, network_s
 from lt_offload.plan.what_if import with_faster_link
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
@@ -17,6 +18,7 @@ from lt_offload.schema.profile import OptimizerProfile, Profile
 from lt_offload.units import format_bytes, format_rate, format_seconds
 
 MOST_CARDS = 64
+MOST_MACHINES = 64
 _WELL = 0.9
 """Cards that give this part of their number are worth their price."""
 
@@ -25,24 +27,26 @@ def check_cards(devices: int, nodes: int = 1) -> None:
     """Raise ``ConfigError`` for numbers of cards and machines that cannot be planned."""
     if not 1 <= devices <= MOST_CARDS:
         raise ConfigError(f"devices={devices} must be from 1 to {MOST_CARDS}: cards of one machine")
-    if nodes != 1:
-        raise ConfigError(
-            f"nodes={nodes}: one machine is planned, and trained on, as nothing adds gradients up between machines; "
-            "leave it out, and train on several machines with --trainer.strategy ddp or fsdp"
-        )
+    if not 1 <= nodes <= MOST_MACHINES:
+        raise ConfigError(f"nodes={nodes} must be from 1 to {MOST_MACHINES}: machines that are alike")
 
 
-def one_of(profile: Profile, devices: int, *, one_host_copy: bool = True) -> Profile:
-    """Return the profile of one of ``devices`` processes on the machine of ``profile``, each with a card.
+def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: bool = True) -> Profile:
+    """Return the profile of one of ``devices`` processes on each of ``nodes`` machines, each process with a card.
 
     Each may take its part of the RAM, of what all have in common, too.
 
     Args:
         profile: what the model and the machine with one card cost.
-        devices: how many cards there are.
+        devices: how many cards each machine has.
+        nodes: how many machines like that of ``profile`` there are.
         one_host_copy: all processes share one copy of weights and states in host memory, and each updates its part, as
             training does; else each has, and updates, everything.
     """
+    if nodes > 1:
+        found = one_of(profile, devices, one_host_copy=one_host_copy)
+        hardware = replace(found.hardware, name=f"{nodes} x {found.hardware.name}")
+        return replace(found, machines=nodes, common_updates=one_host_copy, hardware=hardware)
     if devices == 1:
         return profile
     machine, shares = profile.hardware, profile.contention
@@ -113,6 +117,7 @@ _NAMES: dict[LaneName, str] = {
     "d2h": "copies to the host",
     "host": "updates on the host",
 }
+_NETWORK = "copies between machines"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,33 +125,37 @@ class CardsGain:
     """What several cards do beside one of them; times in seconds per update."""
 
     devices: int
+    """Cards of all machines."""
+    machines: int
     iteration_s: float
     tokens_per_s: float
     """Of all cards."""
     times_one: float
     """The same, divided by that of one card."""
     busy_s: dict[str, float]
-    """What one process's work takes, each kind alone, and ``adding gradients``."""
+    """What one process's work takes, each kind alone, ``adding gradients`` and ``copies between machines``."""
     limit: str
     """Which of them is the most, or ``the host's memory`` if all of them have it busy for longer."""
     ram_bytes: int
-    """RAM that all processes take together."""
+    """RAM that all processes of a machine take together."""
 
     def sentence(self) -> str:
         """Return it in words."""
         parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.busy_s.items() if seconds)
         well = self.times_one >= _WELL * self.devices
         verdict = "they add up well" if well else f"each more buys little: {self.limit} limits"
+        of_machine = " of a machine" if self.machines > 1 else ""
+        cards = f"{self.devices} cards" + (f" in {self.machines} machines" if self.machines > 1 else "")
         return (
-            f"{self.devices} cards train {format_rate(self.tokens_per_s)} tokens per second, {self.times_one:.2f} "
+            f"{cards} train {format_rate(self.tokens_per_s)} tokens per second, {self.times_one:.2f} "
             f"times one card; {verdict}. Of an update's {format_seconds(self.iteration_s)} one card's work takes, each "
-            f"kind alone: {parts}. All processes take {format_bytes(self.ram_bytes)} of RAM"
+            f"kind alone: {parts}. All processes{of_machine} take {format_bytes(self.ram_bytes)} of RAM"
         )
 
 
 def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
     """Return what the cards of ``profile`` buy with ``plan``, beside the plan of ``one`` card."""
-    devices = profile.processes
+    devices = profile.processes * profile.machines
     rate = plan.samples_per_s * plan.sequence_length
     alone = one.samples_per_s * one.sequence_length
     profile = profile.with_host_threads(plan.host_threads)
@@ -154,19 +163,28 @@ def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
     for op, seconds, count in zip(plan.ops, durations(plan, profile), plan.counts, strict=True):
         if op.lane in lanes:
             lanes[op.lane] += seconds * count
-    busy = {_NAMES[lane]: seconds for lane, seconds in lanes.items()}
     memory = sum(seconds * profile.contention.of(lane) for lane, seconds in lanes.items())
-    adding = exchange_s(plan, profile)
+    network, gathering = network_s(plan, profile), _gathering_s(plan, profile)
+    lanes["host"] -= gathering
+    busy = {_NAMES[lane]: seconds for lane, seconds in lanes.items()}
+    adding = exchange_s(plan, profile) - network + gathering
     if memory:
         busy["the host's memory, with all of these"] = memory
-    busy["adding gradients"] = adding
+    busy |= {"adding gradients": adding, _NETWORK: network}
     limit = max(busy, key=busy.__getitem__).partition(",")[0]
     return CardsGain(
         devices=devices,
+        machines=profile.machines,
         iteration_s=plan.predicted.iteration_s,
         tokens_per_s=rate,
         times_one=rate / alone if alone else 0.0,
         busy_s=busy,
         limit=limit,
-        ram_bytes=devices * plan.predicted.host_peak_bytes,
+        ram_bytes=profile.processes * plan.predicted.host_peak_bytes,
     )
+
+
+def _gathering_s(plan: Plan, profile: Profile) -> float:
+    """Return the seconds of updates on the host in which owners add up the sums of all processes."""
+    places = zip(profile.tensors, plan.update_places, strict=True)
+    return sum(gathered(t, profile) for t, place in places if place == "host") / profile.optimizer.host_bytes_per_s

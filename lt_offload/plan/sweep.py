@@ -1,4 +1,4 @@
-"""Plans for a row of memory sizes, machines or numbers of cards, side by side: which card do I need?"""
+"""Plans for a row of memory sizes, machines, numbers of cards or of machines, side by side: which card do I need?"""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _LITTLE = 0.5
 _FEW_POINTS = 12
 """A range without a step gets the smallest round step with at most so many points."""
 
-Axis = Literal["memory", "host_memory", "hardware", "devices"]
+Axis = Literal["memory", "host_memory", "hardware", "devices", "nodes"]
 _EXAMPLES: dict[Axis, str] = {
     "memory": "memory=6GB:24GB:2GB",
     "host_memory": "host_memory=32GB:128GB",
     "hardware": "hardware=rtx-3060,rtx-3090",
     "devices": "devices=1:8",
+    "nodes": "nodes=1:64",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRange:
-    """The range of a sweep: device memory or RAM in bytes, cards by number, or machines by name."""
+    """The range of a sweep: device memory or RAM in bytes, cards or machines by number, or machines by name."""
 
     axis: Axis
     sizes: tuple[int, ...] = ()
@@ -54,6 +55,8 @@ class SweepPoint:
     memory_bytes: int
     host_memory_bytes: int
     devices: int = 1
+    """Cards of each machine."""
+    nodes: int = 1
     batch_size: int | None = None
     iteration_s: float | None = None
     """None, as all that follows: no plan fits."""
@@ -122,8 +125,9 @@ def parse_sweep(text: str) -> SweepRange:
     parts = [part.strip() for part in re.split("," if "," in value or axis == "hardware" else ":", value)]
     if axis == "hardware":
         return SweepRange(axis="hardware", names=tuple(_machines(parts, text)))
-    if axis == "devices":
-        return SweepRange(axis="devices", sizes=tuple(_counts(parts, text, ranged="," not in value)))
+    if axis in ("devices", "nodes"):
+        counted: Axis = "devices" if axis == "devices" else "nodes"
+        return SweepRange(axis=counted, sizes=tuple(_counts(parts, text, counted, ranged="," not in value)))
     name: Axis = "memory" if axis == "memory" else "host_memory"
     sizes = [parse_bytes(part, setting=f"sweep: {name}") for part in parts]
     if "," not in value:
@@ -136,6 +140,8 @@ def _nearest(text: str) -> str:
     first = text.partition("=")[0].strip().lower()
     if re.search(r"devi|cards|gpus", first):
         return _EXAMPLES["devices"]
+    if re.search(r"node|machines", first):
+        return _EXAMPLES["nodes"]
     if re.search(r"host|ram", first):
         return _EXAMPLES["host_memory"]
     if re.search(r"hard|card|gpu|rtx|[av]100|h200", first):
@@ -147,7 +153,7 @@ def _nearest(text: str) -> str:
 
 
 def _machines(parts: list[str], text: str) -> Iterator[str]:
-    """Yield machines; ``host=``, ``ram=`` and ``link=`` belong to the machine before them."""
+    """Yield machines; ``host=``, ``ram=``, ``link=`` and ``net=`` belong to the machine before them."""
     machine = ""
     for part in parts:
         if "=" in part and machine:
@@ -161,16 +167,19 @@ def _machines(parts: list[str], text: str) -> Iterator[str]:
     yield machine
 
 
-def _counts(parts: list[str], text: str, *, ranged: bool) -> list[int]:
-    """Return numbers of cards, ascending."""
+def _counts(parts: list[str], text: str, axis: Axis, *, ranged: bool) -> list[int]:
+    """Return numbers of cards or machines, ascending; of a long range without a step each twice the one before."""
     if not all(part.isdecimal() and int(part) for part in parts) or (ranged and len(parts) > 3):
-        raise ConfigError(f"sweep={text!r} is not understood; write {_EXAMPLES['devices']}, or devices=1,2,4,8")
+        raise ConfigError(f"sweep={text!r} is not understood; write {_EXAMPLES[axis]}, or {axis}=1,2,4,8")
     counts = [int(part) for part in parts]
     if ranged and len(counts) > 1:
         first, last, step = (*counts, 1)[:3]
-        counts = list(range(first, last + 1, step))
+        if len(counts) == 2 and last - first >= _FEW_POINTS:
+            counts = [first << power for power in range(last.bit_length()) if first << power <= last]
+        else:
+            counts = list(range(first, last + 1, step))
     if not counts or len(counts) > MOST_POINTS:
-        raise ConfigError(f"sweep={text!r} has {len(counts)} points; write {_EXAMPLES['devices']}, smallest first")
+        raise ConfigError(f"sweep={text!r} has {len(counts)} points; write {_EXAMPLES[axis]}, smallest first")
     return sorted(set(counts))
 
 
@@ -208,7 +217,8 @@ class Question:
     host_memory_bytes: int
     solve: Callable[[], Plan]
     devices: int = 1
-    """Cards, each of which carries the plan out."""
+    """Cards of each machine, each of which carries the plan out."""
+    nodes: int = 1
 
 
 def run_sweep(
@@ -232,6 +242,7 @@ def run_sweep(
             memory_bytes=question.memory_bytes,
             host_memory_bytes=question.host_memory_bytes,
             devices=question.devices,
+            nodes=question.nodes,
         )
         say(f"{at} of {len(questions)}: planning for {_label(point, axis)}")
         try:
@@ -293,7 +304,7 @@ def reason(error: InfeasibleError) -> str:
 
 
 def _label(point: SweepPoint, axis: Axis) -> str:
-    if axis == "devices":
+    if axis in ("devices", "nodes"):
         return name_of(point, axis)
     if axis == "hardware":
         return f"{format_bytes(point.memory_bytes)} on {point.hardware}"
@@ -306,6 +317,8 @@ def name_of(point: SweepPoint, axis: Axis) -> str:
         return point.hardware
     if axis == "devices":
         return f"{point.devices} {'card' if point.devices == 1 else 'cards'}"
+    if axis == "nodes":
+        return f"{point.nodes} {'machine' if point.nodes == 1 else 'machines'}"
     return format_bytes(point.memory_bytes if axis == "memory" else point.host_memory_bytes)
 
 
@@ -320,28 +333,32 @@ def headline(sweep: Sweep) -> str:
     if sweep.axis == "hardware":
         winner = max(planned, key=lambda point: point.tokens_per_s or 0.0)
         return f"{winner.hardware} is the fastest: {format_rate(winner.tokens_per_s or 0.0)} tokens per second."
-    if sweep.axis == "devices":
-        return _cards(planned)
+    if sweep.axis in ("devices", "nodes"):
+        return _cards(planned, sweep.axis)
     said = f"From {name_of(enough, sweep.axis)} on, more is worth less than 5 %."
     if sweep.smallest_bytes and sweep.axis == "memory":
         said = f"{format_bytes(sweep.smallest_bytes)} is the least that works. {said}"
     return said
 
 
-def _cards(planned: list[SweepPoint]) -> str:
-    """Return how much each further card buys, of what the first of the row has for each card."""
+def _cards(planned: list[SweepPoint], axis: Axis) -> str:
+    """Return how much each further card or machine buys, of what the first of the row has for each."""
+
+    def count(point: SweepPoint) -> int:
+        return point.devices if axis == "devices" else point.nodes
+
     first, last = planned[0], planned[-1]
-    each = (first.tokens_per_s or 0.0) / first.devices
+    each = (first.tokens_per_s or 0.0) / count(first)
 
     def worth(before: SweepPoint, after: SweepPoint) -> float:
         more = (after.tokens_per_s or 0.0) - (before.tokens_per_s or 0.0)
-        return more / each / (after.devices - before.devices)
+        return more / each / (count(after) - count(before))
 
     times = (last.tokens_per_s or 0.0) / each
-    said = f"{name_of(last, 'devices')} are {times:.2f} times as fast as one."
+    said = f"{name_of(last, axis)} are {times:.2f} times as fast as one."
     little = next((b for a, b in pairwise(planned) if worth(a, b) < _LITTLE), None)
     if little is not None:
-        said += f" From {name_of(little, 'devices')} on, a further one buys less than half of one."
+        said += f" From {name_of(little, axis)} on, a further one buys less than half of one."
     return said
 
 

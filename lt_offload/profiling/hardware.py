@@ -29,7 +29,7 @@ _LEFT_OVER = 256
 """One part in so many of a GPU's free memory is not taken for a budget that nobody has named: 30 MB of 8 GB."""
 _HOST_FIELDS = (
     "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
-    "staged_bytes_per_s", "source",
+    "staged_bytes_per_s", "root_bytes_per_s", "network_bytes_per_s", "network_s", "source",
 )  # fmt: skip
 """The fields that a description of a host may have."""
 
@@ -43,8 +43,9 @@ def load_hardware(name: str | Path) -> HardwareProfile:
     """Return the machine called ``name``, or described in the YAML file ``name``.
 
     A shipped name may be cut short where that is unambiguous: ``rtx-3060`` is ``rtx-3060-12gb``. Changes may follow:
-    ``rtx-3060,host=ddr4-64gb,host=pcie3-x8`` or ``rtx-3060,ram=48GB,link=6GB``. A host is a shipped description or a
-    YAML file; it replaces what it says about RAM, and copies are as fast as the slower of card and slot.
+    ``rtx-3060,host=ddr4-64gb,host=pcie3-x8`` or ``rtx-3060,ram=48GB,link=6GB,net=12GB``. A host is a shipped
+    description or a YAML file; it replaces what it says about RAM, and copies are as fast as the slower of card and
+    slot.
 
     Raises:
         ConfigError: if there is no such description, or it is not a valid one.
@@ -77,7 +78,7 @@ def save_hardware(machine: HardwareProfile, path: str | Path) -> Path:
 
 
 def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
-    """Return ``machine`` with one change: ``host=NAME``, ``ram=SIZE`` or ``link=SIZE``."""
+    """Return ``machine`` with one change: ``host=NAME``, ``ram=SIZE``, ``link=SIZE`` or ``net=SIZE``."""
     key, _, value = change.partition("=")
     if key == "host":
         path = _description(value, "host", _HOSTS)
@@ -92,12 +93,16 @@ def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
             h2d_bytes_per_s=min(machine.h2d_bytes_per_s, other.h2d_bytes_per_s),
             d2h_bytes_per_s=min(machine.d2h_bytes_per_s, other.d2h_bytes_per_s),
         )
-    if key not in ("ram", "link"):
-        raise ConfigError(f"hardware: unknown change {change!r}; write host=NAME, ram=64GB or link=12GB (per second)")
+    if key not in ("ram", "link", "net"):
+        raise ConfigError(
+            f"hardware: unknown change {change!r}; write host=NAME, ram=64GB, link=12GB or net=12GB (per second)"
+        )
     size = parse_bytes(value, setting=f"hardware: {key}")
     name = f"{machine.name}, {change}"
     if key == "ram":
         return replace(machine, name=name, host_bytes=size, pinnable_bytes=size)
+    if key == "net":
+        return replace(machine, name=name, network_bytes_per_s=float(size))
     return replace(machine, name=name, h2d_bytes_per_s=float(size), d2h_bytes_per_s=float(size))
 
 

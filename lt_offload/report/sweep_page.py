@@ -16,8 +16,15 @@ _TITLES = {
     "host_memory": "how much RAM?",
     "hardware": "which card?",
     "devices": "how many cards?",
+    "nodes": "how many machines?",
 }
-_OF = {"memory": "GPU memory", "host_memory": "RAM allowed", "hardware": "machine", "devices": "cards"}
+_OF = {
+    "memory": "GPU memory",
+    "host_memory": "RAM allowed",
+    "hardware": "machine",
+    "devices": "cards",
+    "nodes": "machines",
+}
 
 
 def write_sweep_report(path: str | Path, sweep: Sweep) -> Path:
@@ -36,7 +43,7 @@ def _page(sweep: Sweep) -> str:
         [
             header(title, "sweep", about),
             f'<p class="lead">{unbroken(escape(headline(sweep)))} Every point is a plan, checked and simulated.</p>',
-            _bars(sweep) if sweep.axis in ("hardware", "devices") else _curves(sweep),
+            _bars(sweep) if sweep.axis in ("hardware", "devices", "nodes") else _curves(sweep),
             _sweep_table(sweep),
             "<footer>Made by lt_offload.</footer>",
         ],

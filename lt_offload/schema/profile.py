@@ -421,7 +421,7 @@ def problems_of_machine(machine: HardwareProfile) -> Iterator[str]:
         # Not a number fails here, too.
         if not 0 <= value <= MOST_NUMBER:
             yield f"{name} is {value}, it cannot be negative, infinite or so large"
-    for name in ("device_bytes", "host_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s"):
+    for name in ("device_bytes", "host_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "network_bytes_per_s"):
         if numbers[name] == 0:
             yield f"{name} is 0, it has to be positive"
 

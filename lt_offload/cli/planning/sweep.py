@@ -37,17 +37,18 @@ def plan_sweep(
     trace: str | None,
     explain: bool,
     devices: int = 1,
+    nodes: int = 1,
 ) -> int:
-    """Plan for a row of sizes, machines or numbers of cards and print a table."""
+    """Plan for a row of sizes, machines, numbers of cards or of machines and print a table."""
     budget = Budget.of(memory)
-    if asked.axis == "devices":
+    if asked.axis in ("devices", "nodes"):
         for count in asked.sizes:
-            check_cards(count)
+            check_cards(*((count, nodes) if asked.axis == "devices" else (devices, count)))
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
         raise ConfigError("trainer.strategy.batch_size='auto' cannot be combined with a sweep; give a number")
     if parts_of(app) == "auto":
         raise ConfigError("trainer.strategy.micro_batches='auto' cannot be combined with a sweep; give a number")
-    named = {"memory": memory, "hardware": hardware, "devices": devices if devices > 1 else None}
+    named = {"memory": memory, "hardware": hardware, "devices": _several(devices), "nodes": _several(nodes)}
     given = named.get(asked.axis)
     if given is not None:
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
@@ -59,7 +60,7 @@ def plan_sweep(
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     # Divided by the points, so that a sweep takes about as long whatever it goes over.
     seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
-    questions = list(_questions(app, asked, budget, hardware, Planning(solver(app, seconds), devices)))
+    questions = list(_questions(app, asked, budget, hardware, Planning(solver(app, seconds), devices, nodes)))
     swept = run_sweep(
         asked.axis,
         questions,
@@ -84,6 +85,11 @@ class Planning(NamedTuple):
 
     solve: Solver
     devices: int
+    nodes: int
+
+
+def _several(count: int) -> int | None:
+    return count if count > 1 else None
 
 
 def _questions(
@@ -92,7 +98,13 @@ def _questions(
     """Yield the points of a sweep; the model is profiled once per machine."""
 
     def question(
-        machine: HardwareProfile, budget: int, ram: int, profile: Profile | None, devices: int = planning.devices
+        machine: HardwareProfile,
+        budget: int,
+        ram: int,
+        profile: Profile | None,
+        *,
+        devices: int = planning.devices,
+        nodes: int = planning.nodes,
     ) -> Question:
         def plan_it() -> Plan:
             # The error comes with the point's turn: one machine without figures is a row of
@@ -100,10 +112,15 @@ def _questions(
             if profile is None:
                 raise InfeasibleError(f"there are no figures for {app.model.model_dtype}")
             # Each process may take its part of the RAM that the machine has, or that was named.
-            return planning.solve(one_of(profile, devices), budget, ram // devices)
+            return planning.solve(one_of(profile, devices, nodes), budget, ram // devices)
 
         return Question(
-            hardware=machine.name, memory_bytes=budget, host_memory_bytes=ram, solve=plan_it, devices=devices
+            hardware=machine.name,
+            memory_bytes=budget,
+            host_memory_bytes=ram,
+            solve=plan_it,
+            devices=devices,
+            nodes=nodes,
         )
 
     settings = settings_of(app)
@@ -115,10 +132,11 @@ def _questions(
         return
     profile = estimate(app, hardware)
     machine = profile.hardware
-    if asked.axis == "devices":
+    if asked.axis in ("devices", "nodes"):
         room = on_machine(settings, memory, machine).device_budget(machine)
         for count in asked.sizes:
-            yield question(machine, room, settings.host_budget(machine), profile, count)
+            counted = {asked.axis: count}
+            yield question(machine, room, settings.host_budget(machine), profile, **counted)
         return
     if asked.axis == "memory":
         budgets = [(size, settings.host_budget(machine)) for size in asked.sizes]

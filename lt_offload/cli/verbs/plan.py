@@ -40,7 +40,7 @@ def plan(
     trace: str | None = None,
     explain: bool = False,
     devices: int | None = None,
-    nodes: int = 1,
+    nodes: int | None = None,
 ) -> int:
     """Plan without weights and without a GPU, and explain the plan.
 
@@ -49,8 +49,8 @@ def plan(
         memory: device memory, e.g. 12GB; default: the strategy's, else all of the hardware's.
         hardware: name of a shipped description (rtx-3060-12gb, ...) or a YAML file, as 'lt-finetune doctor --save'
             writes; changes may follow: rtx-3060,host=ddr4-64gb or rtx-3060,ram=48GB,link=6GB; default: this machine.
-        sweep: plan for many and compare: memory=6GB:24GB:2GB, host_memory=32GB:128GB, hardware=rtx-3060,rtx-3090 or
-            devices=1:8.
+        sweep: plan for many and compare: memory=6GB:24GB:2GB, host_memory=32GB:128GB, hardware=rtx-3060,rtx-3090,
+            devices=1:8 or nodes=1:64.
         save: file to write the plan to; --trainer.strategy.plan replays it on the machine it was made for. With sweep,
             the table as .csv or .json.
         report: HTML page to write; says what more memory or a faster link would buy, which takes a few plans more.
@@ -58,10 +58,11 @@ def plan(
         explain: say what happens to every block, and why the plan was chosen.
         devices: cards of the machine, each with its process: the plan is that of one of them while all work, and says
             what they buy beside one; default: those of --trainer.devices.
-        nodes: machines; only one is planned.
+        nodes: machines that are alike, each with as many cards and one network card; default: --trainer.num_nodes.
     """
     count = app.trainer.num_devices if devices is None else devices
-    check_cards(count, nodes)
+    machines = app.trainer.num_nodes if nodes is None else nodes
+    check_cards(count, machines)
     for flag, path in (("--save", save), ("--report", report), ("--trace", trace)):
         if path is not None:
             check_output(path, flag, make=True)
@@ -83,18 +84,19 @@ def plan(
             trace=trace,
             explain=explain,
             devices=count,
+            nodes=machines,
         )
     from lt_offload.plan import simulate
     from lt_offload.report.perfetto import save_perfetto
 
     best = getattr(app.trainer.strategy, "batch_size", None) == "auto"
     try:
-        profile, made = (_with_best_batch if best else _with_parts)(app, budget, hardware, count)
+        profile, made = (_with_best_batch if best else _with_parts)(app, budget, hardware, (count, machines))
     except InfeasibleError as error:
         raise _with_recipe(error, app, hardware) from None
     clear()
     print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
-    if count > 1:
+    if count * machines > 1:
         print(textwrap.fill(_bought(app, made, profile, hardware), 79))
     if save is not None:
         print(f"plan: {made.save(save)}")
@@ -125,7 +127,7 @@ def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str
     """Return what the cards of ``profile`` buy beside one, and how that was planned."""
     from lt_offload.plan import make_plan
 
-    count = profile.processes
+    count = profile.processes * profile.machines
     one = estimate(app, hardware, profile.batch_size, profile.parts)
     status("planning for one card")
     settings = replace(settings_of(app), memory=plan.budget_bytes, accumulate=plan.accumulate)
@@ -137,40 +139,43 @@ def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str
     return f"{gain(plan, profile, alone).sentence()}. The plan is that of one of the {count} processes."
 
 
-def _with_parts(app: App, memory: Budget, hardware: str | None, devices: int) -> tuple[Profile, Plan]:
-    """Return the profile and the plan of the batch in as many parts as the strategy says, or as are fastest."""
+def _with_parts(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
+    """Return the profile and the plan of the batch in as many parts as the strategy says, or as are fastest.
+
+    ``cards``: of each machine, and how many machines.
+    """
     from lt_offload.plan import make_plan
     from lt_offload.plan.orders import choose_parts, compared
 
     count = parts_of(app)
     alone = estimate(app, hardware, micro_batches=1 if count == "auto" else count)
-    machine, profile = alone.hardware, one_of(alone, devices)
-    settings = _of_one(on_machine(settings_of(app), memory, machine), devices)
+    machine, profile = alone.hardware, one_of(alone, *cards)
+    settings = _of_one(on_machine(settings_of(app), memory, machine), *cards)
     if count != "auto":
         return profile, compared(make_plan(profile, settings), profile, settings, thorough=True)
     whole = profile
     choice = choose_parts(
-        lambda n: whole if n == 1 else one_of(estimate(app, machine, micro_batches=n), devices), settings
+        lambda n: whole if n == 1 else one_of(estimate(app, machine, micro_batches=n), *cards), settings
     )
     return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
 
 
-def _of_one(settings: Settings, devices: int) -> Settings:
+def _of_one(settings: Settings, devices: int, nodes: int) -> Settings:
     """Return the settings of one of several processes, which has its part of the RAM that was named."""
     ram = settings.host.nbytes
-    return for_cards(replace(settings, host_memory=None if ram is None else ram // devices), devices)
+    return for_cards(replace(settings, host_memory=None if ram is None else ram // devices), devices * nodes)
 
 
-def _with_best_batch(app: App, memory: Budget, hardware: str | None, devices: int) -> tuple[Profile, Plan]:
-    """Return the profile and the plan of the batch size with the highest throughput."""
+def _with_best_batch(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
+    """Return the profile and the plan of the batch size with the highest throughput; ``cards`` as above."""
     from lt_offload.plan import choose_batch
 
     # The machine is measured once: other sizes are estimated for what it has shown the first time.
     first = estimate(app, hardware, 1)
     machine = first.hardware
     choice = choose_batch(
-        lambda size: one_of(first if size == 1 else estimate(app, machine, size), devices),
-        _of_one(on_machine(settings_of(app), memory, machine), devices),
+        lambda size: one_of(first if size == 1 else estimate(app, machine, size), *cards),
+        _of_one(on_machine(settings_of(app), memory, machine), *cards),
         effective=effective_batch(app.trainer, app.datamodule.batch_size),
         on_progress=status,
     )

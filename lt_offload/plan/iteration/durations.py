@@ -7,6 +7,9 @@ from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile, TensorProfile
 
+BUCKET_BYTES = 8 << 20
+"""What goes over the network at once."""
+
 
 def durations(plan: Plan, profile: Profile) -> list[float]:
     """Return the seconds of every op of ``plan`` with the speeds of ``profile``, which may be another machine's.
@@ -32,19 +35,42 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
     of gradients in each. In host memory, with a copy of everything in each process, a sum is made of copies into and
     out of a buffer (5 W), an exchange of parts and one of sums through sockets, which read and write twice each (8 W
     (N-1)/N), and additions (3 W (N-1)/N), all N times. With one host copy owners add up in their updates, see
-    :func:`gathered`. Between devices the two exchanges cross each link: 2 W (N-1)/N in both directions.
+    :func:`gathered`. With several machines they do so before: N sums are added to what comes, and the result is written
+    to N places, 3 N W in all. Between devices the two exchanges cross each link: 2 W (N-1)/N in both directions.
+    Between machines see :func:`network_s`.
     """
-    machine = profile.hardware
-    count = profile.processes
-    if count == 1:
+    machine, count = profile.hardware, profile.processes
+    if count * profile.machines == 1:
         return 0.0
-    by_place = _gradients(plan, profile)
+    by_place, memory = _gradients(plan, profile), machine.host_memory_bytes_per_s
     others = (count - 1) / count
-    at_home = machine.exchange_bytes_per_s or machine.host_memory_bytes_per_s / (count * (5 + 11 * others))
-    link = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
-    between = machine.device_exchange_bytes_per_s or link / (2 * others)
-    on_host = 0.0 if profile.common_updates or not at_home else by_place["host"] / at_home
-    return on_host + by_place["device"] / between
+    moved = count * (5 + 11 * others)
+    if profile.common_updates:
+        moved = 3 * count if profile.machines > 1 else 0
+    seconds = network_s(plan, profile)
+    if moved and machine.exchange_bytes_per_s and not profile.common_updates:
+        seconds += by_place["host"] / machine.exchange_bytes_per_s
+    elif memory:
+        seconds += moved * by_place["host"] / memory
+    if count > 1:
+        link = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
+        seconds += by_place["device"] / (machine.device_exchange_bytes_per_s or link / (2 * others))
+    return seconds
+
+
+def network_s(plan: Plan, profile: Profile) -> float:
+    """Return the seconds per update in which gradients, W bytes, are added up over the network, beside nothing else.
+
+    They go from machine to machine in buckets, each of M machines adds its own, and the sums come back the same way: a
+    machine sends and receives W each way, over one network card, 2 W/B in all; the first bucket takes 2 (M-1) hops.
+    """
+    machine, more = profile.hardware, profile.machines - 1
+    if not more:
+        return 0.0
+    speed = machine.network_bytes_per_s
+    bucket = min(BUCKET_BYTES, sum(_gradients(plan, profile).values()))
+    hops = 2 * more * (machine.network_s + bucket / speed)
+    return 2 * sum(_gradients(plan, profile).values()) / speed + hops
 
 
 def _gradients(plan: Plan, profile: Profile) -> dict[str, int]:
@@ -69,7 +95,7 @@ def gathered(tensor: TensorProfile, profile: Profile) -> float:
 
     It reads N of them and writes one, for the update to read: N + 1 accesses, where adding one gradient has 3.
     """
-    several = profile.common_updates and profile.processes > 1
+    several = profile.common_updates and profile.processes > 1 and profile.machines == 1
     return added(tensor) * (profile.processes + 1) / 3 if several else 0.0
 
 

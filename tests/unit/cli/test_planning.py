@@ -169,6 +169,19 @@ def test_several_cards(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "how many cards?" in Path("n.html").read_text()
 
 
+def test_several_machines(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, "--hardware", "rtx-3060,net=12GB", "--devices", "2", "--nodes", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"4 cards in 2 machines train [\d,.]+ tokens per second", said)
+    assert re.search(r"copies between machines [\d.]+ .?s", said)
+    assert "All processes of a machine take" in said
+    assert main(["plan", recipe, *CARD, "--sweep", "nodes=1,3", "--save", "n.json", "--report", "n.html"]) == 0
+    one, three = Sweep.load("n.json").points
+    assert (one.nodes, three.nodes, three.devices) == (1, 3, 1)
+    assert "3 machines are" in capsys.readouterr().out
+    assert "how many machines?" in Path("n.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -182,7 +195,9 @@ def test_several_cards(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
             "hardware='rtx-3091' is no file and not known; did you mean",
         ),
         ([*CARD, "--devices", "0"], "devices=0 must be from 1 to 64: cards of one machine"),
-        ([*CARD, "--devices", "2", "--nodes", "2"], "nodes=2: one machine is planned"),
+        ([*CARD, "--nodes", "65"], "nodes=65 must be from 1 to 64: machines that are alike"),
+        ([*CARD, "--sweep", "nodes=0:x"], "sweep='nodes=0:x' is not understood; write nodes=1:64, or nodes=1,2,4,8"),
+        ([*CARD, "--sweep", "nodes=1:2", "--nodes", "2"], "cannot be combined with a sweep over nodes"),
         ([*CARD, "--sweep", "devices=1:x"], "sweep='devices=1:x' is not understood; write devices=1:8"),
         ([*CARD, "--sweep", "devices=1:2", "--devices", "2"], "cannot be combined with a sweep over devices"),
         (["--hardware", "rtx-30"], "could be rtx-3060-12gb or rtx-3070-8gb or rtx-3090"),

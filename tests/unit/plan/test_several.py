@@ -9,7 +9,7 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan import Settings, simulate, solve
 from lt_offload.plan import make_plan as plans
-from lt_offload.plan.iteration.durations import durations, exchange_s
+from lt_offload.plan.iteration.durations import BUCKET_BYTES, durations, exchange_s, gathered, network_s
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.several import check_cards, gain, one_of
 from lt_offload.schema.profile import Contention, Profile
@@ -153,6 +153,32 @@ def test_owners_add_up_in_their_updates_and_every_process_its_own_gradients() ->
     assert all(seconds.values())
 
 
+def test_machines_that_are_alike_share_nothing_but_the_network() -> None:
+    profile = machine()
+    two, four = one_of(profile, 2), one_of(profile, 2, 4)
+    assert replace(four, machines=1, hardware=two.hardware) == two
+    assert replace(one_of(profile, 1, 4), machines=1, common_updates=False, hardware=profile.hardware) == profile
+    settings = Settings(memory=420 * MB, delayed=True, planner="l2l")
+    plan = plans(four, settings)
+    assert plan.processes == 8
+    gradients = sum(tensor.bytes for tensor in profile.tensors)
+    fabric = replace(four.hardware, network_bytes_per_s=10e9, network_s=1e-3)
+    fast = replace(four, hardware=fabric)
+    bucket = min(BUCKET_BYTES, gradients)
+    seconds = 2 * gradients / 10e9 + 2 * 3 * (1e-3 + bucket / 10e9)
+    assert network_s(plan, two) == 0.0
+    assert network_s(plan, fast) == pytest.approx(seconds)
+    on_host = sum(t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place == "host")
+    on_device = gradients - on_host
+    # Each machine adds its two sums to what comes, reading and writing it, and writes the result to both.
+    expected = seconds + 3 * 2 * on_host / MEMORY + on_device / 15e9
+    assert exchange_s(plan, fast) == pytest.approx(expected)
+    found = gain(plan, fast, plans(profile, Settings(memory=420 * MB, planner="l2l")))
+    assert (found.devices, found.machines) == (8, 4)
+    assert found.busy_s["copies between machines"] == pytest.approx(seconds)
+    assert found.ram_bytes == 2 * plan.predicted.host_peak_bytes
+
+
 def test_what_cards_buy_and_what_limits_them() -> None:
     fast, slow = machine(h2d=200e9, d2h=200e9), machine(h2d=2e9, d2h=2e9, root=2e9)
     settings = Settings(memory=420 * MB, planner="l2l")
@@ -166,13 +192,18 @@ def test_what_cards_buy_and_what_limits_them() -> None:
         rate = 4 * plan.batch_size * plan.sequence_length / plan.predicted.iteration_s
         assert found[name].tokens_per_s == plan.tokens_per_s == pytest.approx(rate)
         assert found[name].ram_bytes == 4 * plan.predicted.host_peak_bytes
-        assert found[name].busy_s["adding gradients"] == exchange_s(plan, four)
+        rate = four.with_host_threads(plan.host_threads).optimizer.host_bytes_per_s
+        places = zip(four.tensors, plan.update_places, strict=True)
+        own = sum(gathered(tensor, four) for tensor, place in places if place == "host") / rate
+        assert found[name].busy_s["adding gradients"] == pytest.approx(exchange_s(plan, four) + own)
     assert found["slow"].times_one < 2.0
     assert "each more buys little: copies to the device limits" in found["slow"].sentence()
     assert found["slow"].times_one < found["fast"].times_one
 
 
-@pytest.mark.parametrize(("devices", "nodes", "said"), [(0, 1, "devices=0"), (65, 1, "devices=65"), (2, 2, "nodes=2")])
+@pytest.mark.parametrize(
+    ("devices", "nodes", "said"), [(0, 1, "devices=0"), (65, 1, "devices=65"), (2, 65, "nodes=65")]
+)
 def test_numbers_that_cannot_be_planned_are_named(devices: int, nodes: int, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}"):
         check_cards(devices, nodes)

@@ -166,7 +166,7 @@ def test_changes_to_a_machine() -> None:
         ("h200,host=sdram", "host='sdram' is no file and not known; give"),
         ("h200,host=", "host='' is no file and not known; give"),
         ("h200,ram=lots", "hardware: ram='lots' is not a size"),
-        ("h200,pcie=3", r"unknown change 'pcie=3'; write host=NAME, ram=64GB or link=12GB"),
+        ("h200,pcie=3", r"unknown change 'pcie=3'; write host=NAME, ram=64GB, link=12GB or net=12GB"),
         ("rtx-3091", "did you mean rtx-3090"),
         ("3060", r"is no file and not known; did you mean rtx-3060-12gb\?"),
         ("rtx-30", "could be rtx-3060-12gb or rtx-3070-8gb or rtx-3090; give"),
