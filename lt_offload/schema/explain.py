@@ -188,7 +188,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
             "states",
         )
     ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}{_own(plan)}"
-    arriving = sum(op.bytes for op in plan.ops if op.payload == "grad" and not op.writes_gradients)
+    arriving = sum(op.bytes for op in plan.ops if op.sends_gradients and not plan.begins_sums(op))
     if arriving:
         ram += f"; {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
     yield "host memory", ram

@@ -37,8 +37,8 @@ def packing(plan: Plan) -> Packing:
     copied: dict[Pass, tuple[int, int]] = {}
     for which in (*plan.passes, *plan.passes):  # what is released after the last step is released at the end of a pass
         copied[which] = walk.run(which)
-    # Where updates wait, they are in a pass of their own.
-    counted = [copied[which] for which in (plan.passes if plan.delayed else plan.passes[-1:])]
+    # Where updates wait, they are in a pass of their own; the first pass copies what every other one does.
+    counted = [copied[which] for which in ((plan.passes[0], plan.passes[-1]) if plan.delayed else plan.passes[-1:])]
     tensors, transfers = (sum(numbers) for numbers in zip(*counted, strict=True))
     return Packing(extent=plan.arena_bytes, live_peak=walk.peak, tensors=tensors, transfers=transfers)
 

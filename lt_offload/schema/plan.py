@@ -35,16 +35,18 @@ what it reads crosses the link to the device while it runs. An ``offload`` of gr
 same the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
 
 **Windows.** A plan of ``window`` above 1 serves any number of micro-batches per update. Each is one *pass* through the
-timeline: all but the last are *accumulating*, the last one is *updating*, and both begin and end with the same groups
-at the same places, so that they may follow each other in any order. ``Plan.programs`` lists the ops that each kind of
-pass carries out, in the order of issue. Gradients are added up in groups of payload ``sum``: they are where the states
-of their tensors are, so that whoever updates finds them. An ``accumulate`` adds the gradients of a pass to them, or
-begins with them in the first one; an ``update`` adds the last ones and uses the sums up. ``Op.after`` means the latest
+timeline: the first is *beginning*, those behind it are *accumulating*, the last one is *updating*, and all begin and
+end with the same groups at the same places, so that they may follow each other in any order. ``Plan.programs`` lists
+the ops that each kind of pass carries out, in the order of issue. Gradients are added up in groups of payload ``sum``:
+they are where the states of their tensors are, so that whoever updates finds them. In a beginning pass gradients for
+the host are copied to where their sums are (:meth:`Plan.begins_sums`): the first gradient is the sum so far. An
+``accumulate`` adds the gradients of a later pass to them; on the device it begins with those of the first, too. An
+``update`` adds the last ones and uses the sums up. ``Op.after`` means the latest
 issue of the other op, in whichever pass that was.
 
 Where updates wait until all gradients are there (``Plan.delayed``), because their norm decides about them, every
-micro-batch is an accumulating pass, and a *settling* pass follows: updates, and copies of what they need, without
-computations and gradients. Its updates use the sums as they are.
+micro-batch is a beginning or an accumulating pass, and a *settling* pass follows: updates, and copies of what they
+need, without computations and gradients. Its updates use the sums as they are, and wait for all of them.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
@@ -75,8 +77,10 @@ ALIGNMENT = 512
 """Every arena offset is a multiple of this many bytes."""
 
 Payload = Literal["weight", "grad", "state", "sum", "activation"]
-Pass = Literal["accumulating", "updating", "settling"]
+Pass = Literal["beginning", "accumulating", "updating", "settling"]
 """What one micro-batch of a window does with its gradients; and the updates after all of them."""
+ADDING: tuple[Pass, ...] = ("beginning", "accumulating")
+"""Those that leave their gradients in sums."""
 UpdatePlace = Literal["device", "paged", "host", "none"]
 PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
 Save = Literal["nothing", "input", "all"]
@@ -143,7 +147,8 @@ class TensorGroup:
     """Groups of weights, and of states, that have the same number stand side by side in host memory, in their order:
     where they do so in the arena, too, one copy moves them all."""
     host_offset: int | None = None
-    """Of gradients that are copied: where they arrive in the host memory that all of them share."""
+    """Of gradients that are copied: where they arrive in the host memory that all of them share. None: where their
+    sums are."""
 
     @property
     def bytes(self) -> int:
@@ -407,15 +412,21 @@ class Plan:
         # Where updates wait, every micro-batch adds up and the settling pass comes on top.
         adding = self.window if self.delayed else self.window - 1
         found = [0] * len(self.ops)
+        begins = min(adding, "beginning" in self.programs)
+        times = {"beginning": begins, "accumulating": adding - begins}
         for which, numbers in self.programs.items():
             for number in numbers:
-                found[number] += adding if which == "accumulating" else 1
+                found[number] += times.get(which, 1)
         return tuple(found)
 
     @property
     def unit(self) -> str:
         """What people call what an update needs, e.g. ``"iteration"`` or ``"window of 4 micro-batches"``."""
         return "iteration" if self.accumulate == 1 else f"window of {self.accumulate} micro-batches"
+
+    def begins_sums(self, op: Op) -> bool:
+        """Return whether ``op`` copies gradients to where their sums are on the host."""
+        return op.sends_gradients and all(self.groups[group].host_offset is None for group in op.groups)
 
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""
@@ -463,8 +474,8 @@ class Plan:
 def kinds_of_passes(*, adds_up: bool, delayed: bool) -> tuple[Pass, ...]:
     """Return the kinds of passes that a plan has, the one with the updates last."""
     if delayed:
-        return ("accumulating", "settling")
-    return ("accumulating", "updating") if adds_up else ("updating",)
+        return (*ADDING, "settling")
+    return (*ADDING, "updating") if adds_up else ("updating",)
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -526,7 +537,8 @@ def problems(plan: Plan) -> Iterator[str]:
 def program_problems(plan: Plan) -> Iterator[str]:
     """Yield what contradicts itself in the programs of ``plan``."""
     expected = kinds_of_passes(adds_up=plan.adds_up, delayed=plan.delayed)
-    if plan.passes != expected:
+    # Plans of earlier releases have no beginning passes.
+    if plan.passes not in (expected, tuple(which for which in expected if which != "beginning")):
         yield f"programs: they are of {', '.join(plan.passes)} passes, the plan has {', '.join(expected)} ones"
     for which, numbers in plan.programs.items():
         if any(not 0 <= number < len(plan.ops) for number in numbers):

@@ -126,7 +126,7 @@ PLANNING = (
     _mutant(
         "sums are copied to the host when they have been used",
         WINDOW,
-        'yield from self._some(op, sums, "sum", only="accumulating")',
+        'yield from self._some(op, sums, "sum", only=_ADDING)',
         'yield from self._some(op, sums, "sum")',
         PLANNED_WINDOWS,
     ),

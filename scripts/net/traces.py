@@ -213,7 +213,8 @@ def traced(plan: Plan) -> list[Call]:
                 engine.accumulate = accumulate
             for at in range(accumulate):
                 last = at == accumulate - 1 and not plan.delayed
-                device.during = f"window {window}, batch {at}, {'updating' if last else 'accumulating'}"
+                which = "updating" if last else "accumulating" if at else plan.passes[0]
+                device.during = f"window {window}, batch {at}, {which}"
                 with device.accounting():
                     (model(**batch(seed=at)).loss / accumulate).backward()
             device.during = f"window {window}, {'settling' if plan.delayed else 'step'}"

@@ -17,6 +17,7 @@ from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.step_hooks import ManualLoop
+from lt_offload.schema.plan import ADDING
 
 
 class WindowGradients:
@@ -199,7 +200,7 @@ class FollowedLoop:
             self._gradients.show()
             self._after_backward()
             return
-        if self._window.which == "accumulating":
+        if self._window.which in ADDING:
             with self._guard.suspended:
                 self._passes.end()
         else:

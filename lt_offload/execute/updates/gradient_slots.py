@@ -39,11 +39,14 @@ class Slots:
     """
 
     def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight]) -> None:
-        copies = [op for op in plan.ops if op.sends_gradients]
+        copies = [op for op in plan.ops if op.sends_gradients and not plan.begins_sums(op)]
         self._updates = {op.id for op in plan.ops if op.lane == "host"}
         self._events: dict[int, list[Event]] = {}
         """By op of the host: what has to be over before memory that it reads is overwritten."""
         ranges = {op.id: _range(op, plan) for op in copies}
+        self.beginning = {op.id: op for op in plan.ops if plan.begins_sums(op)}
+        """The copies to where sums are, by op."""
+        self._device = device
         self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
         self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
         """By op."""
@@ -62,6 +65,32 @@ class Slots:
     def send(self, box: GradientOffloads, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
         """Queue the copies of ``items`` to their slot, as one task."""
         return box.send(items, self._freed(box.op))
+
+    def begin_sums(self, op: Op, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
+        """Queue the copies of ``items``, the first gradients of a window, to where their sums are, as one task."""
+        totals = [total for weight, _ in items if (total := weight.total) is not None]
+        groups = list(dict.fromkeys(total.group for total in totals))
+        pairs = [(total.host, grad) for total, (_, grad) in zip(totals, items, strict=True)]
+        memory = Cell(f"offload grad {op.block}")
+        event = self._device.submit(
+            "d2h",
+            _copies(self._device.copy, pairs),
+            # The last update has used them up, and has written the weights.
+            after=[
+                self._device.mark(writes=[memory]),
+                *distinct([*(group.host_ready for group in groups), *(weight.group.host_ready for weight, _ in items)]),
+            ],
+            reads=[memory],
+            writes=[group.host_cell for group in groups],
+            label=f"offload grad {op.block}",
+            op=op.id,
+            nbytes=sum(host.nbytes for host, _ in pairs),
+        )
+        for total in totals:
+            total.fill()
+        for group in groups:
+            group.updated_on_host_by(event)
+        return GradientOffload(self._device, event, memory, [grad for _, grad in pairs])
 
     def updated(self, op: int, event: Event) -> None:
         """Note that ``op`` of the host has been queued, which reads what has arrived."""

@@ -3,8 +3,9 @@
 A complete gradient drives the plan: the op that takes it, an update on the device or an offload, runs at once. On the
 host, gradients arrive where their group has its place, and each copy waits for the updates that read what was there.
 
-In windows of several micro-batches the first pass stores its gradients as sums and the others add theirs, one
-micro-batch after the other, as plain PyTorch adds to ``p.grad``: on whatever processor, an addition is exact.
+In windows of several micro-batches the first pass stores its gradients as sums, on the host by the very copy that
+brings them, and the others add theirs, one micro-batch after the other, as plain PyTorch adds to ``p.grad``: on
+whatever processor, an addition is exact.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Gradients:
 
     def use_on_device(self) -> None:
         """Add up, or update with, every complete gradient that is used on the device."""
-        updates = [op for op in self._complete if op not in self._slots.of]
+        updates = [op for op in self._complete if op not in self._slots.of and op not in self._slots.beginning]
         items = [item for op in updates for item in self._complete.pop(op)]
         if not items:
             return
@@ -275,8 +276,12 @@ class Gradients:
             self._written.clear()
         sent = []
         for op in list(self._complete):
-            box = self._slots.of[op]
             members = [(weight, grad) for weight, grad in self._complete.pop(op) if grad is not None]
+            beginning = self._slots.beginning.get(op)
+            if beginning is not None:
+                sent.append((beginning, self._slots.begin_sums(beginning, members)))
+                continue
+            box = self._slots.of[op]
             offload = self._slots.send(box, members)
             sent.append((box.op, offload))
             self._arrived.update([(weight.index, offload.event) for weight, _ in members])

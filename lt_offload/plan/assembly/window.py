@@ -3,7 +3,8 @@
 While it is planned, the sum of a tensor's gradients counts as one more of its optimizer states (:func:`with_sums`). A
 plan for such a profile then has room for the sums wherever they are needed, at any time, and no planner has to know of
 them. :func:`windowed` takes its ops apart into those of an accumulating and of an updating pass: what an accumulating
-pass has to do is a part of what was planned, with the same groups at the same places at the same time.
+pass has to do is a part of what was planned, with the same groups at the same places at the same time. In the first
+pass of a window, gradients for the host are copied to where their sums are, instead of being added to nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from dataclasses import replace
 from lt_offload.plan.iteration.durations import accumulated, added, durations, gathered
 from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
 from lt_offload.schema.accesses import IN_ARENA, takes_room
-from lt_offload.schema.plan import InitialCopy, Op, Pass, Payload, Plan, TensorGroup
+from lt_offload.schema.plan import ADDING, InitialCopy, Op, Pass, Payload, Plan, TensorGroup
 from lt_offload.schema.profile import Profile, TensorProfile
 
+_EVERY: tuple[Pass, ...] = (*ADDING, "updating")
+_ALL: frozenset[Pass] = frozenset(_EVERY)
+_ADDING: frozenset[Pass] = frozenset(ADDING)
+_BEGINNING: frozenset[Pass] = frozenset({"beginning"})
+_UPDATING: frozenset[Pass] = frozenset({"updating"})
 UNCOUNTED = 1 << 16
 """Bytes of RAM that are kept: where a tensor has no states, its sum as a state takes a few bytes less than it does."""
 
@@ -29,13 +35,13 @@ def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
     """
     trained = [tensor for tensor in profile.tensors if tensor.trainable]
     updated = sum(tensor.bytes for tensor in trained)
-    # A window updates once and adds up in every pass.
+    # A window updates once and adds up in every pass; on the host in all but the first.
     once = 1 / window if mean else 1.0
     share = once + (sum(map(added, trained)) / updated if updated else 0.0)
     on_host = once
     if updated:
-        gathering = sum(gathered(tensor, profile) for tensor in trained)
-        on_host += (once * gathering + sum(accumulated(tensor, profile) for tensor in trained)) / updated
+        adding = (1 - once if mean else 1.0) * sum(accumulated(tensor, profile) for tensor in trained)
+        on_host += (once * sum(gathered(tensor, profile) for tensor in trained) + adding) / updated
     optimizer = profile.optimizer
     return replace(
         profile,
@@ -141,9 +147,12 @@ class _Split:
         """By op of ``plan``: the ops in its place; an op that waited for it waits for all of them."""
         self._added: dict[int, int] = {}
         """By update of ``plan``: the op that adds up instead."""
-        self._only: list[Pass | None] = []
-        """By op: the kind of pass that carries it out; None: all. Settling passes do what only updating ones do."""
-        self._ends: dict[int, list[tuple[Op, Pass]]] = defaultdict(list)
+        self._only: list[frozenset[Pass]] = []
+        """By op: the kinds of passes that carry it out. Settling ones do a part of what updating ones do."""
+        self._begins: set[int] = set()
+        """The ops that copy gradients to where their sums are."""
+        self._sent = {t for op in plan.ops if op.sends_gradients for t in plan.tensors(op)}
+        self._ends: dict[int, list[tuple[Op, frozenset[Pass]]]] = defaultdict(list)
         """By step: drops that stand at its end."""
         self._backwards: dict[int, int] = {}
         """By block."""
@@ -164,12 +173,11 @@ class _Split:
 
     def programs(self, ops: Sequence[Op]) -> dict[Pass, tuple[int, ...]]:
         """Return the ops of each kind of pass, in the order of issue."""
-        adding = tuple(op.id for op in ops if self._only[op.id] != "updating")
-        last = [op for op in ops if self._only[op.id] != "accumulating"]
-        if not self.delayed:
-            return {"accumulating": adding, "updating": tuple(op.id for op in last)}
-        moving = self._settling_groups(ops)
-        return {"accumulating": adding, "settling": tuple(op.id for op in last if _settles(op, moving))}
+        found = {which: [op for op in ops if which in self._only[op.id]] for which in _EVERY}
+        if self.delayed:
+            moving = self._settling_groups(ops)
+            found["settling"] = [op for op in found.pop("updating") if _settles(op, moving)]
+        return {which: tuple(op.id for op in carried) for which, carried in found.items()}
 
     def _settling_groups(self, ops: Sequence[Op]) -> set[int]:
         """Return the groups that move in a settling pass: what is there at its start, what is updated on the device."""
@@ -187,10 +195,12 @@ class _Split:
 
     def linked(self) -> Iterator[Op]:
         """Yield the ops with what they wait for."""
-        readers = defaultdict(list)
+        readers: dict[int, list[int]] = defaultdict(list)
+        users: dict[int, list[int]] = defaultdict(list)
         for update, adds in self._added.items():
             for t in self.plan.tensors(self.plan.ops[update]):
                 readers[t].append(adds)
+                users[t] += (adds, *self._became[update])
         self._backwards = {op.block: op.id for op in self.ops if op.kind == "backward"}
         for op in self.ops:
             if op.kind == "prefetch" and op.payload == "weight":
@@ -199,13 +209,16 @@ class _Split:
         waits: dict[int, set[int]] = defaultdict(set)
         for op in self.ops:
             if op.payload == "grad":  # the sums have taken what came in the pass before
-                waits[op.id] = {adds for t in self.plan.tensors(op) for adds in readers[t]}
+                found = users if op.id in self._begins else readers
+                waits[op.id] = {user for g in op.groups for t in self.groups[g].tensors for user in found[t]}
                 # It is the backward that writes there, and it begins before the op that stands for what it writes.
                 if op.writes_gradients:
                     waits[self._backwards[op.block]] |= waits[op.id]
         if self.delayed:
+            # The norm is that of all gradients, so no update comes before any of them.
+            complete = {op.id for op in self.ops if op.kind == "accumulate"} | self._begins
             for op in self.ops:
-                waits[op.id] |= self._before_settling(op)
+                waits[op.id] |= self._before_settling(op) | (complete if op.kind == "update" else set())
         for op in self.ops:
             after = {new for old in op.after for new in self._became[old]} | waits[op.id]
             if op.payload == "grad":  # what was at its place has been used
@@ -278,9 +291,11 @@ class _Split:
     def _write(self, op: Op) -> Iterator[int]:
         """Write what ``op`` becomes; yield what others wait for in its place."""
         if op.kind == "update":
-            adds = self._add(replace(op, kind="accumulate"), only="accumulating")
+            # Sums that a copy has begun are there: adding is what later passes do.
+            later = op.lane == "host" and not self._sent.isdisjoint(self.plan.tensors(op))
+            adds = self._add(replace(op, kind="accumulate"), only=_ADDING - _BEGINNING if later else _ADDING)
             self._added[op.id] = adds
-            update = self._add(op, only="updating")
+            update = self._add(op, only=_UPDATING)
             if op.lane == "host":
                 # Its adding changes nothing on the device, so nobody there waits for it; copies of gradients do, see
                 # `linked`.
@@ -291,9 +306,12 @@ class _Split:
         elif op.payload == "state":
             yield from self._move_states(op)
         elif op.payload == "weight" and op.kind == "offload" and self._updated_before(op):
-            yield self._add(op, only="updating")  # nothing is newer in other passes
+            yield self._add(op, only=_UPDATING)  # nothing is newer in other passes
             if op.release_after is not None:
-                self._leave(op, op.groups, "weight", only="accumulating")
+                self._leave(op, op.groups, "weight", only=_ADDING)
+        elif op.sends_gradients:
+            yield self._begin_sums(op)
+            yield self._add(op, only=_ALL - _BEGINNING)
         else:
             yield self._add(op)
 
@@ -321,26 +339,32 @@ class _Split:
             # What is on the device at the start of a pass has to be there at its end in passes of every kind, so it is
             # fetched in all.
             travelling = [g for g in states if g not in stays]
-            yield from self._some(op, travelling, "state", only="updating", offsets=[placed[g] for g in travelling])
+            yield from self._some(op, travelling, "state", only=_UPDATING, offsets=[placed[g] for g in travelling])
             yield from self._some(op, stays, "state", offsets=[placed[g] for g in stays])
             yield from self._some(op, sums, "sum", offsets=[placed[g] for g in sums])
             return
         # Out goes what the pass has changed: states by updates, sums by adding. The rest only makes room.
-        yield from self._some(op, states, "state", only="updating")
-        yield from self._some(op, sums, "sum", only="accumulating")
-        self._leave(op, stays, "state", only="accumulating")
-        self._leave(op, sums, "sum", only="updating")
+        yield from self._some(op, states, "state", only=_UPDATING)
+        yield from self._some(op, sums, "sum", only=_ADDING)
+        self._leave(op, stays, "state", only=_ADDING)
+        self._leave(op, sums, "sum", only=_UPDATING)
 
     def _some(
-        self, op: Op, groups: Sequence[int], payload: Payload, *, only: Pass | None = None, offsets: Sequence[int] = ()
+        self,
+        op: Op,
+        groups: Sequence[int],
+        payload: Payload,
+        *,
+        only: frozenset[Pass] = _ALL,
+        offsets: Sequence[int] = (),
     ) -> Iterator[int]:
         if groups:
             nbytes = self._bytes(groups)
             copy = replace(op, payload=payload, groups=tuple(groups), offsets=tuple(offsets), bytes=nbytes)
             yield self._add(copy, only=only)
 
-    def _leave(self, op: Op, groups: Sequence[int], payload: Payload, *, only: Pass) -> None:
-        """Drop ``groups`` in passes of a kind where ``op`` gives them back in those of the other kind."""
+    def _leave(self, op: Op, groups: Sequence[int], payload: Payload, *, only: frozenset[Pass]) -> None:
+        """Drop ``groups`` in passes of some kinds where ``op`` gives them back in those of the others."""
         if groups:
             assert op.release_after is not None
             drop = replace(
@@ -360,6 +384,15 @@ class _Split:
         for drop, only in self._ends.pop(step, ()):
             self._add(drop, only=only)
 
+    def _begin_sums(self, op: Op) -> int:
+        """Write the copy of gradients to where their sums are, which waits for nobody who has used their own memory."""
+        (number,) = op.groups
+        self.groups.append(replace(self.groups[number], host_offset=None))
+        after = tuple(other for other in op.after if self.plan.ops[other].lane != "host")
+        begins = self._add(replace(op, groups=(len(self.groups) - 1,), after=after), only=_BEGINNING)
+        self._begins.add(begins)
+        return begins
+
     def _house_sums(self, op: Op) -> None:
         """Let the sums for an update on the host have a group, which never leaves it."""
         tensors = self.plan.tensors(op)
@@ -367,7 +400,7 @@ class _Split:
         span = max(group.span for group in self.groups) + 1
         self.groups.append(TensorGroup(payload="sum", tensors=tensors, sizes=sizes, span=span))
 
-    def _add(self, op: Op, *, only: Pass | None = None) -> int:
+    def _add(self, op: Op, *, only: frozenset[Pass] = _ALL) -> int:
         self.ops.append(replace(op, id=len(self.ops)))
         self._only.append(only)
         return len(self.ops) - 1

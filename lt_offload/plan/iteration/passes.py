@@ -8,21 +8,23 @@ from dataclasses import replace
 from lt_offload.schema.plan import Op, Pass, Plan
 
 _SHOWN = 2
-"""In longer windows every accumulating pass but the first is like the second."""
+"""In longer windows every pass that adds up but the first is like the second."""
 
 
 def shown_passes(plan: Plan) -> tuple[Pass, ...]:
     """Return the passes that stand for a window of ``plan``."""
-    accumulating: list[Pass] = ["accumulating"] * min(_accumulating(plan), _SHOWN)
-    return (*accumulating, plan.passes[-1])
+    adding: list[Pass] = ["accumulating"] * min(_adding(plan), _SHOWN)
+    if adding:
+        adding[0] = plan.passes[0]
+    return (*adding, plan.passes[-1])
 
 
 def more_passes(plan: Plan) -> int:
     """Return how many passes like the second there are besides the shown ones."""
-    return max(_accumulating(plan) - _SHOWN, 0)
+    return max(_adding(plan) - _SHOWN, 0)
 
 
-def _accumulating(plan: Plan) -> int:
+def _adding(plan: Plan) -> int:
     return plan.window if plan.delayed else plan.window - 1
 
 

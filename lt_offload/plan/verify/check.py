@@ -22,7 +22,18 @@ from lt_offload.plan.iteration.memory import (
 )
 from lt_offload.plan.verify.ordering import describe, misordered
 from lt_offload.schema.accesses import PAYLOADS, lanes_of
-from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan, Save, TensorGroup, Timeline, one_batch, program_problems
+from lt_offload.schema.plan import (
+    ADDING,
+    ALIGNMENT,
+    Op,
+    Pass,
+    Plan,
+    Save,
+    TensorGroup,
+    Timeline,
+    one_batch,
+    program_problems,
+)
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes, format_seconds
 
@@ -69,17 +80,18 @@ def mismatches(plan: Plan, profile: Profile) -> Iterator[str]:
 
 def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
     """Every weight is in one group; groups have the sizes of the model's tensors, and room for gradients."""
-    seen: dict[tuple[str, int], int] = {}
+    seen: dict[tuple[str, int, bool], int] = {}
     for number, group in enumerate(plan.groups):
         name = f"group {number}"
         if not group.tensors or any(not 0 <= t < len(profile.tensors) for t in group.tensors):
             yield f"{name}: tensors: {group.tensors}, the model has {len(profile.tensors)}"
             continue
         for t in group.tensors:
-            if (group.payload, t) in seen:
-                first = seen[group.payload, t]
+            begins = group.payload == "grad" and group.host_offset is None
+            if (group.payload, t, begins) in seen:
+                first = seen[group.payload, t, begins]
                 yield f"{name}: tensors: the {group.payload} of {profile.tensors[t].name} is in group {first}"
-            seen[group.payload, t] = number
+            seen[group.payload, t, begins] = number
         if group.sizes != tuple(_size(group, profile.tensors[t]) for t in group.tensors):
             yield f"{name}: sizes: {group.sizes} are not those of the model's tensors"
         if group.host_offset is not None:
@@ -89,9 +101,9 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
             elif end > plan.gradient_bytes:
                 yield f"{name}: host_offset: it ends at {end}, the extent is {plan.gradient_bytes}"
     for t, tensor in enumerate(profile.tensors):
-        if ("weight", t) not in seen:
+        if ("weight", t, False) not in seen:
             yield f"tensor {tensor.name}: groups: its weight is in none"
-        if ("sum", t) not in seen and tensor.trainable and plan.adds_up:
+        if ("sum", t, False) not in seen and tensor.trainable and plan.adds_up:
             yield f"tensor {tensor.name}: groups: the sum of its gradients is in none"
 
 
@@ -116,7 +128,8 @@ def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
 
 def _programs(plan: Plan) -> Iterator[str]:
     """Every op belongs to the kinds of passes that have to carry it out, and to no others."""
-    computing = {which for which in plan.passes if which != "settling"}
+    computing: set[Pass] = {which for which in plan.passes if which != "settling"}
+    begun = {t for op in plan.ops if plan.begins_sums(op) for t in plan.tensors(op)}
     carried: dict[int, set[Pass]] = {op.id: set() for op in plan.ops}
     for which in plan.passes:
         for op in plan.program(which):
@@ -125,13 +138,22 @@ def _programs(plan: Plan) -> Iterator[str]:
         found = carried[op.id]
         if not found:
             yield f"{describe(op)}: programs: no pass carries it out"
-        elif op.computes or op.payload in ("activation", "grad"):
-            if found != computing:
-                yield f"{describe(op)}: programs: every pass that computes carries it out, and no other"
+            continue
+        # What begins a sum takes the place of the copy and the adding of later passes.
+        first: set[Pass] = {"beginning"} if not begun.isdisjoint(plan.tensors(op)) else set()
+        expected: set[Pass]
+        if plan.begins_sums(op):
+            expected = first
+        elif op.computes or op.payload == "activation":
+            expected = computing
+        elif op.payload == "grad":
+            expected = computing - first
         elif op.uses_gradients:
-            expected = plan.passes[-1] if op.kind == "update" else "accumulating"
-            if found != {expected}:
-                yield f"{describe(op)}: programs: it belongs to {expected} passes only"
+            expected = {plan.passes[-1]} if op.kind == "update" else computing.intersection(ADDING) - first
+        else:
+            continue
+        if found != expected:
+            yield f"{describe(op)}: programs: it belongs to {' and '.join(sorted(expected))} passes, and to no others"
 
 
 def _times(plan: Plan) -> Iterator[str]:
@@ -203,8 +225,10 @@ def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
     elif op.payload is not None and op.payload not in PAYLOADS[op.kind]:
         yield f"{name}: payload: there is no {op.kind} of it{', gradients are offloaded only' * (op.payload == 'grad')}"
     for group in op.groups if op.payload == "grad" else ():
-        if (plan.groups[group].host_offset is None) != op.writes_gradients:
-            yield f"{name}: host_offset: gradients that are copied to the host have one, others have none"
+        if op.writes_gradients and plan.groups[group].host_offset is not None:
+            yield f"{name}: host_offset: gradients that the backward writes have none"
+        if op.sends_gradients and plan.groups[group].host_offset is None and not plan.adds_up:
+            yield f"{name}: host_offset: gradients that are copied to the host have one, unless they begin sums"
     if op.payload in ("grad", "activation") and op.kind == "offload" and op.release_after is None:
         yield f"{name}: release_after: it has to say when the device memory is given back"
     if (op.payload == "activation" or op.computes) == bool(op.groups):
@@ -276,7 +300,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     """Every trainable tensor is updated once, where the plan says; only the host's share sends gradients."""
     seen: dict[int, Op] = {}
     added: dict[int, Op] = {}
-    sent: set[int] = set()
+    sent: set[tuple[int, bool]] = set()
     for op in plan.ops:
         for t in plan.tensors(op) if op.kind == "accumulate" else ():
             complete = _complete(profile.tensors[t], profile)
@@ -286,11 +310,11 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
             added[t] = op
         if op.payload == "grad":
             for t in plan.tensors(op):
-                if t in sent or plan.update_places[t] != "host":
+                if (t, plan.begins_sums(op)) in sent or plan.update_places[t] != "host":
                     yield f"{describe(op)}: gradient: {profile.tensors[t].name} sends it once, if the host updates it"
                 elif op.step != (complete := _complete(profile.tensors[t], profile)):
                     yield f"{describe(op)}: gradient: that of {profile.tensors[t].name} is complete in step {complete}"
-                sent.add(t)
+                sent.add((t, plan.begins_sums(op)))
         for t in plan.tensors(op) if op.kind == "update" else ():
             if t in seen:
                 yield f"{describe(op)}: update: {profile.tensors[t].name} is updated by op {seen[t].id} already"
@@ -309,7 +333,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
             complete = _complete(tensor, profile)
             if seen[t].step != complete:
                 yield f"{describe(seen[t])}: update: the gradient of {tensor.name} is complete in step {complete}"
-            if place == "host" and t not in sent:
+            if place == "host" and (t, False) not in sent:
                 yield f"{describe(seen[t])}: update: no op sends the gradient of {tensor.name}"
 
 

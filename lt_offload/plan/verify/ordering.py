@@ -23,10 +23,15 @@ _Clock = tuple[int, ...]
 _IN_ORDER = tuple(lane.in_order for lane in LANES)
 _START: _Clock = (0,) * len(LANES)
 _Key = tuple[str, int]
-_ORDER = (1, 0, 0, 1, 0, 1, 1, 0)
-"""Of two kinds of passes, every one after every other."""
-_SETTLED = (0, 1, 0, 0, 1, 0, 1)
-"""The same where the second kind only follows the first."""
+_ORDERS: dict[tuple[bool, int], tuple[int, ...]] = {
+    (False, 1): (0, 0),
+    (False, 2): (1, 0, 0, 1, 0, 1, 1, 0),
+    (True, 2): (0, 1, 0, 0, 1, 0, 1),
+    (False, 3): (2, 0, 0, 1, 0, 2, 2, 0, 1, 1, 2),
+    (True, 3): (0, 2, 0, 0, 1, 0, 1, 1, 2, 0),
+}
+"""By whether updates wait, and by the number of kinds of passes: every kind after every other that it may follow. What
+settles only follows what adds up, and what begins sums follows everything: sums may be cleared."""
 
 
 def describe(op: Op) -> str:
@@ -37,7 +42,7 @@ def describe(op: Op) -> str:
 def misordered(plan: Plan, profile: Profile) -> list[str]:
     """Return the violations of residency and order that a walk through ``plan`` meets."""
     walk = _Ordering(plan, profile)
-    for number in _SETTLED if plan.delayed else _ORDER if plan.adds_up else (0, 0):
+    for number in _ORDERS[plan.delayed, len(plan.passes)]:
         walk.iteration(plan.passes[number])
     # Every pass meets the same mistakes again.
     return list(dict.fromkeys(walk.violations))
@@ -175,8 +180,10 @@ class _Ordering:
                 self._arrive(access, clock, group.host_offset, group.host_offset + group.bytes)
         placed = zip(op.groups, op.offsets, strict=False)
         self.places = dict(pair for group, start in placed for pair in self.plan.groups[group].offsets(start))
+        begins = self.plan.begins_sums(op)
         for what in accesses(op):
-            for key in self._keys(op, what.payload):
+            payload = "sum" if begins and what.tier == "host" else what.payload
+            for key in self._keys(op, payload):
                 if what.how == "reads":
                     self._reads(access, clock, self._tier(op, what.tier, key), key)
                 else:

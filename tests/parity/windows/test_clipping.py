@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lt_offload import offloaded
+from lt_offload.optim import AdamW
 from lt_offload.plan import solve
 from tests import sampling
 from tests.parity.models.test_models import adamw, batches, made
@@ -38,6 +42,34 @@ UNEQUAL = [[(2, 12)], [(2, 12), (1, 9)], [(2, 12), (2, 7), (1, 12)], [(1, 5)]]
 )
 def test_clipping_by_norm_equals_plain_training(options: dict[str, Any], settings: dict[str, Any]) -> None:
     training = Training(start=models.build(**options), windows=UNEQUAL, clip_norm=0.2)
+    profile, expected = training.profile(), training.plainly()
+    for memory in budgets(profile, delayed=True, **settings):
+        require_equal(training, solve(profile, memory=memory, delayed=True, **settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "settings"),
+    sampling.some(
+        [
+            ({"family": "llama"}, {}, {}),
+            ({"family": "llama-tied"}, {}, {"planner": "l2l"}),
+            ({"family": "llama", "dtype": torch.bfloat16}, {}, {"planner": "stream"}),
+            ({"lora": True}, {}, {"planner": "l2l"}),
+            ({"family": "llama"}, {"state_dtype": "8bit", "min_8bit_size": 300}, {"accumulate": 2}),
+        ],
+        3,
+    ),
+    ids=str,
+)
+def test_norms_that_are_clipped_in_some_windows_only(
+    options: dict[str, Any], optimizer: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Where nothing is clipped, nobody multiplies; the sums are gradients in windows of one."""
+    update = partial(AdamW, lr=1e-3, **optimizer)
+    training = Training(start=models.build(**options), windows=UNEQUAL, optimizer=update, clip_norm=1e9)
+    losses, ends = training.plainly().losses, accumulate(1 + len(window) for window in UNEQUAL)
+    norms = sorted(losses[end - 1].item() for end in ends)
+    training = replace(training, clip_norm=(norms[1] + norms[2]) / 2)
     profile, expected = training.profile(), training.plainly()
     for memory in budgets(profile, delayed=True, **settings):
         require_equal(training, solve(profile, memory=memory, delayed=True, **settings), expected)
