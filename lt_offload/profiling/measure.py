@@ -39,6 +39,7 @@ from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
 from lt_offload.profiling.capture import Capture, Run, Tail, capture
 from lt_offload.profiling.contention import measure_contention
+from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.meters import Meter, Stopwatch
@@ -315,6 +316,7 @@ def assemble(
         deferred_forwards=measured.captured.deferred,
         scatter=_scatter(measured.costs),
         estimated=estimated,
+        flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
     )
 

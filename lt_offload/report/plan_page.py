@@ -121,6 +121,9 @@ def _figures(plan: Plan, profile: Profile) -> str:
 def _rate(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if plan.tokens_per_s:
         yield "Tokens per second", format_rate(plan.tokens_per_s), "padding included"
+    if plan.peak_share is not None:
+        peak = f"of the specified {plan.peak_flops_per_s / 1e12:.3g} TFLOP/s"
+        yield "Model FLOPs use", f"{plan.peak_share:.0%}", peak
 
 
 def budget_figure(plan: Plan, profile: Profile) -> tuple[str, str, str]:

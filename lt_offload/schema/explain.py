@@ -134,7 +134,11 @@ def _time(plan: Plan) -> str:
 
 def _rate(plan: Plan) -> str:
     """Return the tokens per second as the rest of a sentence, where they are known."""
-    return f": {format_rate(plan.tokens_per_s)} tokens per second" if plan.tokens_per_s else ""
+    if not plan.tokens_per_s:
+        return ""
+    share = plan.peak_share
+    of_peak = "" if share is None else f", {share:.0%} of the rate that the device is specified for"
+    return f": {format_rate(plan.tokens_per_s)} tokens per second{of_peak}"
 
 
 # -- totals ----------------------------------------------------------------------------------------------------------

@@ -365,6 +365,10 @@ class Plan:
     """Blocks that always run with a graph, as torch would take other kernels without."""
     chunk_tokens: int = 0
     """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
+    flops_per_token: float = 0.0
+    """As in the profile."""
+    peak_flops_per_s: float = 0.0
+    """Likewise."""
     parts: int = 1
     """Parts of a batch that go through each block in turn, before the next block begins; one step and one computation
     of the plan are all of them."""
@@ -391,6 +395,15 @@ class Plan:
         """
         known = self.sequence_length > 1 and self.forwards == 1 and self.predicted.iteration_s
         return self.samples_per_s * self.sequence_length if known else None
+
+    @property
+    def peak_share(self) -> float | None:
+        """The arithmetic that training needs by what the devices are specified for, as simulated; None if unknown.
+
+        The model FLOPs utilisation of Chowdhery et al., PaLM (2022), appendix B: recomputation counts as time only.
+        """
+        needed, peak = (self.tokens_per_s or 0.0) * self.flops_per_token, self.processes * self.peak_flops_per_s
+        return needed / peak if needed and peak else None
 
     @property
     def adds_up(self) -> bool:

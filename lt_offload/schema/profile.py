@@ -219,6 +219,8 @@ class HardwareProfile:
     """RAM that the process takes before the first tensor: Python, PyTorch, libraries, the host's side of CUDA."""
     flops_per_s: dict[str, float] = field(default_factory=dict)
     """Sustained matrix multiplication rate per dtype, for estimated profiles."""
+    peak_flops_per_s: dict[str, float] = field(default_factory=dict)
+    """The same as the card's vendor specifies it, without sparsity: what a plan's rate is a share of."""
     device_memory_bytes_per_s: float = 0.0
     """For estimated profiles."""
     host_memory_bytes_per_s: float = 0.0
@@ -313,6 +315,10 @@ class Profile:
     them, 0.02 being 2 %; more on a machine that is busy with something else."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
+    flops_per_token: float = 0.0
+    """What training on one token takes, as :mod:`lt_offload.profiling.flops` counts it; 0: not known."""
+    peak_flops_per_s: float = 0.0
+    """The rate that the device is specified for, in the dtype in which products are computed; 0: not known."""
     parts: int = 1
     """Parts of the batch that go through each block in turn: times, and what is saved, are of all of them, peaks those
     of one beside what the others hold."""
@@ -385,6 +391,8 @@ def problems(profile: Profile) -> Iterator[str]:
         ("shared_bytes", profile.shared_bytes),
         ("slack_bytes", profile.slack_bytes),
         ("scatter", profile.scatter),
+        ("flops_per_token", profile.flops_per_token),
+        ("peak_flops_per_s", profile.peak_flops_per_s),
         ("optimizer.scratch_ratio", optimizer.scratch_ratio),
         ("optimizer.host_threads", optimizer.host_threads),
     ):
@@ -416,6 +424,7 @@ def problems_of_machine(machine: HardwareProfile) -> Iterator[str]:
     """Yield the same for a machine alone."""
     values = {field.name: getattr(machine, field.name) for field in fields(machine)}
     values |= {f"flops_per_s.{dtype}": rate for dtype, rate in machine.flops_per_s.items()}
+    values |= {f"peak_flops_per_s.{dtype}": rate for dtype, rate in machine.peak_flops_per_s.items()}
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     for name, value in numbers.items():
         # Not a number fails here, too.

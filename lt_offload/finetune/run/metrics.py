@@ -13,8 +13,9 @@ from lt_offload.compat.lightning import adds_up, flush_metrics
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import total
 from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.flops import Peak, flops_per_token, peak_of
+from lt_offload.finetune.run.flops import Peak, peak_of
 from lt_offload.machine.driver import beside_bytes
+from lt_offload.profiling.flops import product_flops_per_token
 from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
 
 
@@ -47,7 +48,7 @@ class RunMetrics(Metrics, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Learn what a token costs and what the device can do."""
-        self.flops_per_token = flops_per_token(pl_module)
+        self.flops_per_token = product_flops_per_token(pl_module)
         dtype = next((p.dtype for p in pl_module.parameters() if p.is_floating_point()), torch.float32)
         self.peak = peak_of(trainer.strategy.root_device, str(trainer.precision), dtype, trainer.world_size)
 

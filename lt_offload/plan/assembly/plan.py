@@ -67,6 +67,8 @@ def build(
         gradient_bytes=gradient_bytes,
         predicted=UNKNOWN,
         estimated=profile.estimated,
+        flops_per_token=profile.flops_per_token,
+        peak_flops_per_s=profile.peak_flops_per_s,
         host_threads=profile.optimizer.host_threads,
         context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
         process_bytes=profile.hardware.process_bytes,

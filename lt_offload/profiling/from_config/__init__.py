@@ -138,7 +138,8 @@ def profile_config(
         hardware=machine,
         estimated=True,
     )
-    return replace(found, contention=_contention(machine))
+    peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
+    return replace(found, contention=_contention(machine), peak_flops_per_s=peak)
 
 
 def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:

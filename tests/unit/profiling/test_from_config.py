@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lt_offload
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import LoraArgs, add_lora
+from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.from_config import load_model_config, profile_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
@@ -38,6 +39,22 @@ def real(model: nn.Module, *, padding: bool = True) -> Profile:
 
 def fake(config: Any, **options: Any) -> Profile:
     return profile_config(config, **{"batch_size": 2, "sequence_length": 12, "hardware": "rtx-3060"} | options)
+
+
+def test_what_a_token_costs_is_counted_as_palm_does() -> None:
+    """6 N of what is in products, and attention; the rate is that of the dtype in which products are computed."""
+    config = models.build("llama", tie_word_embeddings=False).config
+    found = fake(config)
+    table = config.vocab_size * config.hidden_size
+    weights = sum(math.prod(t.shape) for t in found.tensors if len(t.shape) > 1) - table
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * 12
+    assert found.flops_per_token == 6 * weights + attention
+    peaks = load_hardware("rtx-3060").peak_flops_per_s
+    assert found.peak_flops_per_s == peaks["float32"] > load_hardware("rtx-3060").flops_per_s["float32"]
+    assert fake(config, autocast="bfloat16").peak_flops_per_s == peaks["bfloat16"]
+    plan = lt_offload.solve(found, memory="2GB")
+    assert plan.peak_share == pytest.approx(plan.tokens_per_s * found.flops_per_token / peaks["float32"])
+    assert flops_per_token(models.build("mixtral"), 12) is None
 
 
 def layers_of_smollm2() -> Any:

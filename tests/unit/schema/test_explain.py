@@ -81,6 +81,18 @@ def test_tokens_per_second_are_those_of_an_update(changes: dict[str, int], rate:
         assert f"of a device with enough memory: {rate:.3g} tokens per second" in " ".join(text.split())
 
 
+def test_the_rate_is_a_share_of_what_the_device_is_specified_for() -> None:
+    """0.08 tokens per second in all, of two processes 0.16; without figures nothing is said."""
+    plan = replace(hand_made(), flops_per_token=50.0, peak_flops_per_s=10.0)
+    assert plan.peak_share == pytest.approx(0.4)
+    assert replace(plan, processes=2).peak_share == pytest.approx(0.4)
+    for text in (brief(plan), explain(plan)):
+        assert "tokens per second, 40% of the rate that the device is specified for" in " ".join(text.split())
+    for unknown in ({"flops_per_token": 0.0}, {"peak_flops_per_s": 0.0}, {"sequence_length": 1}):
+        assert replace(plan, **unknown).peak_share is None
+        assert "specified" not in brief(replace(plan, **unknown)) + explain(replace(plan, **unknown))
+
+
 @pytest.mark.parametrize("changes", [{"sequence_length": 1}, {"forwards": 2, "window": 2}, {"predicted": UNKNOWN}])
 def test_tokens_that_are_not_known_are_not_counted(changes: dict[str, Any]) -> None:
     """Images have none, of several forwards one length is known, and what was not simulated takes no time."""

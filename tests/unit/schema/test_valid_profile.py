@@ -68,12 +68,15 @@ def test_a_value_that_cannot_be(tmp_path: Path, path: str, value: Any, message: 
         ("h2d_bytes_per_s: .nan", "h2d_bytes_per_s is nan"),
         ("d2h_bytes_per_s: 0", "d2h_bytes_per_s is 0, it has to be positive"),
         ("flops_per_s: {float32: -1}", "flops_per_s.float32 is -1.0, it cannot be negative"),
+        ("peak_flops_per_s: {float32: -1}", "peak_flops_per_s.float32 is -1.0, it cannot be negative"),
     ],
 )
 def test_a_machine_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
     path = save_hardware(load_hardware("v100"), tmp_path / "machine.yaml")
     key = text.partition(":")[0]
     lines = [line for line in path.read_text().splitlines() if not line.startswith((f"{key}:", "  "))]
-    path.write_text("\n".join([line for line in lines if line != "flops_per_s:"] + [text]) + "\n")
+    path.write_text(
+        "\n".join([line for line in lines if line not in ("flops_per_s:", "peak_flops_per_s:")] + [text]) + "\n"
+    )
     with pytest.raises(ConfigError, match=message):
         load_hardware(path)

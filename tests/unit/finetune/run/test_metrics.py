@@ -14,8 +14,9 @@ from lt_offload import OffmateStrategy
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora
 from lt_offload.finetune.run import clock as clocks
 from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.flops import flops_per_token, peak_of
+from lt_offload.finetune.run.flops import peak_of
 from lt_offload.finetune.run.metrics import RunMetrics, _count
+from lt_offload.profiling.flops import product_flops_per_token
 from lt_offload.report.runs import read_run
 from lt_offload.strategy.metrics import Metrics
 from tests.support import models
@@ -128,14 +129,14 @@ def test_arithmetic_of_a_token(tied: bool) -> None:
     weights = {id(p): p for p in model.parameters() if p.ndim > 1}
     table = model.get_input_embeddings().weight
     expected = 6 * sum(p.numel() for p in weights.values() if tied or p is not table)
-    assert flops_per_token(model) == expected
+    assert product_flops_per_token(model) == expected
     adapted = add_lora(model, LoraArgs(r=2))
     small = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert flops_per_token(adapted) == expected * 4 // 6 + 6 * small
+    assert product_flops_per_token(adapted) == expected * 4 // 6 + 6 * small
 
 
 def test_mixtures_of_experts_and_processors_are_not_guessed() -> None:
-    assert flops_per_token(models.build("mixtral")) is None
+    assert product_flops_per_token(models.build("mixtral")) is None
     assert peak_of(torch.device("cpu"), "32-true", torch.float32) is None
 
 
