@@ -256,7 +256,7 @@ class Engine:
         """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
         assert self._passes is not None and self.gradients is not None and self._window.delayed
         rest = [param for _, param in self.structure.rest]
-        self._passes.of_all = SumsOfAll(others, self.device, self.weights, rest, self.residency)
+        self._passes.of_all = SumsOfAll(others, self.device, self.weights, rest, self.residency, self.recorder)
         if self._common is not None:
             self.gradients.common = self._common
             self._passes.common = CommonUpdates(self._common, updates, self.device)

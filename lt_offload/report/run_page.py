@@ -12,6 +12,8 @@ from lt_offload.plan import simulate
 from lt_offload.plan.what_if import Gain
 from lt_offload.report import plan_page
 from lt_offload.report.drawing import COLORS, OUT_OF_VIEW, Line, lines, page, unbroken
+from lt_offload.report.processes import ProcessTimes, process_table, slowest
+from lt_offload.report.processes import told as processes_told
 from lt_offload.report.runs import Curve, RunFolder, RunSample, read_run
 from lt_offload.report.tables import NONE, bar_list, pairs, section, table
 from lt_offload.schema.explain import brief
@@ -74,6 +76,7 @@ def _page(run: RunFolder, gains: Sequence[Gain]) -> str:
             f'<p class="lead">{unbroken(escape(_lead(run)))}</p>',
             plan_page.figures(_figures(run)),
             _training(run),
+            _processes(run),
             _samples(run.samples),
             planned[0] if planned else "",
             _whole_run(run),
@@ -114,8 +117,24 @@ def _lead(run: RunFolder) -> str:
         told.append(plan_page.bounds(run.plan))
     elif step is not None:
         told.append(f"One step took {format_seconds(step)}; there was no plan.")
+    if (times := _times(run)) and slowest(times) is not None:
+        told.append(f"Of {len(times)} processes {processes_told(times)}.")
     told += run.warnings
     return " ".join(told)
+
+
+def _times(run: RunFolder) -> list[ProcessTimes]:
+    return run.parts[-1].times if run.parts else []
+
+
+def _processes(run: RunFolder) -> str:
+    """Return who of several processes waits how long for whom."""
+    times = _times(run)
+    if not times:
+        return ""
+    sentence = processes_told(times)
+    what = f"Medians of a step: {sentence}. What is waited for is the last process, before a batch and before sums."
+    return section("Processes", what, process_table(times))
 
 
 def _figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:

@@ -19,6 +19,7 @@ from typing import Any
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.nested import dotted
 from lt_offload.replacing import replacing
+from lt_offload.report.processes import ProcessTimes
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -76,6 +77,13 @@ class RunPart:
     flops_per_token: float | None = None
     peak_flops_per_s: float | None = None
     peak_source: str | None = None
+    processes: Sequence[Mapping[str, Any]] = ()
+    """The fields of :class:`lt_offload.report.processes.ProcessTimes`, of several that wait for each other."""
+
+    @property
+    def times(self) -> list[ProcessTimes]:
+        """What each of several processes took."""
+        return [ProcessTimes(**one) for one in self.processes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import sub
 from typing import cast
@@ -22,6 +25,8 @@ class EngineStats:
     host_peak_bytes: int
     grad_norm: float | None
     """Global L2 norm of the gradients, where it was asked for."""
+    waited_s: float = 0.0
+    """How long other processes' gradients were waited for."""
 
 
 class Recorder:
@@ -31,9 +36,11 @@ class Recorder:
         self.device = device
         self.iterations = 0
         self.iteration_s = 0.0
+        self.waited_s = 0.0
         self.device_peak = 0
         self.allocator = AllocatorEvents(0, 0, 0)
         """What happened in the last complete iteration."""
+        self._waited = 0.0
         self._began = 0.0
         self._before = self.allocator
         self._steps: list[float] = []
@@ -58,9 +65,19 @@ class Recorder:
         self._peaks.append(self.device.peak_memory())
         self.device.reset_peak()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Enclose what waits until other processes have come as far."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - began
+
     def end(self) -> None:
         """End the iteration."""
         now = self.device.now()
+        self.waited_s, self._waited = self._waited, 0.0
         self.iterations += 1
         self.iteration_s = now - self._began
         self.device_peak = max(self._peaks, default=self.device.peak_memory())
@@ -77,6 +94,7 @@ class Recorder:
             device_peak_bytes=self.device_peak,
             host_peak_bytes=host_peak,
             grad_norm=grad_norm,
+            waited_s=self.waited_s,
         )
 
     def trace(self, plan: Plan, host_peak: int) -> Trace:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.memory.common import Others
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
@@ -34,6 +35,7 @@ class SumsOfAll:
         weights: of the engine, whose updates wait for their sums.
         rest: parameters outside the blocks, which have ordinary gradients.
         residency: of the sums.
+        recorder: is told how long others were waited for.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class SumsOfAll:
         weights: Sequence[Weight],
         rest: Sequence[nn.Parameter],
         residency: Residency,
+        recorder: Recorder,
     ) -> None:
-        self._others, self._device, self._residency = others, device, residency
+        self._others, self._device, self._residency, self._recorder = others, device, residency, recorder
         self._totals = [weight.total for weight in weights if weight.total is not None]
         self._rest = [param for param in rest if param.requires_grad]
 
@@ -55,7 +58,8 @@ class SumsOfAll:
             by_updates: nobody reads them before updates use them, so that those of owners may add up what they see.
         """
         own = [_state(total) for total in self._totals] + [_FILLED * (p.grad is not None) for p in self._rest]
-        states = list(zip(*self._others.numbers_of_all(own), strict=True))
+        with self._recorder.waiting():
+            states = list(zip(*self._others.numbers_of_all(own), strict=True))
         of_sums = list(zip(self._totals, states, strict=False))
         there = [total for total, of_all in of_sums if any(state & _FILLED for state in of_all)]
         # A collective takes tensors of one kind: what is on the device here is brought home if it is not everywhere.
@@ -83,7 +87,8 @@ class SumsOfAll:
         """Add up sums that all processes see: each adds those that it owns, and writes them to all places."""
         if not totals:
             return
-        self._others.barrier()  # all are complete
+        with self._recorder.waiting():
+            self._others.barrier()  # all are complete
         if by_updates:
             for total in totals:
                 total.parted = True

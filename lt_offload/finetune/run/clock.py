@@ -22,6 +22,8 @@ class RunClock:
         """Seconds before each step since the one before, validation, samples and checkpoints not counted."""
         self.iterations = array("d")
         """Seconds of the engine's iteration within each step, where there is an engine."""
+        self.waited = array("d")
+        """Seconds of each step, and before it, in which other processes were waited for; as above."""
         self._mark = time.perf_counter()
         self._phase = "start"
         self._step = self._gap = 0.0

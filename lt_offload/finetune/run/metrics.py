@@ -42,6 +42,8 @@ class RunMetrics(Metrics, Callback):
         self.flops_per_token: float | None = None
         self.peak: Peak | None = None
         self._counts: Tensor | None = None
+        self._met = 0.0
+        """What the strategy has waited at the beginning of batches so far."""
         self._lr = 0.0
         self._seen = [0, 0.0]  # steps and seconds at the last record
         self._batches = 0
@@ -98,6 +100,9 @@ class RunMetrics(Metrics, Callback):
         stats = None if engine is None or engine.plan is None else engine.stats
         if stats is not None:
             self.clock.iterations.append(stats.iteration_s)
+            met = getattr(trainer.strategy, "waited_s", 0.0)
+            self.clock.waited.append(stats.waited_s + met - self._met)
+            self._met = met
             for name in ("device_peak_bytes", "host_peak_bytes"):
                 self.peaks[name] = max(self.peaks.get(name, 0), getattr(stats, name))
         if not logs_after(trainer, trainer.global_step):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import resource
+import socket
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,6 +26,7 @@ from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.environment import write_environment
 from lt_offload.finetune.run.metrics import RunMetrics
 from lt_offload.finetune.run.samples import Samples, is_whole
+from lt_offload.report.processes import ProcessTimes, told
 from lt_offload.report.runs import RunPart, write_part
 from lt_offload.units import format_bytes, format_seconds
 
@@ -58,6 +61,8 @@ class RunSummary(Callback):
         """(step, validation loss) of every complete evaluation; step 0 is before training."""
         self.first_step: int | None = None
         """At which this part of the run began to train; None: it has not come so far."""
+        self.processes: list[ProcessTimes] = []
+        """Of several that wait for each other, at the end of the training."""
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -69,6 +74,19 @@ class RunSummary(Callback):
         self.first_step = trainer.global_step
         if self.folder is not None and trainer.is_global_zero:
             write_environment(self.folder)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask all processes how long they took, and waited."""
+        ranks, waited = getattr(trainer.strategy, "ranks", None), self.clock.waited
+        if ranks is None or not waited:
+            return
+        steps = [step + before for step, before in zip(self.clock.steps, self.clock.between, strict=True)]
+        # The first step has what comes once before it.
+        own = (socket.gethostname(), median(steps[1:] or steps), median(waited[1:] or waited))
+        self.processes = [
+            ProcessTimes(rank=rank, host=host, step_s=step, waited_s=waits)
+            for rank, (host, step, waits) in enumerate(ranks.gather(own))
+        ]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the loss; a sanity check counts if it saw every batch."""
@@ -127,6 +145,7 @@ class RunSummary(Callback):
             flops_per_token=metrics.flops_per_token,
             peak_flops_per_s=None if peak is None else peak.flops_per_s,
             peak_source=None if peak is None else peak.source,
+            processes=[asdict(one) for one in self.processes],
         )
 
     def facts(self, trainer: Trainer) -> dict[str, str]:
@@ -138,6 +157,8 @@ class RunSummary(Callback):
         facts = {"steps": f"{trainer.global_step}, {format_seconds(seconds['steps'] + seconds['between'])} of training"}
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
+            if self.processes:
+                facts["waiting"] = told(self.processes)
         if self.broken is not None:
             facts["loss"] = f"{self.broken}: the weights are of no use"
         elif first := self.metrics.loss.first:

@@ -48,6 +48,8 @@ class Processes:
     """Lightning's: who starts processes, and which one this is."""
     ranks: Ranks | None = None
     """The connections to the other processes, where there are any."""
+    waited_s = 0.0
+    """How long this process has waited for others where a batch begins."""
     if TYPE_CHECKING:
 
         @property
@@ -335,7 +337,9 @@ class Processes:
         if self.ranks is None:
             return
         self.ranks.watch.strict = True
+        began = time.perf_counter()
         found = [int.from_bytes(bytes(row), "big") for row in self.ranks.numbers_of_all(list(where.to_bytes(6, "big")))]
+        self.waited_s += time.perf_counter() - began
         if len(set(found)) > 1:
             told = ", ".join("at its end" if one == 0 else f"at batch {one}" for one in found)
             raise ConfigError(

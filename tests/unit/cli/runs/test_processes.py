@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,12 @@ def test_a_recipe_trains_in_two_processes(
     [part], [other] = found.parts, expected.parts
     assert (part.tokens, part.trained_tokens, part.samples) == (other.tokens, other.trained_tokens, other.samples)
     assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
+    # Stock ddp does not say how long it waits for others.
+    expected_times = [(rank, socket.gethostname()) for rank in range(2)] if strategy else []
+    assert [(one.rank, one.host) for one in part.times] == expected_times
+    assert all(0 < one.waited_s < one.step_s for one in part.times)
+    assert ("  waiting        " in ran.stdout) == bool(strategy)
+    assert ("Times of all processes" in (folder / "report.html").read_text()) == bool(strategy)
 
     resumed = fails(capsys, recipe, "--trainer.strategy", "auto", "--resume", "--trainer.default_root_dir", str(folder))
     assert "the checkpoint is of a run with 2 processes, now there is 1: " in resumed
