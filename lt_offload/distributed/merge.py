@@ -11,11 +11,22 @@ from lt_offload.schema.profile import Profile
 
 _LEAST = ("device_bytes", "host_bytes", "pinnable_bytes")
 """Of these the smallest counts, as of speeds: what there is, not what is needed."""
-_ALONE = ("contention", "batch_size", "sequence_length", "schema", "host_threads", "chunk_tokens", "processes")
+_ALONE = (
+    "contention",
+    "batch_size",
+    "sequence_length",
+    "schema",
+    "host_threads",
+    "chunk_tokens",
+    "processes",
+    "machines",
+)
 """Fits of several numbers, and names in the form of numbers: as in the profile that the others are added to."""
 
 
-def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool, common_updates: bool = False) -> Profile:
+def merged(
+    profiles: Sequence[Profile], *, per_machine: int, machines: int = 1, on_cuda: bool, common_updates: bool = False
+) -> Profile:
     """Return the profile that one plan for all is made for.
 
     Times are the longest, speeds the lowest, sizes the largest of any process. The RAM that each may take is its part
@@ -24,6 +35,7 @@ def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool, comm
     Args:
         profiles: of the same model, measured at the same time, in the order of ranks.
         per_machine: how many processes share the RAM of a machine.
+        machines: how many there are.
         on_cuda: gradients are added up in device memory that plans have to leave.
         common_updates: weights that the host updates are in memory that processes of a machine have in common.
     """
@@ -48,6 +60,7 @@ def merged(profiles: Sequence[Profile], *, per_machine: int, on_cuda: bool, comm
         optimizer=optimizer,
         shared_bytes=found.shared_bytes + buckets,
         processes=per_machine,
+        machines=machines,
         common_updates=common_updates,
     )
 

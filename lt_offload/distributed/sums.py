@@ -20,8 +20,19 @@ gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By the name that it has in this version of torch: the older one is deprecated from 2.13 on."""
 
 
+def add_rows(rows: Sequence[Tensor]) -> None:
+    """Add to the first of ``rows`` the others, one after the other."""
+    first, *others = rows
+    with torch.no_grad():
+        for other in others:
+            first.add_(other)
+
+
 def add_up(
-    tensors: Sequence[Tensor], group: Any = None, wait: Callable[[Any], None] = lambda work: work.wait()
+    tensors: Sequence[Tensor],
+    group: Any = None,
+    wait: Callable[[Any], None] = lambda work: work.wait(),
+    add: Callable[[Sequence[Tensor]], None] = add_rows,
 ) -> None:
     """Let each of ``tensors`` be its sum over all processes of ``group``, in the order of ranks.
 
@@ -31,9 +42,11 @@ def add_up(
         tensors: are changed in place.
         group: of ``torch.distributed``; None: the default one.
         wait: waits for a collective that has begun.
+        add: lets the first of some tensors be the sum of what all processes have of a part; where ``group`` is one
+            machine's, of what those of other machines have, too.
     """
     for bucket in _buckets(tensors, BUCKET_BYTES):
-        _add_up(bucket, group, wait)
+        _add_up(bucket, group, wait, add)
 
 
 def _buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
@@ -46,7 +59,7 @@ def _buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
             if (tensor.dtype, tensor.device) != (dtype, device):
                 continue
             # A sum of elements does not care where they were, so that parts of a tensor do as well as all of it.
-            for part in torch.split(_flat(tensor), most):
+            for part in torch.split(flat(tensor), most):
                 if part.numel() > room:
                     yield bucket
                     bucket, room = [], most
@@ -56,7 +69,7 @@ def _buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
             yield bucket
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """Return all elements of ``tensor`` as a view, in the order of memory.
 
     A gradient may be transposed or channels-last, but it lies without gaps.
@@ -66,7 +79,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().permute(order).view(-1)
 
 
-def _add_up(parts: list[Tensor], group: Any, wait: Callable[[Any], None]) -> None:
+def _add_up(
+    parts: list[Tensor], group: Any, wait: Callable[[Any], None], add: Callable[[Sequence[Tensor]], None]
+) -> None:
     world = dist.get_world_size(group)
     sizes = [part.numel() for part in parts]
     # A backend wants equal parts for all.
@@ -75,9 +90,8 @@ def _add_up(parts: list[Tensor], group: Any, wait: Callable[[Any], None]) -> Non
     torch.cat(parts, out=sent[: sum(sizes)])
     received = torch.empty_like(sent)
     wait(dist.all_to_all_single(received, sent, group=group, async_op=True))
-    first, *others = received.view(world, length)
-    for other in others:
-        first += other
-    wait(gather_single(sent, first, group=group, async_op=True))
+    rows = received.view(world, length)
+    add([*rows])
+    wait(gather_single(sent, rows[0], group=group, async_op=True))
     for part, total in zip(parts, torch.split(sent[: sum(sizes)], sizes), strict=True):
         part.copy_(total)

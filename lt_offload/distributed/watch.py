@@ -62,9 +62,10 @@ class PeerWatch:
         rank: of this process.
         size: how many there are.
         name: of the run; the store may have had others before, which failed.
+        machine: the number of this process's machine in the run.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str, machine: int = 0) -> None:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._peers = {other: _Peer(since=time.monotonic()) for other in range(size) if other != rank}
@@ -81,7 +82,9 @@ class PeerWatch:
         """Whether a process that does not answer counts as gone: not while each prepares itself."""
         self.batch = -1
         """The batch that this process is at."""
-        self._set("where", f"{os.getpid()} {_here()}")
+        self._here = f"{_here()} {machine}"
+        """Other numbers of machines are other machines: they may be tried out on one."""
+        self._set("where", f"{os.getpid()} {self._here}")
         self._thread = threading.Thread(target=self._run, name="lt_offload-watch", daemon=True)
         self._thread.start()
 
@@ -220,7 +223,7 @@ class PeerWatch:
         if not peer.where:
             number, _, peer.where = (self._get("where", other) or "").partition(" ")
             peer.pid = int(number or 0)
-            if peer.where == _here():
+            if peer.where == self._here:
                 with suppress(OSError):
                     peer.ended = os.pidfd_open(peer.pid)
         beat, now = self._get("beat", other) or "", time.monotonic()
@@ -233,7 +236,7 @@ class PeerWatch:
     def _silent(self, other: int, peer: _Peer, seconds: float) -> None:
         self._failed(f"process {other} ({peer}) has not answered for {seconds:.0f} s: it is stopped, or its machine is")
         # It holds its connections open while it is stopped, and whoever waits for them would never end.
-        if peer.where == _here() and peer.pid:
+        if peer.where == self._here and peer.pid:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(peer.pid, signal.SIGKILL)
 

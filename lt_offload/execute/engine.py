@@ -66,9 +66,9 @@ class Engine:
         plan: a plan that ``lt_offload.plan.verify.check`` accepts; None for forward-only use.
         device: where blocks run; the engine does not close it.
         structure: the model's block sequence, if the caller has it already.
-        others: other processes of this machine that train the same model, each with an engine of its own, made and
-            installed at the same time: updates, which have to wait (``delayed=True``), use the sums of all their
-            gradients, and host copies are in memory that all have together. None: this process is alone.
+        others: other processes that train the same model, each with an engine of its own, made and installed at the
+            same time: updates, which have to wait (``delayed=True``), use the sums of all their gradients, and host
+            copies are in memory that all of a machine have together. None: this process is alone.
 
     Raises:
         PlanError: if the plan belongs to another model.
@@ -146,7 +146,7 @@ class Engine:
         layout = Layout(device, self.weights, self._blocks, plan, staying, common)
         move_rest(self.model, self.structure, device.torch_device)
         if plan is not None:
-            together = common.nbytes // common.others.size if common is not None else 0
+            together = common.nbytes // common.machine.size if common is not None else 0
             device.limit_host(host_limit(plan) - plan.process_bytes - together)
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
         device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.room))

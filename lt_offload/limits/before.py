@@ -41,19 +41,17 @@ def _precision(run: Setup) -> str | None:
 
 
 @limit(
-    "several machines, accelerators other than cuda and cpu",
+    "accelerators other than cuda and cpu",
     "trainer",
-    why="plans are for the devices of one machine, CUDA's or the emulated one",
-    instead="use num_nodes=1 and accelerator='cuda' or 'cpu'; several machines train the same recipe or module with "
-    "strategy='ddp', or 'fsdp' where the model is larger than each of their devices",
+    why="plans are for CUDA devices or the emulated one",
+    instead="use accelerator='cuda' or 'cpu'",
     training_only=False,
 )
 def _devices(run: Setup) -> str | None:
     for device in run.trainer.strategy.parallel_devices or ():
         if device.type not in ("cpu", "cuda"):
             return f"Trainer(accelerator={device.type!r})"
-    nodes = run.trainer.num_nodes
-    return f"Trainer(num_nodes={nodes})" if nodes > 1 else None
+    return None
 
 
 @limit(

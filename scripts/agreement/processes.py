@@ -31,11 +31,11 @@ from tests.parity.several.cases import LATE, MORE, PAIRS, plan
 from tests.parity.several.training import Case, Group, in_turn, parts, plainly
 
 Row = dict[str, Any]
-"""``case``, ``processes``, and the largest differences from ``one`` process and ``stock`` ddp: null where they are not
-comparable. What was not compared is not there."""
+"""``case``, ``processes``, ``machines``, and the largest differences from ``one`` process and ``stock`` ddp: null where
+they are not comparable. What was not compared is not there."""
 
 ENGINES = {
-    2: {
+    (2, 1): {
         "weights and states travel": "tight",
         "the same, one process's copies late": LATE,
         "some travel": "in the middle",
@@ -53,19 +53,31 @@ ENGINES = {
         "SGD": "sgd",
         "weights and states written between steps": "written between steps",
     },
-    3: {"weights and states travel": "three"},
-    4: {"tied weights, some travel": "four", "LoRA": "four, lora"},
+    (3, 1): {"weights and states travel": "three"},
+    (4, 1): {"tied weights, some travel": "four", "LoRA": "four, lora"},
+    (2, 2): {
+        "weights and states travel": "tight, 2 on 2",
+        "all stay on the device": "resident, 2 on 2",
+        "updated on the device": "updated on the device, 2 on 2",
+        "LoRA": "lora, 2 on 2",
+    },
+    (3, 3): {"weights and states travel": "three on three"},
 }
-"""By the number of processes: what rows are called, and names of cases."""
+"""By the numbers of processes and machines: what rows are called, and names of cases."""
+ENGINES[(4, 2)] = {shown: f"{name}, 4 on 2" for shown, name in ENGINES[(2, 1)].items() if name != LATE}
 RUNS = (
-    ("a Trainer's epoch, with validation", "2", 2),
-    ("a Trainer's epoch, a layer trains from its third step on", "unfrozen", 2),
-    ("resumed: the checkpoint of 2", "2 from 2", 2),
-    ("resumed: the checkpoint of 1", "2 from 1", 2),
-    ("resumed: the checkpoint of 2", "1 from 2", 1),
-    ("resumed: the checkpoint of 2", "4 from 2", 4),
+    ("a Trainer's epoch, with validation", "2", 2, 1),
+    ("a Trainer's epoch, a layer trains from its third step on", "unfrozen", 2, 1),
+    ("resumed: the checkpoint of 2", "2 from 2", 2, 1),
+    ("resumed: the checkpoint of 1", "2 from 1", 2, 1),
+    ("resumed: the checkpoint of 2", "1 from 2", 1, 1),
+    ("resumed: the checkpoint of 2", "4 from 2", 4, 1),
+    ("a Trainer's epoch, with validation", "2 on 2", 2, 2),
+    ("resumed: the checkpoint of 2 machines", "2 on 2 from 2 on 2", 2, 2),
+    ("resumed: the checkpoint of 2 machines with 1 each", "4 on 2 from 2 on 2", 4, 2),
+    ("resumed: the checkpoint of 2 machines", "1 from 2 on 2", 1, 1),
 )
-"""Rows, names of runs and numbers of processes."""
+"""Rows, names of runs and numbers of processes and machines."""
 
 
 def main() -> None:
@@ -86,10 +98,10 @@ def main() -> None:
 
 def of_engines() -> Iterator[Row]:
     """Yield the rows of engines in 2, 3 and 4 processes."""
-    known = {2: PAIRS | {LATE: PAIRS["tight"]}, **MORE}
-    for count, names in ENGINES.items():
-        cases = known[count]
-        group = Group(count, stock=True)
+    known = {(2, 1): PAIRS | {LATE: PAIRS["tight"]}, **MORE}
+    for (count, machines), names in ENGINES.items():
+        cases = known[count, machines]
+        group = Group(count, machines=machines, stock=True)
         for name in names.values():
             case, budget, settings = cases[name]
             group.runs.append((name, case, plan(case, budget, settings), name == LATE))
@@ -98,7 +110,8 @@ def of_engines() -> Iterator[Row]:
             (folder / "groups").write_bytes(pickle.dumps([group]))
             training.main(folder)
             for shown, name in names.items():
-                yield {"case": shown, "processes": count, **_of_engine(folder, name, count, cases[name][0])}
+                found = _of_engine(folder, name, count, cases[name][0])
+                yield {"case": shown, "processes": count, "machines": machines, **found}
 
 
 def _of_engine(folder: Path, name: str, count: int, case: Case) -> dict[str, float | None]:
@@ -121,9 +134,9 @@ def of_trainers() -> Iterator[Row]:
         folder = Path(given)
         with contextlib.redirect_stdout(io.StringIO()):
             runs.main(folder)
-        for shown, name, count in RUNS:
+        for shown, name, count, machines in RUNS:
             found, plain = (torch.load(folder / f"{each}.pt", weights_only=True) for each in (name, name + runs.PLAIN))
-            row: Row = {"case": shown, "processes": count, "one": _of_run(found, plain)}
+            row: Row = {"case": shown, "processes": count, "machines": machines, "one": _of_run(found, plain)}
             if (folder / f"{name}{runs.STOCK}.pt").exists():
                 stock = torch.load(folder / f"{name}{runs.STOCK}.pt", weights_only=True)
                 row["stock"] = _of_run(found, stock, "validation")

@@ -71,7 +71,9 @@ def processes(section: Callable[..., str], results: Sequence[Mapping[str, Any]])
 
 def of_processes(row: Mapping[str, Any]) -> list[str]:
     """Return a line of the table of several processes: equal, or the largest difference, where it was compared."""
-    return [row["case"], str(row["processes"]), *(_difference(row, other) for other in ("one", "stock"))]
+    machines = row.get("machines", 1)
+    count = f"{row['processes']}{f' on {machines} machines' if machines > 1 else ''}"
+    return [row["case"], count, *(_difference(row, other) for other in ("one", "stock"))]
 
 
 def _difference(row: Mapping[str, Any], other: str) -> str:

@@ -42,13 +42,41 @@ _WRITTEN, _REPLACED = 1, 2
 """What a process says of a weight: a user has written it or its states; its states are others than the common ones."""
 
 
-class Others(Protocol):
-    """The other processes of the run, as the engine sees them. Whatever is asked of them, all ask in the same order."""
+class Neighbours(Protocol):
+    """The processes of this machine, as the engine sees them. Whatever is asked of them, all ask in the same order."""
 
     rank: int
-    """The number of this process."""
+    """The number of this process among them."""
     size: int
     """How many there are."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all, in the order of ranks."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        ...
+
+    def check(self) -> None:
+        """Raise an error if a process of the run has failed."""
+        ...
+
+    def share_file(self, make: Callable[[], int], by: int) -> int:
+        """Return a descriptor of the file that process ``by`` makes."""
+        ...
+
+
+class Others(Protocol):
+    """All processes of the run, of one machine or several, which have as many each and follow each other."""
+
+    size: int
+    """How many there are."""
+
+    @property
+    def machine(self) -> Neighbours:
+        """Those that share this process's memory."""
+        ...
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of ranks."""
@@ -62,16 +90,12 @@ class Others(Protocol):
         """Let each of ``tensors`` be its sum over all processes, in their order."""
         ...
 
-    def barrier(self) -> None:
-        """Wait for all."""
-        ...
+    def add_up_rows(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Let the first of each of ``rows`` be its sum over all processes.
 
-    def check(self) -> None:
-        """Raise an error if one of them has failed."""
-        ...
-
-    def share_file(self, make: Callable[[], int], by: int) -> int:
-        """Return a descriptor of the file that process ``by`` makes."""
+        Args:
+            rows: what the processes of this machine have, in their order, of what this process owns.
+        """
         ...
 
 
@@ -96,10 +120,10 @@ def share_out(sizes: Sequence[int], count: int) -> list[int]:
     return owners
 
 
-def map_common(others: Others, sizes: Sequence[int], by: int, *, name: str) -> list[SharedPages]:
+def map_common(machine: Neighbours, sizes: Sequence[int], by: int, *, name: str) -> list[SharedPages]:
     """Return memory of these ``sizes`` that process ``by`` makes, as ``name``, and all map, zeroed."""
     starts, total = spread(list(sizes))
-    descriptor = others.share_file(lambda: make_file(total, name), by)
+    descriptor = machine.share_file(lambda: make_file(total, name), by)
     try:
         parts = [SharedPages(fd=descriptor, start=at, nbytes=size) for at, size in zip(starts, sizes, strict=True)]
         for part in parts:
@@ -113,7 +137,7 @@ class Common:
     """The host copies of one engine's weights that are in common memory.
 
     Args:
-        others: the other processes, all of this machine.
+        others: all processes.
         device: copies from there.
         weights: of the engine.
         plan: None for an engine that streams forwards only.
@@ -131,7 +155,7 @@ class Common:
         *,
         owned_updates: bool,
     ) -> None:
-        self.others, self._device = others, device
+        self.machine, self._others, self._device = others.machine, others, device
         self.staying = {index for of_one in others.gather(sorted(staying)) for index in of_one}
         """Weights that stay where they are, in any process."""
 
@@ -142,7 +166,8 @@ class Common:
 
         self._all = weights
         self.weights = [weight for weight in weights if fits(weight)]
-        for weight, owner in zip(self.weights, share_out([w.nbytes for w in self.weights], others.size), strict=True):
+        owners = share_out([w.nbytes for w in self.weights], self.machine.size)
+        for weight, owner in zip(self.weights, owners, strict=True):
             weight.owner = owner
         trains = plan is not None
         self.trained = [weight for weight in self.weights if trains and weight.param.requires_grad]
@@ -160,9 +185,9 @@ class Common:
         self._own_updates: list[Event] = []
 
     def _counters(self, ops: int) -> Any:
-        (pages,) = map_common(self.others, [8 * self.others.size * ops], by=0, name="counters")
+        (pages,) = map_common(self.machine, [8 * self.machine.size * ops], by=0, name="counters")
         # NumPy's stores of aligned numbers of 8 bytes are one access each.
-        return pages.common.view(torch.int64, self.others.size * ops, 0).numpy().reshape(self.others.size, ops)
+        return pages.common.view(torch.int64, self.machine.size * ops, 0).numpy().reshape(self.machine.size, ops)
 
     # -- moving in ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +210,7 @@ class Common:
 
     def _move_weights(self, spans: Sequence[Sequence[LiveGroup]]) -> None:
         sizes = [_size(span) for span in spans]
-        parts = map_common(self.others, sizes, by=0, name="weights") if spans else []
+        parts = map_common(self.machine, sizes, by=0, name="weights") if spans else []
         moving: list[tuple[Weight, Tensor]] = []
         for span, pages in zip(spans, parts, strict=True):
             self.nbytes += sum(weight.nbytes for group in span for weight in group.weights)
@@ -205,9 +230,9 @@ class Common:
 
     def _move(self, moving: list[tuple[Weight, Tensor]]) -> None:
         for weight, _ in moving:
-            if weight.owner == self.others.rank and weight.common is not None:
+            if weight.owner == self.machine.rank and weight.common is not None:
                 weight.common.copy_(weight.host)
-        self.others.barrier()
+        self.machine.barrier()
         for weight, own in moving:
             weight.rehost(own)
         moving.clear()
@@ -216,10 +241,10 @@ class Common:
         """Make memory for everybody's sums of gradients, which owners read."""
         if not spans:
             return
-        for rank in range(self.others.size):
-            parts = map_common(self.others, [_size(span) for span in spans], rank, name="sums")
+        for rank in range(self.machine.size):
+            parts = map_common(self.machine, [_size(span) for span in spans], rank, name="sums")
             for span, pages in zip(spans, parts, strict=True):
-                if rank == self.others.rank:
+                if rank == self.machine.rank:
                     self._device.host_mapped(pages.common)
                 common, at = pages.common.bytes()[: pages.nbytes], 0
                 for group in span:
@@ -227,9 +252,9 @@ class Common:
                         like = total.weight.host
                         place = pages.common.view(like.dtype, like.numel(), at + total.start).view(like.shape)
                         total.places = (*total.places, place)
-                        if rank == self.others.rank:
+                        if rank == self.machine.rank:
                             total.host = place
-                    if rank == self.others.rank:
+                    if rank == self.machine.rank:
                         group.host, group.span = common[at : at + group.nbytes], common
                     at += group.room
 
@@ -266,12 +291,12 @@ class Common:
             told = [_WRITTEN * (w.index in self._written) for w in self._all]
             if states is not None:
                 told = [said | _REPLACED * states.replaced(w) for said, w in zip(told, self._all, strict=True)]
-            rows = list(zip(*self.others.numbers_of_all(told), strict=True))
+            rows = list(zip(*self._others.numbers_of_all(told), strict=True))
             written = [w for w, row in zip(self._all, rows, strict=True) if any(said & _WRITTEN for said in row)]
             for weight, row in zip(self._all, rows, strict=True):
                 for bit, what in ((_WRITTEN, "was written"), (_REPLACED, "was given other optimizer states")):
                     wrote = [rank for rank, said in enumerate(row) if said & bit]
-                    if 0 < len(wrote) < self.others.size:
+                    if 0 < len(wrote) < self._others.size:
                         who = ", ".join(map(str, wrote))
                         raise limits.ONE_PROCESS.error(f"{weight.label} {what} in process {who} only")
             self._publish([weight for weight in written if weight.common is not None])
@@ -282,10 +307,10 @@ class Common:
         if not written:
             return
         for weight in written:
-            if weight.owner == self.others.rank:
+            if weight.owner == self.machine.rank:
                 for common, own in self._pairs(weight):
                     common.copy_(own)
-        self.others.barrier()
+        self.machine.barrier()
         for weight in written:
             for _, own in self._pairs(weight):
                 drop_own(own)
@@ -308,11 +333,11 @@ class Common:
 
     def theirs(self, weight: Weight) -> bool:
         """Return whether another process updates ``weight``."""
-        return weight.owner is not None and weight.owner != self.others.rank
+        return weight.owner is not None and weight.owner != self.machine.rank
 
     def telling(self, op: int, update: Callable[[], None]) -> Callable[[], None]:
         """Return what carries out this process's part of ``op`` and tells the others."""
-        done, row, number = self._done, self.others.rank, self._round
+        done, row, number = self._done, self.machine.rank, self._round
 
         def run() -> None:
             update()
@@ -339,7 +364,7 @@ class Common:
         groups = list(dict.fromkeys(weight.group for weight in weights))
         # An owner that adds up reads everybody's sums, and writes the first process's.
         groups += dict.fromkeys(w.total.group for w in weights if w.total is not None and w.total.parted)
-        done, number, check = self._done, self._round, self.others.check
+        done, number, check = self._done, self._round, self.machine.check
 
         def wait() -> None:
             pause = _FIRST_POLL_S

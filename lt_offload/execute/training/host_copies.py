@@ -69,7 +69,7 @@ class HostCopies:
         hosted = (w for w in self._weights if w.index in self._updated_on_host and w.common_states is None)
         states = updates.bytes(hosted) if updates else 0
         if self._common is not None:
-            states += self._common.nbytes // self._common.others.size
+            states += self._common.nbytes // self._common.machine.size
         own = self._plan.process_bytes if self._plan is not None else 0
         return own + self._device.host_bytes + states + self._snapshots.nbytes
 

@@ -60,16 +60,16 @@ class CommonStates:
 
     def move_in(self, weights: Sequence[Weight]) -> None:
         """Let all processes hold the states that the owners of ``weights`` have; their updates are over."""
-        others = self._common.others
-        mine = {w.index: self._updates.state(w) for w in weights if w.owner == others.rank}
-        told = others.gather({index: _described(state) for index, state in mine.items()})
+        machine = self._common.machine
+        mine = {w.index: self._updates.state(w) for w in weights if w.owner == machine.rank}
+        told = machine.gather({index: _described(state) for index, state in mine.items()})
         by_index = {weight.index: weight for weight in weights}
         with plain_torch():
             for rank, of_one in enumerate(told):
                 found = {index: state for index, state in of_one.items() if state}
                 if any(_bytes(state) for state in found.values()):
                     self._map(rank, found, by_index)
-            others.barrier()
+            machine.barrier()
             for index, own in self._own.items():
                 if index in by_index:
                     weight = by_index[index]
@@ -79,9 +79,9 @@ class CommonStates:
 
     def _map(self, rank: int, found: dict[int, dict[str, Any]], weights: dict[int, Weight]) -> None:
         """Map the states ``found`` of what process ``rank`` owns, which fills them."""
-        others = self._common.others
+        machine = self._common.machine
         sizes = [_bytes(state) for state in found.values()]
-        (pages,) = map_common(others, [sum(sizes)], rank, name="states")
+        (pages,) = map_common(machine, [sum(sizes)], rank, name="states")
         begin = 0
         for (index, state), size in zip(found.items(), sizes, strict=True):
             weight, at = weights[index], begin
@@ -96,7 +96,7 @@ class CommonStates:
                 common[name] = pages.common.view(value.dtype, value.count, at).view(value.shape)
                 own[name] = pages.own.view(value.dtype, value.count, at).view(value.shape)
                 at += value.room
-                if rank == others.rank:
+                if rank == machine.rank:
                     common[name].copy_(present[name])
             weight.common_states, self._own[index] = common, own
             self._common.nbytes += sum(tensor.nbytes for tensor in own.values())

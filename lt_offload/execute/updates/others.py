@@ -4,8 +4,8 @@ Every process has the same plan, so that the sums are the same tensors in all. W
 gradient at all (an expert may have got no tokens), is asked each time: a process without one has zeros.
 
 Sums for weights in common memory are where all processes see them, and nothing is sent: the owner adds them up, in the
-order of ranks, as a part of its update. Where somebody looks at gradients before that, or at their norm, it adds them
-up at once and writes them to all places. Others go through a collective.
+order of ranks, as a part of its update. Where somebody looks at gradients before that, or at their norm, and where
+there are several machines, it adds them up at once and writes them to all places. Others go through a collective.
 """
 
 from __future__ import annotations
@@ -87,18 +87,22 @@ class SumsOfAll:
         """Add up sums that all processes see: each adds those that it owns, and writes them to all places."""
         if not totals:
             return
+        machine = self._others.machine
         with self._recorder.waiting():
-            self._others.barrier()  # all are complete
-        if by_updates:
+            machine.barrier()  # all are complete
+        several = machine.size < self._others.size
+        if by_updates and not several:
             for total in totals:
                 total.parted = True
             return
-        for total in totals:
-            if total.weight.owner == self._others.rank:
-                first = add_in_order(total.places)
-                for place in total.places[1:]:
-                    place.copy_(first)
-        self._others.barrier()
+        own = [total.places for total in totals if total.weight.owner == machine.rank]
+        if several:
+            self._others.add_up_rows(own)
+        for places in own:
+            first = places[0] if several else add_in_order(places)
+            for place in places[1:]:
+                place.copy_(first)
+        machine.barrier()
 
     def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
         self._residency.bring_home(groups)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lt_offload.compat.lightning import ALL_GATHER, SCRIPT_LAUNCHER
 from lt_offload.errors import ConfigError, ProcessError
+from lt_offload.strategy.several.machines import require_rendezvous
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -124,6 +125,7 @@ class Processes:
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
+            require_rendezvous(self.cluster_environment, machines=self.num_nodes, each=self.num_processes)
             launchers = import_module(f"{self.namespace}.strategies.launchers")
             launcher = getattr(launchers, SCRIPT_LAUNCHER)
             self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -197,17 +199,18 @@ class Processes:
         """Connect all processes, if there are several."""
         if not self.is_distributed:
             return
-        from lt_offload.distributed.ranks import Ranks, initialize
+        from lt_offload.distributed.ranks import Ranks
+        from lt_offload.distributed.rendezvous import initialize
 
         environment = self.cluster_environment
         device = self.root_device.type
         os.environ["MASTER_ADDR"] = str(environment.main_address)
         os.environ["MASTER_PORT"] = str(environment.main_port)
-        initialize(device, rank=self.global_rank, size=self.world_size)
+        initialize(device, rank=self.global_rank, size=self.world_size, per_machine=self.num_processes)
         import_module(f"{_FABRIC[self.namespace]}.utilities.seed").reset_seed()  # as ddp does where it connects
         self._failing, self._children = None, ()
         if self.ranks is None:
-            self.ranks = Ranks(on_device=device == "cuda")
+            self.ranks = Ranks(per_machine=self.num_processes, on_device=device == "cuda")
         self._epoch = None
 
     def fail_with(self, error: BaseException) -> None:
@@ -296,7 +299,13 @@ class Processes:
 
         on_cuda = self.root_device.type == "cuda"
         in_place = len(self.optimizers) == 1 and updates_in_place(self.optimizers[0])
-        found = merged(profiles, per_machine=self.num_processes, on_cuda=on_cuda, common_updates=in_place)
+        found = merged(
+            profiles,
+            per_machine=self.num_processes,
+            machines=self.num_nodes,
+            on_cuda=on_cuda,
+            common_updates=in_place,
+        )
         # Each one's part of a machine that was measured before has been taken by then.
         return found if known is None else replace(found, hardware=known)
 

@@ -23,6 +23,10 @@ class Alone:
 
     rank, size = 0, 1
 
+    @property
+    def machine(self) -> Alone:
+        return self
+
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
@@ -30,6 +34,9 @@ class Alone:
         return [list(numbers)]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """There is nothing to add."""
+
+    def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]]) -> None:
         """There is nothing to add."""
 
     def barrier(self) -> None:

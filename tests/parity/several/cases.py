@@ -39,11 +39,14 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "written, with adapters": (Case(model={"lora": True}, user=True), "tight", {}),
 }
 """Cases, budgets and settings of plans, for two processes."""
-MORE: dict[int, dict[str, tuple[Case, str, dict[str, Any]]]] = {
-    3: {"three": (LLAMA, "tight", {})},
-    4: {"four": (TIED, "middle", {}), "four, lora": (LORA, "tight", {})},
+MORE: dict[tuple[int, int], dict[str, tuple[Case, str, dict[str, Any]]]] = {
+    (3, 1): {"three": (LLAMA, "tight", {})},
+    (4, 1): {"four": (TIED, "middle", {}), "four, lora": (LORA, "tight", {})},
+    (2, 2): {f"{name}, 2 on 2": PAIRS[name] for name in ("tight", "resident", "updated on the device", "lora")},
+    (3, 3): {"three on three": (LLAMA, "tight", {})},
+    (4, 2): {f"{name}, 4 on 2": case for name, case in PAIRS.items()},
 }
-"""The same for more processes."""
+"""The same for other numbers of processes, and of machines."""
 LATE = "tight, one late"
 """The first plan once more, with one process's copies late."""
 

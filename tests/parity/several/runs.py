@@ -24,8 +24,18 @@ from tests.support import trainers
 
 ROWS = 8
 """Of an epoch: as many batches for each of 1, 2 and 4 processes."""
-RESUMED = {"2 from 1": (2, "1"), "2 from 2": (2, "2"), "1 from 2": (1, "2"), "4 from 2": (4, "2")}
-"""How many processes go on from whose checkpoint."""
+ALONE, PAIR, FOUR, APART, GRID = (1, 1), (2, 1), (4, 1), (2, 2), (4, 2)
+"""How many processes there are, on how many machines."""
+RESUMED = {
+    "2 from 1": (PAIR, "1"),
+    "2 from 2": (PAIR, "2"),
+    "1 from 2": (ALONE, "2"),
+    "4 from 2": (FOUR, "2"),
+    "2 on 2 from 2 on 2": (APART, "2 on 2"),
+    "4 on 2 from 2 on 2": (GRID, "2 on 2"),
+    "1 from 2 on 2": (ALONE, "2 on 2"),
+}
+"""How many processes go on from whose checkpoint; "on 2" are those on two machines."""
 PLAIN, STOCK = ", plain", ", ddp"
 
 
@@ -72,18 +82,21 @@ def train(folder: Path, name: str, strategy: Any, *, kind: type[Any] = Whole, st
         torch.save(found, folder / f"{name}.pt")
 
 
-def by(count: int, folder: Path) -> None:
+def by(count: int, machines: int, folder: Path) -> None:
     """Carry out the runs of so many processes."""
-    several: dict[str, Any] = {"devices": count}
-    if count == 2:
+    several: dict[str, Any] = {"devices": count // machines, "num_nodes": machines}
+    if (count, machines) == PAIR:
         train(folder, "2", ours(), **several)
         train(folder, "2" + STOCK, "ddp", **several)
         train(folder, "unfrozen", ours(), kind=WholeUnfrozen, **several)
         stock = "ddp_find_unused_parameters_true"
         train(folder, "unfrozen" + STOCK, stock, kind=WholeUnfrozen, **several)
         train(folder, "2 from 2" + STOCK, "ddp", start="2", **several)
-    for name, (ranks, start) in RESUMED.items():
-        if ranks == count:
+    if (count, machines) == APART:
+        train(folder, "2 on 2", ours(), **several)
+        train(folder, "2 on 2" + STOCK, "ddp", **several)
+    for name, (group, start) in RESUMED.items():
+        if group == (count, machines):
             train(folder, name, ours(), start=start, **several)
 
 
@@ -92,7 +105,8 @@ def plainly(folder: Path) -> None:
     one: dict[str, Any] = {"devices": 1}
     train(folder, "2" + PLAIN, "auto", accumulate_grad_batches=2, **one)
     train(folder, "unfrozen" + PLAIN, "auto", kind=WholeUnfrozen, accumulate_grad_batches=2, **one)
-    for name, (ranks, start) in RESUMED.items():
+    train(folder, "2 on 2" + PLAIN, "auto", accumulate_grad_batches=2, **one)
+    for name, ((ranks, _), start) in RESUMED.items():
         train(folder, name + PLAIN, "auto", start=start, accumulate_grad_batches=ranks, **one)
 
 
@@ -100,15 +114,15 @@ def main(folder: Path) -> None:
     """Carry out all runs; those that go on come after those that leave their checkpoints."""
     training.models.build()  # transformers is imported once
 
-    def work(rank: int, count: int, port: int) -> None:
-        os.environ.update(training.environment(rank, count, port))
-        by(count, folder)
+    def work(rank: int, count: int, machines: int, port: int) -> None:
+        os.environ.update(training.environment(rank, count, port, machines))
+        by(count, machines, folder)
 
     training.fork(1, lambda _: train(folder, "1", ours(), devices=1))
-    for count in (2, 4):
+    for group in (PAIR, FOUR, APART, GRID):
         port = training.free_port()
-        training.fork(count, lambda rank, count=count, port=port: work(rank, count, port))
-    training.fork(1, lambda _: (by(1, folder), plainly(folder)))
+        training.fork(group[0], lambda rank, group=group, port=port: work(rank, *group, port))
+    training.fork(1, lambda _: (by(*ALONE, folder), plainly(folder)))
 
 
 if __name__ == "__main__":

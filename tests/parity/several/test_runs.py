@@ -35,14 +35,14 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["2", "unfrozen", *RESUMED])
+@pytest.mark.parametrize("name", ["2", "2 on 2", "unfrozen", *RESUMED])
 def test_they_end_where_one_process_does_that_accumulates(folder: Path, name: str) -> None:
     found, plain = read(folder, name), read(folder, name + PLAIN)
     for part in ("weights", "states", "steps"):
         assert alike(found[part], plain[part]), part
 
 
-@pytest.mark.parametrize("name", ["2", "unfrozen", "2 from 2"])
+@pytest.mark.parametrize("name", ["2", "2 on 2", "unfrozen", "2 from 2"])
 def test_they_end_where_stock_ddp_does(folder: Path, name: str) -> None:
     found, stock = read(folder, name), read(folder, name + STOCK)
     for part in ("weights", "states", "steps", "validation"):

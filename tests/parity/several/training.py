@@ -267,17 +267,19 @@ class Group:
 
     stock: bool = False
     """Whether each case is trained by PyTorch's ``DistributedDataParallel``, too."""
+    machines: int = 1
+    """Among which they are divided: those of one share memory."""
 
 
 def main(folder: Path) -> None:
     for group in pickle.loads((folder / "groups").read_bytes()):
-        rendezvous = folder / f"store of {group.ranks}"
+        rendezvous = folder / f"store of {group.ranks} on {group.machines}"
         fork(group.ranks, lambda rank, group=group, file=rendezvous: _work(folder, group, rank, file))
 
 
 def _work(folder: Path, group: Group, rank: int, rendezvous: Path) -> None:
     dist.init_process_group("gloo", store=store_at(rendezvous, rank), rank=rank, world_size=group.ranks)
-    ranks = Ranks()
+    ranks = Ranks(per_machine=group.ranks // group.machines)
     for name, case, plan, delay in group.runs:
         found, memory = by_engine(case, plan, ranks, delay=delay)
         torch.save(parts(found), folder / f"{name}-{rank}.pt")
@@ -288,7 +290,7 @@ def _work(folder: Path, group: Group, rank: int, rendezvous: Path) -> None:
         gc.collect()  # or the next case would find the memory of this one
         ranks.barrier()
     _, case, plan, _ = group.runs[0]
-    (folder / f"lopsided-{group.ranks}-{rank}").write_text(lopsided(case, plan, ranks))
+    (folder / f"lopsided-{group.ranks} on {group.machines}-{rank}").write_text(lopsided(case, plan, ranks))
     ranks.close()
 
 
@@ -339,9 +341,10 @@ def _forked(rank: int, work: Callable[[int], None]) -> int:
         os._exit(code)
 
 
-def environment(rank: int, count: int, port: int) -> dict[str, str]:
+def environment(rank: int, count: int, port: int, machines: int = 1) -> dict[str, str]:
     """Return what torchrun would set."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "NODE_RANK": 0, "MASTER_PORT": port}
+    machine, local = divmod(rank, count // machines)
+    numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": count, "NODE_RANK": machine, "MASTER_PORT": port}
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 

@@ -122,7 +122,7 @@ def test_mixed_precision(recipe: str) -> None:
         (["--trainer.strategy.plan", "corrupt.json"], ["'corrupt.json' is not a valid Plan file"]),
         (["--trainer.strategy.plan", "older.json"], ["'older.json' has schema 0"]),
         (["--trainer.strategy.plan", "other.json"], ["other.json"]),
-        (["--trainer.num_nodes", "2"], ["Trainer(num_nodes=2)"]),
+        (["--trainer.num_nodes", "2"], ["num_nodes=2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK"]),
         (["--trainer.gradient_clip_val", "-1.0"], ["gradient_clip_val=-1.0 must be more than 0"]),
         (["--trainer.gradient_clip_algorithm", "best"], ["gradient_clip_algorithm", "best"]),
         (["--trainer.accumulate_grad_batches", "0"], ["accumulate_grad_batches"]),

@@ -112,12 +112,13 @@ def test_tables_add_up_what_was_compared() -> None:
 def test_the_table_of_processes_says_what_differs_and_what_was_not_compared() -> None:
     row = {"case": "LoRA", "processes": 4, "one": 0.0, "stock": 1.19e-07}
     assert tables.of_processes(row) == ["LoRA", "4", "equal", "1.2e-07"]
+    assert tables.of_processes(row | {"machines": 2})[1] == "4 on 2 machines"
     assert tables.of_processes(row | {"one": None}) == ["LoRA", "4", "not comparable", "1.2e-07"]
     del row["stock"]
     assert tables.of_processes(row) == ["LoRA", "4", "equal", ""]
-    known = {2: PAIRS | {LATE: PAIRS["tight"]}, **MORE}
+    known = {(2, 1): PAIRS | {LATE: PAIRS["tight"]}, **MORE}
     assert all(set(names.values()) <= known[count].keys() for count, names in processes.ENGINES.items())
-    assert {name for _, name, _ in processes.RUNS} == {"2", "unfrozen", *RESUMED}
+    assert {name for _, name, *_ in processes.RUNS} == {"2", "2 on 2", "unfrozen", *RESUMED}
 
 
 def test_what_a_process_lost_is_not_equal(tmp_path: Path) -> None:

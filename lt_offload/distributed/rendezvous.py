@@ -1,0 +1,109 @@
+"""How the processes of a run find each other, and notice that they were not started for the same run."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lt_offload.errors import ConfigError, first_line
+
+TIMEOUT = timedelta(minutes=30)
+"""For those that are late: they may be downloading. Whoever has failed is noticed by ``watch``."""
+_POLL_S = 0.05
+_LINGER_S = 3.0
+"""The first process has the store: where something is wrong, the others have so long to read what."""
+
+
+def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
+    """Let ``torch.distributed`` connect the processes, unless it has; where the first one is says the environment.
+
+    Args:
+        device: its type; with ``"cuda"`` there is NCCL beside gloo, where torch has it.
+        rank: of this process.
+        size: how many there are.
+        per_machine: how many of them each machine has.
+
+    Raises:
+        ConfigError: if they do not come together, were started with other numbers, or are connected in another way
+            already.
+    """
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"
+        try:
+            store = _store(rank, size)
+            _meet(store, rank, size, per_machine)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ConfigError(
+                f"process {rank} did not find the other {size - 1} of this run at {where}: {first_line(error)}; "
+                "check that all were started and reach MASTER_ADDR and MASTER_PORT"
+            ) from error
+        atexit.register(_disconnect)
+    elif (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise ConfigError(
+            f"torch.distributed connects {dist.get_world_size()} processes already, and this run has {size}: use as "
+            "many devices, or call torch.distributed.destroy_process_group() before"
+        )
+
+
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store(rank: int, size: int) -> Any:
+    """Return the store of the run: the first process's, or torchrun's."""
+    library: Any = dist  # whose types leave these out
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, *_ = next(library.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    else:
+        # Without waiting for as many as there should be: a process that was started for another run would make that
+        # half an hour.
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        options: dict[str, Any] = {"timeout": TIMEOUT, "wait_for_workers": False, "multi_tenant": True}
+        store = library.TCPStore(host, port, size, rank == 0, **options)
+    # torchrun's store outlives processes that it starts again: they would find addresses of those before them.
+    return library.PrefixStore(f"lt_offload/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
+    """Wait until all are there.
+
+    Raises:
+        ConfigError: if one of them was started for a run of other numbers.
+    """
+    own = f"{size // per_machine} x {per_machine}"
+    first = store.compare_set("machines", "", own).decode()
+    wrong = ""
+    if first != own:
+        wrong = (
+            f"process {rank} was started for num_nodes x devices = {own}, another one of this run for {first}: start "
+            "as many processes on each machine, with the same num_nodes"
+        )
+    elif store.add(f"process {rank}", 1) > 1:
+        wrong = (
+            f"two processes of this run are process {rank}, of machine {rank // per_machine}: let NODE_RANK be another "
+            f"number on each machine, from 0 to {size // per_machine - 1}"
+        )
+    if wrong:
+        store.set("wrong", wrong)
+    limit = time.monotonic() + TIMEOUT.total_seconds()
+    there = store.add("there", 0 if wrong else 1)
+    while there < size and not wrong:
+        if store.check(["wrong"]):
+            wrong = store.get("wrong").decode()
+        elif time.monotonic() > limit:
+            raise RuntimeError(f"{there} of {size} came within {TIMEOUT}")
+        else:
+            time.sleep(_POLL_S)
+            there = store.add("there", 0)
+    if wrong:
+        if rank == 0:
+            time.sleep(_LINGER_S)
+        raise ConfigError(wrong)

@@ -1,0 +1,45 @@
+"""What is wrong with how the processes of several machines are started, as far as each of them can know by itself."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lt_offload.errors import ConfigError
+
+
+def require_rendezvous(environment: Any, *, machines: int, each: int) -> None:
+    """Check that the processes of a run can find each other.
+
+    Args:
+        environment: Lightning's, which says which one this is.
+        machines: how many there are (``num_nodes``).
+        each: processes on each of them (``devices``).
+
+    Raises:
+        ConfigError: naming what is missing, or what is another number than the Trainer's.
+    """
+    if type(environment).__name__ == "LightningEnvironment" and machines > 1:
+        _require_variables(machines)
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if type(environment).__name__ == "TorchElasticEnvironment" and local is not None and int(local) != each:
+        raise ConfigError(
+            f"devices={each} with {local} processes on this machine: let torchrun start --nproc-per-node {each} on "
+            f"each of {machines} machines, or set devices={local}"
+        )
+
+
+def _require_variables(machines: int) -> None:
+    found = f"num_nodes={machines}"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if not os.environ.get(name)]
+    if "GROUP_RANK" in os.environ and "NODE_RANK" in missing:
+        missing.remove("NODE_RANK")
+    if missing:
+        raise ConfigError(
+            f"{found} needs {', '.join(missing)} in the environment, so that machines find each other: set "
+            "MASTER_ADDR and MASTER_PORT to an address of the first machine and a free port there, NODE_RANK to 0 on "
+            "the first machine, 1 on the next; or start the script by torchrun --nnodes or SLURM, which set all of it"
+        )
+    number = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", ""))
+    if not number.isdecimal() or int(number) >= machines:
+        raise ConfigError(f"NODE_RANK={number} with {found}: machines have the numbers 0 to {machines - 1}")

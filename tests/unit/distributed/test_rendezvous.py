@@ -1,0 +1,55 @@
+"""Processes that were started with other numbers are an error in all of them, and so are two with one number."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lt_offload.distributed import rendezvous
+from lt_offload.errors import ConfigError
+
+library: Any = dist
+
+
+def met(*processes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what each process says that has a rank, and the numbers of all and of those of its machine."""
+    monkeypatch.setattr(rendezvous, "_LINGER_S", 0.0)
+    store = library.HashStore()
+
+    def meet(process: tuple[int, int, int]) -> str:
+        try:
+            rendezvous._meet(store, *process)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(meet, processes))
+
+
+def test_all_that_were_started_alike_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert met((0, 4, 2), (1, 4, 2), (2, 4, 2), (3, 4, 2), monkeypatch=monkeypatch) == [""] * 4
+
+
+def test_another_number_of_processes_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = met((0, 4, 2), (1, 4, 2), (1, 2, 1), monkeypatch=monkeypatch)
+    assert len(set(said)) == 1
+    assert "num_nodes x devices = " in said[0]
+    assert "2 x 1" in said[0]
+    assert "2 x 2" in said[0]
+
+
+def test_two_machines_with_one_number_are_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = met((0, 2, 1), (0, 2, 1), monkeypatch=monkeypatch)
+    assert len(set(said)) == 1
+    assert "two processes of this run are process 0, of machine 0: let NODE_RANK be another number" in said[0]
+    assert "from 0 to 1" in said[0]
+
+
+def test_who_does_not_come_is_not_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "TIMEOUT", 0 * rendezvous.TIMEOUT)
+    with pytest.raises(RuntimeError, match="1 of 2 came"):
+        met((1, 2, 1), monkeypatch=monkeypatch)
