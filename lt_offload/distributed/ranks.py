@@ -13,6 +13,7 @@ from torch import Tensor
 from lt_offload.compat.torch import default_store
 from lt_offload.distributed import sums
 from lt_offload.distributed.chain import Aside, MachineChain
+from lt_offload.distributed.letters import Letters
 from lt_offload.distributed.peers import Peers
 from lt_offload.distributed.watch import PeerWatch
 
@@ -47,6 +48,7 @@ class Ranks(Peers):
         column = range(rank % count, size, count)
         self._chain = MachineChain(column, _group(column, "gloo")) if count < size else None
         """To those with this process's place on the other machines."""
+        self.letters = Letters(default_store(), control.group_name, watch.check)
 
     def close(self) -> None:
         """Stop watching the others; the connections end with those of ``torch.distributed``."""

@@ -119,7 +119,7 @@ class Engine:
         self._place: Place
         self._fixed: InstalledSetup
         self._gradient_view: GradientView
-        self._host_copies: HostCopies
+        self.host_copies: HostCopies
         self._passes: Passes | None = None
         self._window_gradients: WindowGradients | None = None
         self._iteration = Iteration(
@@ -178,7 +178,7 @@ class Engine:
             view=self._gradient_view,
             staying=bool(aliases.held),
         )
-        self._host_copies = HostCopies(
+        self.host_copies = HostCopies(
             self.weights, updates, plan, device=device, residency=self.residency, guard=self._guard, common=common
         )
         if updates is not None:
@@ -414,7 +414,7 @@ class Engine:
         self._guard.end()
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
-            self._host_copies.check()
+            self.host_copies.check()
 
     # -- calls of blocks ---------------------------------------------------------------------------------------------
 
@@ -546,7 +546,7 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         """RAM of the process: its own, weights, gradients, optimizer states, activations, what is set aside."""
-        return self._host_copies.nbytes
+        return self.host_copies.nbytes
 
     def trace(self) -> Trace:
         """Return the last complete iteration, measured."""
@@ -563,12 +563,13 @@ class Engine:
     def snapshot(self, free: int) -> HostSnapshot:
         """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
 
-        To be called :meth:`at_rest`. Copies that have to be set aside for it take what the plan's host memory leaves.
+        Of several processes each has what it saves, see ``host_copies``. To be called :meth:`at_rest`. Copies that have
+        to be set aside for it take what the plan's host memory leaves.
 
         Args:
             free: bytes of RAM that the machine has left; no more is taken.
         """
-        return self._host_copies.snapshot(free)
+        return self.host_copies.snapshot(free)
 
     @property
     def added(self) -> int:

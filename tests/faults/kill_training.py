@@ -161,7 +161,7 @@ def die() -> None:
 def arm(save: int, what: str, byte: int) -> None:
     """Let this process die in its ``save``-th save, at ``byte`` of the file or at one of ``OPERATIONS``."""
     state = {"saves": 0}
-    archive, flush, replace = checkpoint._archive, checkpoint._flush, Path.replace
+    archive, flush, replace = checkpoint._archive, checkpoint.flush, Path.replace
 
     def written(records: Any, path: Path, read: Any) -> None:
         state["saves"] += 1
@@ -180,7 +180,7 @@ def arm(save: int, what: str, byte: int) -> None:
         return operation
 
     checkpoint._archive = written
-    checkpoint._flush = around("file", flush)
+    checkpoint.flush = around("file", flush)
     Path.replace = around("renamed" if what == "renamed" else "about to be renamed", replace)  # type: ignore[method-assign]
 
 

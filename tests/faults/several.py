@@ -25,14 +25,16 @@ import lt_offload
 from lt_offload.distributed import watch
 from lt_offload.execute.updates import others
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.strategy.checkpoint import files
+from lt_offload.strategy.checkpoint import files, several
 from tests.parity.several.training import environment, free_port
 from tests.support import trainers
 
 MEMORY = "40MB"
 KINDS = ("raise", "kill", "stop", "over budget")
-PLACES = {"forward": 1, "exchange": 1, "update": 1, "save": 0}
+PLACES = {"forward": 1, "exchange": 1, "update": 1, "part": 1, "save": 0}
 """Where a fault comes, and in which process: the first one writes, and has the run's store."""
+PIECES = 80
+"""Of host copies that the second process has written into one file and a half."""
 LIMIT_S = 60.0
 """All have to be gone by then, after the fault."""
 SILENCE_S = 12.0
@@ -102,8 +104,10 @@ def train(kind: str, place: str, folder: Path, rank: int) -> None:
             others._add_up = broken(others._add_up, injector, at=8)  # the others wait for all that are added up
         elif place == "update":
             Updates._on_host = broken(Updates._on_host, injector, at=8)  # type: ignore[method-assign]  # and for this
+        elif place == "part":
+            several._write = broken(several._write, injector, at=PIECES)  # in the middle of the second file
         else:
-            files._flush = broken(files._flush, injector, at=3)  # of the second file
+            several.flush = broken(several.flush, injector, at=3)  # of the second file
     saver = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     trainers.fit(
         lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l"),
@@ -164,6 +168,8 @@ def case(kind: str, place: str, folder: Path) -> dict[str, Any]:
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))  # raises if somebody listens there
+    kept = sorted(path.name for path in (folder / "kept").glob("*"))
+    files.prepare(folder / "kept")  # as the next run does
     return {
         "fault": fault_at is not None,
         "said": [path.read_text() if path.exists() else None for path in said],
@@ -171,7 +177,8 @@ def case(kind: str, place: str, folder: Path) -> dict[str, Any]:
         "alive": alive,
         "seconds": [round(ended[rank] - fault_at, 2) if fault_at and rank in ended else None for rank in range(2)],
         "left in shared memory": sorted(set(os.listdir("/dev/shm")) - shared),
-        "checkpoints": sorted(path.name for path in (folder / "kept").glob("*")),
+        "checkpoints": kept,
+        "cleaned": sorted(path.name for path in (folder / "kept").glob(".*")) == [],
         "torn": [path.name for path in (folder / "kept").glob("*.ckpt") if not files.is_complete(path)],
     }
 

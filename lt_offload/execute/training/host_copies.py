@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from lt_offload.compat.torch import address_of
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import ROUNDING
@@ -16,9 +17,12 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import first_changes
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.user_code.guard import Guard, TrackedTensor
+from lt_offload.model.optimizers import Place, tensor_at
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes
 
+HostCopy = tuple[int, Place]
+"""What a host copy is called in all processes: the weight's number, and the place in its state; None: the weight."""
 _SMALL = 8
 """Bytes of one element: whoever wants such a state as it is copies it at once."""
 
@@ -89,10 +93,48 @@ class HostCopies:
         order = first_changes(self._plan)
         storages = {
             storage: order.get((owned.weight.index, owned.state is not None), len(self._plan.ops))
-            for storage, owned in self._guard.announced()
-            if owned.state is None or self._is_changed_by_ops(owned, storage)
+            for storage, owned in self._changing()
+            if self._saved_by(owned.weight) == self._rank
         }
         return self._snapshots.take(storages, min(free, self._plan.host_budget_bytes - self.nbytes))
+
+    @property
+    def have_owners(self) -> bool:
+        """Whether processes save a checkpoint together: each has host copies of its own."""
+        return any(self._saved_by(weight) for weight in self._weights)
+
+    def saved_by_others(self) -> dict[int, tuple[int, HostCopy]]:
+        """Return what another process of the machine saves, by the addresses of storages: which one, and its name."""
+        return {
+            address_of(storage): (rank, (owned.weight.index, owned.state))
+            for storage, owned in self._changing()
+            if (rank := self._saved_by(owned.weight)) != self._rank
+        }
+
+    def memory(self, copy: HostCopy) -> torch.UntypedStorage:
+        """Return the memory of what has this name in all processes."""
+        index, state = copy
+        weight = next(weight for weight in self._weights if weight.index == index)
+        found = weight.host
+        if state is not None:
+            assert self._updates is not None
+            tensor = tensor_at(self._updates.state(weight), state)
+            assert tensor is not None, f"{weight.label} has no state {state!r} here, and has one in another process"
+            found = tensor
+        return found.untyped_storage()
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._common is None else self._common.machine.rank
+
+    def _saved_by(self, weight: Weight) -> int:
+        """Return which process of the machine writes ``weight`` and its states to a checkpoint."""
+        return 0 if self._common is None or weight.owner is None else weight.owner
+
+    def _changing(self) -> Iterator[tuple[torch.UntypedStorage, TrackedTensor]]:
+        for storage, owned in self._guard.announced():
+            if owned.state is None or self._is_changed_by_ops(owned, storage):
+                yield storage, owned
 
     def _is_changed_by_ops(self, state: TrackedTensor, storage: torch.UntypedStorage) -> bool:
         """Return whether only ops change the host copy of ``state``; other states are small, such as step counters."""

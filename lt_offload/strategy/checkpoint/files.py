@@ -27,7 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.torch import open_archive, save_records
+from lt_offload.compat.torch import address_of, open_archive, save_records
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.snapshots import HostSnapshot
@@ -38,6 +38,8 @@ from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import TorchCheckpointIO as _Base
+
+    from lt_offload.strategy.checkpoint.several import FilePart
 else:
     _Base = object
 
@@ -70,7 +72,7 @@ def prepare(folder: Path) -> None:
         for path in absent:  # whoever saves something makes them
             path.rmdir()
     except OSError as error:
-        raise CheckpointError(_explained(folder / "*", error)) from error
+        raise CheckpointError(explained(folder / "*", error)) from error
     for leftover in folder.glob(f".*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # another run that starts has been faster
             _remove_leftover(leftover)
@@ -98,6 +100,13 @@ class Record:
     storage: torch.UntypedStorage | None
     """Instead of ``content``."""
     nbytes: int
+    offset: int = 0
+    """Where its bytes begin in a file that several processes write."""
+
+    @property
+    def address(self) -> int:
+        """The address of ``storage``; 0 without one."""
+        return 0 if self.storage is None else address_of(self.storage)
 
 
 def records(checkpoint: dict[str, Any]) -> list[Record]:
@@ -145,7 +154,7 @@ def make_room(records: Iterable[Record], path: str | Path) -> None:
         if needed > free:
             raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)}")
     except OSError as error:
-        raise CheckpointError(_explained(target, error)) from error
+        raise CheckpointError(explained(target, error)) from error
 
 
 def write(records: Iterable[Record], path: str | Path, read: Reading = _as_it_is) -> None:
@@ -160,24 +169,24 @@ def write(records: Iterable[Record], path: str | Path, read: Reading = _as_it_is
         CheckpointError: if the disk is full or the folder cannot be written; nothing is left of the new file.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.name}{_SUFFIX}")
+    partial = partial_name(target)
     try:
         try:
             with _locked(partial):
                 _archive(records, partial, read)
                 # First the bytes, then the name: after a power cut the target is the old file or the new one.
-                _flush(partial)
+                flush(partial)
                 partial.replace(target)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        _flush(target.parent)  # the renaming, too, survives a power cut
+        flush(target.parent)  # the renaming, too, survives a power cut
     except OSError as error:
-        raise CheckpointError(_explained(target, error)) from error
+        raise CheckpointError(explained(target, error)) from error
     except RuntimeError as error:  # torch's writer does not say why it failed
         if shutil.disk_usage(target.parent).free > _LITTLE:
             raise
-        raise CheckpointError(_explained(target, OSError(errno.ENOSPC, ""))) from error
+        raise CheckpointError(explained(target, OSError(errno.ENOSPC, ""))) from error
 
 
 def _archive(records: Iterable[Record], file: Any, read: Reading) -> None:
@@ -253,7 +262,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
             put(state, place, torch.empty_like(source, device="cpu").copy_(source))
 
 
-def _explained(target: Path, error: OSError) -> str:
+def explained(target: Path, error: OSError) -> str:
     """Return one sentence on why ``target`` was not written, and the way out."""
     folder = next(parent for parent in target.parents if parent.exists())
     way_out = "choose another folder with dirpath= of ModelCheckpoint or trainer.default_root_dir"
@@ -272,13 +281,23 @@ def _locked(path: Path) -> Iterator[None]:
     while True:
         with path.open("ab") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if is_locked(file.fileno(), path):
                 yield
                 return
         # another process took the new file for a leftover before it was locked
 
 
-def _flush(path: Path) -> None:
+def is_locked(descriptor: int, path: Path) -> bool:
+    """Return whether a file that was locked when it was open is still the one at ``path``."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def partial_name(path: Path, mark: str = "") -> Path:
+    """Return the name of a file that becomes ``path``; with a ``mark`` one of several."""
+    return path.with_name(f".{path.name}{mark and '.' + mark}{_SUFFIX}")
+
+
+def flush(path: Path) -> None:
     """Wait until what was written to a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -319,31 +338,65 @@ class AtomicCheckpointIO(_Base):
         """
         with ExitStack() as undo:
             undo.callback(snapshot.close)
-            if self._writer is not None:
-                self._writer.check()
+            self._check()
             found = records(checkpoint)
             make_room(found, path)
-            # First what training changes first, so that as little as possible has to be copied aside.
-            found.sort(key=lambda record: -1 if record.storage is None else snapshot.rank(record.storage))
-            loose = [r for r in found if r.storage is not None and not snapshot.holds(r.storage)]
-            nbytes = sum(record.nbytes for record in loose)
-            if later and nbytes > max(snapshot.room, _LITTLE_MEMORY):
-                rank_zero_warn(
-                    f"checkpoint {path} is written while training waits: it holds {format_bytes(nbytes)} that is no "
-                    f"weight and no state of the optimizer, and RAM for a copy of {format_bytes(snapshot.room)} is left"
-                )
-                later = False
-            if not later:
-                self.wait()
-                write(found, path, _reading(snapshot))
-                return
-            for record in loose:
-                record.storage = _copied(record.storage)
-            # From here on the writer closes the snapshot, when it has written it.
-            undo.pop_all()
-            if self._writer is None:
-                self._writer = Writer()
-            self._writer.submit(partial(_write_and_close, found, path, snapshot))
+            self._carry_out(lambda records, read: write(records, path, read), found, path, snapshot, undo, later=later)
+
+    def save_part(self, begin: Callable[[], FilePart], path: Path, snapshot: HostSnapshot, *, later: bool) -> None:
+        """Write one of several processes' part of a checkpoint file, in the order in which training changes it.
+
+        Args:
+            begin: makes the part; all processes call it.
+            path: of the file.
+            snapshot: of what training will change of the part; is closed.
+            later: as for :meth:`save_snapshot`; each process decides for itself.
+
+        Raises:
+            CheckpointError: as :meth:`save_snapshot` does; also if another process could not write its part.
+        """
+        with ExitStack() as undo:
+            undo.callback(snapshot.close)
+            self._check()
+            part = begin()
+            undo.callback(part.close)
+            self._carry_out(part.write, part.records, path, snapshot, undo, later=later)
+
+    def _check(self) -> None:
+        if self._writer is not None:
+            self._writer.check()
+
+    def _carry_out(
+        self,
+        write: Callable[[list[Record], Reading], None],
+        found: list[Record],
+        path: Path,
+        snapshot: HostSnapshot,
+        undo: ExitStack,
+        *,
+        later: bool,
+    ) -> None:
+        """Let ``write`` write what was ``found``, now or ``later``; ``undo`` is what is to be done afterwards."""
+        # First what training changes first, so that as little as possible has to be copied aside.
+        found.sort(key=lambda record: -1 if record.storage is None else snapshot.rank(record.storage))
+        loose = [r for r in found if r.storage is not None and not snapshot.holds(r.storage)]
+        nbytes = sum(record.nbytes for record in loose)
+        if later and nbytes > max(snapshot.room, _LITTLE_MEMORY):
+            rank_zero_warn(
+                f"checkpoint {path} is written while training waits: it holds {format_bytes(nbytes)} that is no "
+                f"weight and no state of the optimizer, and RAM for a copy of {format_bytes(snapshot.room)} is left"
+            )
+            later = False
+        if not later:
+            self.wait()
+            write(found, _reading(snapshot))
+            return
+        for record in loose:
+            record.storage = _copied(record.storage)
+        if self._writer is None:
+            self._writer = Writer()
+        # From here on the writer closes the snapshot, when it has written it.
+        self._writer.submit(partial(_write_and_close, write, found, snapshot, undo.pop_all()))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file, once all that are to be written are complete: till then it may be the last complete one."""
@@ -383,11 +436,11 @@ def _reading(snapshot: HostSnapshot) -> Reading:
     return lambda storage: snapshot.reading(storage) if snapshot.holds(storage) else nullcontext(storage)
 
 
-def _write_and_close(records: list[Record], path: Path, snapshot: HostSnapshot) -> None:
-    try:
-        write(records, path, _reading(snapshot))
-    finally:
-        snapshot.close()
+def _write_and_close(
+    write: Callable[[list[Record], Reading], None], found: list[Record], snapshot: HostSnapshot, undo: ExitStack
+) -> None:
+    with undo:
+        write(found, _reading(snapshot))
 
 
 def local(path: str | Path) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy as _Base
 
+    from lt_offload.distributed.ranks import Ranks
     from lt_offload.execute.engine import Engine
     from lt_offload.schema.profile import Profile
 else:
@@ -41,6 +43,17 @@ class Checkpoints(_Base):
     async_checkpoint: bool
     engine: Engine | None
     profile: Profile | None
+    ranks: Ranks | None
+    if TYPE_CHECKING:
+
+        @property
+        def num_processes(self) -> int:
+            """On this machine."""
+
+        @property
+        def node_rank(self) -> int:
+            """The machine's number."""
+
     _unfinished: str | None = None
     """Why no checkpoint may be written after a run that has failed."""
     _failed = False
@@ -130,23 +143,34 @@ class Checkpoints(_Base):
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the checkpoint, unless it would not be complete."""
+        """Write the checkpoint, unless it would not be complete; processes with owners write one file together."""
         unfinished = self._unfinished if self.engine is None else self.engine.unfinished()
         if unfinished is not None:
             rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
             return
-        if not self.is_global_zero:  # all processes have the same weights and states
-            return
-        if self.profile is not None:
+        first = self.is_global_zero
+        if first and self.profile is not None:
             record(checkpoint, self.profile.batch_size, self.profile.parts)
         files, later = self._files()
         path = None if storage_options is not None else local(filepath)
-        if files is None or path is None or self.engine is None or self.engine.plan is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        engine = self.engine
+        if files is None or path is None or engine is None or engine.plan is None:
+            if first:  # all processes have the same weights and states
+                super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        with self.engine.at_rest():
-            snapshot = self.engine.snapshot(available_host_bytes() // 2)
-            files.save_snapshot(checkpoint, path, snapshot, later=later)
+        # Every machine has all of it; the processes of the first one write.
+        ranks = self.ranks if self.node_rank == 0 and engine.host_copies.have_owners else None
+        if ranks is None and not first:
+            return
+        with engine.at_rest():
+            snapshot = engine.snapshot(available_host_bytes() // (2 * self.num_processes))
+            if ranks is None:
+                files.save_snapshot(checkpoint, path, snapshot, later=later)
+                return
+            from lt_offload.strategy.checkpoint.several import FilePart
+
+            begin = partial(FilePart, ranks.machine, ranks.letters, path, checkpoint, engine.host_copies)
+            files.save_part(begin, path, snapshot, later=later)
 
     def finish_saves(self) -> None:
         """Block until all checkpoints are written; raises ``CheckpointError`` if one could not be.

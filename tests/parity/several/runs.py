@@ -9,15 +9,20 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lt_offload
+from lt_offload.strategy.checkpoint import several
 from tests.parity.several import training
 from tests.parity.several.trainers import MEMORY, Synced, Unfrozen
 from tests.support import trainers
@@ -37,6 +42,7 @@ RESUMED = {
 }
 """How many processes go on from whose checkpoint; "on 2" are those on two machines."""
 PLAIN, STOCK = ", plain", ", ddp"
+LATER = "2, saved while training goes on"
 
 
 class Whole(Synced):
@@ -45,11 +51,17 @@ class Whole(Synced):
     def __init__(self) -> None:
         super().__init__(shuffle=False, batch_size=1)
         self.loaded: Any = None
+        self.saved: Path | None = None
+        """Where it saves, while all that training has is still there."""
 
     def on_train_start(self) -> None:
         super().on_train_start()
         states = self.trainer.optimizers[0].state_dict()["state"]
         self.loaded = copy.deepcopy((self.state_dict(), states))
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.trainer.save_checkpoint(self.saved)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         rows = trainers.Tokens(self.model, ROWS, 0)
@@ -62,20 +74,46 @@ class WholeUnfrozen(Whole, Unfrozen):
     """Trains its first layer from the third step on."""
 
 
-def ours() -> lt_offload.OffmateStrategy:
+def ours(*, later: bool = False) -> lt_offload.OffmateStrategy:
     """The strategy, with updates on the host: of several processes each owns some of the weights."""
-    return lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
+    return lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l", async_checkpoint=later)
+
+
+def every_step(folder: Path) -> dict[str, Any]:
+    """Return what makes a Trainer save after every step."""
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}", save_last="link")
+    return {"enable_checkpointing": True, "callbacks": [saver]}
+
+
+@contextmanager
+def counted(file: Path) -> Iterator[None]:
+    """Leave in ``file`` the bytes that this process writes into checkpoints of all."""
+    fill, before = several._fill, Counter[str]()
+
+    def counting(descriptor: int, records: Any, read: Any) -> dict[int, int]:
+        found = list(records)
+        before["bytes"] += sum(record.nbytes for record in found)
+        return fill(descriptor, found, read)
+
+    several._fill = counting
+    try:
+        yield
+    finally:
+        several._fill = fill
+        file.write_text(str(before["bytes"]))
 
 
 def train(folder: Path, name: str, strategy: Any, *, kind: type[Any] = Whole, start: str = "", **options: Any) -> None:
     """Train to the end of the next epoch, with or without a checkpoint to ``start`` from; keep what it comes to."""
     lightning.pytorch.seed_everything(7, verbose=False)
     ckpt = folder / f"{start}.ckpt" if start else None
-    run = trainers.fit(strategy, kind(), max_epochs=2 if start else 1, ckpt=ckpt, **options)
+    module = kind()
+    module.saved = folder / f"{name}.ckpt"
+    with counted(folder / f"{name}-{os.environ.get('RANK', 0)}.written"):
+        run = trainers.fit(strategy, module, max_epochs=2 if start else 1, ckpt=ckpt, **options)
     if isinstance(strategy, lt_offload.OffmateStrategy):
         assert strategy.plan is not None
         assert "host" in strategy.plan.update_places
-    run.trainer.save_checkpoint(folder / f"{name}.ckpt")
     if run.trainer.is_global_zero:
         found = {"weights": run.module.state_dict(), "states": run.optimizer.state_dict()["state"]}
         found |= {"validation": run.module.validation, "loaded": run.module.loaded, "steps": run.trainer.global_step}
@@ -84,20 +122,21 @@ def train(folder: Path, name: str, strategy: Any, *, kind: type[Any] = Whole, st
 
 def by(count: int, machines: int, folder: Path) -> None:
     """Carry out the runs of so many processes."""
-    several: dict[str, Any] = {"devices": count // machines, "num_nodes": machines}
+    devices: dict[str, Any] = {"devices": count // machines, "num_nodes": machines}
     if (count, machines) == PAIR:
-        train(folder, "2", ours(), **several)
-        train(folder, "2" + STOCK, "ddp", **several)
-        train(folder, "unfrozen", ours(), kind=WholeUnfrozen, **several)
+        for name, later in (("2", False), (LATER, True)):
+            train(folder, name, ours(later=later), **devices, **every_step(folder / f"{name}, steps"))
+        train(folder, "2" + STOCK, "ddp", **devices)
+        train(folder, "unfrozen", ours(), kind=WholeUnfrozen, **devices)
         stock = "ddp_find_unused_parameters_true"
-        train(folder, "unfrozen" + STOCK, stock, kind=WholeUnfrozen, **several)
-        train(folder, "2 from 2" + STOCK, "ddp", start="2", **several)
+        train(folder, "unfrozen" + STOCK, stock, kind=WholeUnfrozen, **devices)
+        train(folder, "2 from 2" + STOCK, "ddp", start="2", **devices)
     if (count, machines) == APART:
-        train(folder, "2 on 2", ours(), **several)
-        train(folder, "2 on 2" + STOCK, "ddp", **several)
+        train(folder, "2 on 2", ours(), **devices)
+        train(folder, "2 on 2" + STOCK, "ddp", **devices)
     for name, (group, start) in RESUMED.items():
         if group == (count, machines):
-            train(folder, name, ours(), start=start, **several)
+            train(folder, name, ours(), start=start, **devices)
 
 
 def plainly(folder: Path) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.parity.several.runs import PLAIN, RESUMED, STOCK
+from lt_offload.strategy.checkpoint import files, sums
+from tests.parity.several.runs import LATER, PLAIN, RESUMED, STOCK
 from tests.parity.several.training import alike
 
 pytestmark = pytest.mark.long
@@ -63,3 +65,29 @@ def test_a_layer_that_trains_later_is_updated_less_often(folder: Path) -> None:
     counts = {int(state["step"]) for state in read(folder, "unfrozen")["states"].values()}
     steps = read(folder, "unfrozen")["steps"]
     assert counts == {steps, steps - 2}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("2", 2), (LATER, 2), ("4 from 2", 4)])
+def test_every_process_writes_a_part_of_a_checkpoint(folder: Path, name: str, ranks: int) -> None:
+    parts = [int((folder / f"{name}-{rank}.written").read_text()) for rank in range(ranks)]
+    # The first one writes what is no tensor, too, much of so small a file.
+    assert min(parts) > sum(parts) / ranks / 2
+
+
+def test_a_checkpoint_of_all_is_one_that_any_program_reads(folder: Path) -> None:
+    """Of each step there is a plain file, with sums, the same whether training waited for it or not."""
+    kept, later = (sorted((folder / f"{name}, steps").glob("step*.ckpt")) for name in ("2", LATER))
+    assert [path.name for path in kept] == [path.name for path in later]
+    assert len(kept) == read(folder, "2")["steps"]
+    before: Any = {}
+    for path, other in zip(kept, later, strict=True):
+        found, same = torch.load(path, weights_only=True), torch.load(other, weights_only=True)
+        for part in ("state_dict", "optimizer_states", "loops", "lr_schedulers", "exact_resume"):
+            assert alike(found[part], same[part]), part
+        assert not alike(found["state_dict"], before)
+        before = found["state_dict"]
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+        sums.check(path, files.load(path))
+    assert (kept[0].parent / "last.ckpt").resolve() == kept[-1].resolve()
+    assert not list(folder.glob(f"**/.*{files._SUFFIX}"))
