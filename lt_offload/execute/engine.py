@@ -39,6 +39,7 @@ from lt_offload.execute.updates.common_states import CommonUpdates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.others import SumsOfAll
+from lt_offload.execute.updates.tables import tables_of
 from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.aliases import held_by_others
 from lt_offload.execute.user_code.checks import InstalledSetup
@@ -157,7 +158,8 @@ class Engine:
         if plan is not None:
             assert updates is not None
             expose(self.weights, plan, device)
-            self.gradients = Gradients(device, updates, self.weights, plan)
+            tables = tables_of(plan, self.structure, self.weights, device)
+            self.gradients = Gradients(device, updates, self.weights, plan, tables)
         self._intercept()
         unseen = [self.weights[index] for index in aliases.unseen]
         calls = self._check_read, self._check_write

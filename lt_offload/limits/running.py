@@ -96,6 +96,12 @@ def check_call(block: str, kwargs: Mapping[str, Any]) -> None:
             raise CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")
 
 
+TABLE_ELSEWHERE = while_running(
+    "tied embeddings that are used otherwise than by looking rows up in the first block and for all rows in the last, "
+    "where a plan updates them in two parts",
+    why="rows that a batch does not look up are updated when the last block has its gradient",
+    instead="set planner='greedy', whose plans update every tensor at once",
+)
 HALFWAY = while_running(
     "weights or optimizer states read or written between the backward and the optimizer step",
     why="they are updated during the backward, so that some are of this step and others of the next",

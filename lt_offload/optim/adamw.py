@@ -8,7 +8,7 @@ place, next to its state.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -243,11 +243,11 @@ class AdamW(Optimizer):
 
     def _update(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        noisy = group["stochastic_rounding"]
         states = [self._state(parameter, group) for parameter in parameters]
         if not states:
             return
         foreach_add_([state["step"] for state in states], 1)
+        seeds = [self.seeds(p, state, group) for p, state in zip(parameters, states, strict=True)]
         adamw_(
             parameters,
             [parameter.grad for parameter in parameters],
@@ -255,15 +255,9 @@ class AdamW(Optimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [float(state["step"]) for state in states],
-            seeds=[
-                _seed(p, state) if noisy and p.dtype == torch.bfloat16 else None
-                for p, state in zip(parameters, states, strict=True)
-            ],
+            seeds=[seed for seed, _ in seeds],
             scales=[_scales_of(state) for state in states],
-            moment_seeds=[
-                _seed(p, state, "exp_avg_sq") if group["state_dtype"] == "bfloat16" else 0
-                for p, state in zip(parameters, states, strict=True)
-            ],
+            moment_seeds=[seed for _, seed in seeds],
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
@@ -279,20 +273,33 @@ class AdamW(Optimizer):
             raise ConfigError("AdamW takes no sparse gradients; use Embedding(sparse=False), or torch.optim.SparseAdam")
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            # As torch's AdamW has it, whose checkpoints have to fit.
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            if _has_master(parameter, group):
-                state["master"] = torch.empty_like(parameter, dtype=torch.float32).copy_(parameter)
-            for moment, scale in _SCALES.items():
-                dtype = _moment_dtype(parameter, group)
-                state[moment] = torch.zeros_like(parameter, dtype=dtype)
-                if dtype == torch.uint8:
-                    # With a scale of 0 any byte is 0.
-                    state[scale] = torch.zeros(blockwise.blocks(parameter.numel()), device=parameter.device)
+            state.update(self.new_state(parameter, group))
         elif state["exp_avg"].device != parameter.device:  # it was loaded while the parameter was elsewhere
             for name in state.keys() - {"step"}:
                 state[name] = state[name].to(parameter.device)
         return state
+
+    @staticmethod
+    def new_state(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of ``parameter`` before its first update, with the options ``group``."""
+        # As torch's AdamW has it, whose checkpoints have to fit.
+        state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
+        if _has_master(parameter, group):
+            state["master"] = torch.empty_like(parameter, dtype=torch.float32).copy_(parameter)
+        for moment, scale in _SCALES.items():
+            dtype = _moment_dtype(parameter, group)
+            state[moment] = torch.zeros_like(parameter, dtype=dtype)
+            if dtype == torch.uint8:
+                # With a scale of 0 any byte is 0.
+                state[scale] = torch.zeros(blockwise.blocks(parameter.numel()), device=parameter.device)
+        return state
+
+    @staticmethod
+    def seeds(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[int | None, int]:
+        """Return what the noise of the step that ``state`` has counted is made from: of the weight, of its moment."""
+        noisy = group["stochastic_rounding"] and parameter.dtype == torch.bfloat16
+        kept = group["state_dtype"] == "bfloat16"
+        return _seed(parameter, state) if noisy else None, _seed(parameter, state, "exp_avg_sq") if kept else 0
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -351,7 +358,7 @@ def _check_saved(saved: dict[str, Any], parameter: Tensor, group: dict[str, Any]
         )
 
 
-def _seed(parameter: Tensor, state: dict[str, Any], what: str = "") -> int:
+def _seed(parameter: Tensor, state: Mapping[str, Any], what: str = "") -> int:
     """Return the seed of the noise for the update that ``state`` has counted already."""
     key = f"{getattr(parameter, _NUMBER, 0)} {int(state['step'])}{what and f' {what}'}"
     return int.from_bytes(hashlib.blake2s(key.encode(), digest_size=4).digest(), "little")
@@ -361,7 +368,7 @@ def _scales_of(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     return (state["exp_avg_scale"], state["exp_avg_sq_scale"]) if "exp_avg_scale" in state else None
 
 
-def _has_master(parameter: Tensor, group: dict[str, Any]) -> bool:
+def _has_master(parameter: Tensor, group: Mapping[str, Any]) -> bool:
     return parameter.dtype in _LOW and not group["stochastic_rounding"]
 
 
@@ -370,7 +377,7 @@ def _wide_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in _LOW else parameter.dtype
 
 
-def _moment_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
+def _moment_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     if group["state_dtype"] == "8bit" and parameter.numel() >= group["min_8bit_size"]:
         return torch.uint8
     return torch.bfloat16 if group["state_dtype"] == "bfloat16" else _wide_dtype(parameter)

@@ -181,7 +181,7 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
         return list(entries)
     for alike in kinds.values():
         columns = [list(column) for column in zip(*alike, strict=True)]
-        params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds, _, scales, scales_sq, moment_seeds = columns
+        params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds, firsts, scales, scales_sq, moment_seeds = columns
         torch.ops.lt_offload.adamw_(
             params,
             grads,
@@ -193,6 +193,7 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
             steps,
             seeds if alike[0].seed is not None else [],
             moment_seeds,
+            firsts,
             float(options.lr),
             options.beta1,
             options.beta2,
@@ -211,6 +212,7 @@ _library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-un
 _library.define(  # type: ignore[no-untyped-call]
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
     " Tensor(e!)[] exp_avg_scales, Tensor(f!)[] exp_avg_sq_scales, float[] steps, int[] seeds, int[] moment_seeds,"
+    " int[] firsts,"
     " float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, float grad_scale) -> ()"
 )
 
@@ -226,13 +228,14 @@ def _adamw(
     steps: list[float],
     seeds: list[int],
     moment_seeds: list[int],
+    firsts: list[int],
     *options: Any,
 ) -> None:
     names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "grad_scale")
     count = len(params)
     nothing = [None] * count
     columns: list[Sequence[Any]] = [params, grads, masters or nothing, exp_avgs, exp_avg_sqs, steps, seeds or nothing]
-    columns += [[0] * count, exp_avg_scales or nothing, exp_avg_sq_scales or nothing, moment_seeds]
+    columns += [firsts, exp_avg_scales or nothing, exp_avg_sq_scales or nothing, moment_seeds]
     compiled = kernel()
     assert compiled is not None
     rows = zip(*columns, strict=True)

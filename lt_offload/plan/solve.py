@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from lt_offload.errors import InfeasibleError, UnsupportedError
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.window import without_gradients
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
@@ -29,6 +29,7 @@ from lt_offload.plan.planners.offmate.search import search_budgets
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
+from lt_offload.plan.rows import as_head, split, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import for_one, has_windows, plan_forwards, plan_windows
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
@@ -190,6 +191,34 @@ def _fits(profile: Profile, settings: Settings) -> bool:
 
 
 def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
+    """Return the best plan, also of those that update a table of tied embeddings in two parts."""
+    table = table_of(profile) if settings.planner in ("auto", "offmate") and settings.host_update else None
+    if table is None:
+        return _of_tensors(profile, settings, bounded=bounded)
+    # Two plans share the user's time.
+    half = replace(settings, time_limit=settings.time_limit / 2)
+    whole: Plan | InfeasibleError
+    try:
+        whole = _of_tensors(profile, half, bounded=bounded)
+        if whole.predicted.gap <= GOOD_GAP:
+            return whole
+    except InfeasibleError as error:
+        whole = error
+    try:
+        parted = split(_of_tensors(as_head(profile, table), half, bounded=bounded), profile, table)
+    except (ConfigError, InfeasibleError, UnsupportedError):
+        parted = None
+    if parted is None and isinstance(whole, InfeasibleError):
+        raise whole
+    found = [plan for plan in (whole, parted) if isinstance(plan, Plan)]
+    # No plan of either kind is faster than the lower bound of both.
+    bound = min(plan.predicted.lower_bound_s for plan in found)
+    best = min(found, key=lambda plan: plan.predicted.iteration_s)
+    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound))
+
+
+def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
+    """Return the best plan whose updates are of whole tensors."""
     config = offmate_config(profile, settings, reach=_reach(profile))
     return _Selection(_request(profile, settings), config, settings.planner).run(bounded=bounded)
 

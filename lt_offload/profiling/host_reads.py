@@ -77,6 +77,7 @@ class Readers:
     def __init__(self, structure: Structure) -> None:
         self._tensors = structure.tensors
         blocks = list(enumerate(structure.blocks))
+        self._count = len(blocks)
         self._uses = [[index for index, block in blocks if i in block.tensors] for i in range(len(self._tensors))]
         self._index = {parameter: index for index, (_, parameter) in enumerate(self._tensors)}
         self._blocks = {module: index for index, block in blocks for module in block.module.modules()}
@@ -155,6 +156,18 @@ class Readers:
             reads=tuple(self._of_block(reads, hardware.h2d_bytes_per_s) for reads in calls),
             grad_s=parameter.nbytes / min(hardware.d2h_bytes_per_s, self._write_rate),
         )
+
+    def looked_up(self, tensor: int) -> int:
+        """Return the bytes of rows of ``tensor`` that a batch looks up, if it is a table that all tokens share.
+
+        0 where it is not read in the first block and in the last one, in the first by embeddings alone.
+        """
+        if self._uses[tensor] != [0, self._count - 1] or not self._tensors[tensor][1].requires_grad:
+            return 0
+        calls = self._reads.get((tensor, 0), [])
+        if not all(isinstance(read.module, nn.Embedding) and not read.module.sparse for read in calls):
+            return 0
+        return sum(read.forward_bytes for read in calls)
 
     def _of_block(self, calls: list[Read], rate: float) -> ReadProfile:
         """Return what all reads of one tensor by one block cost together."""

@@ -463,6 +463,7 @@ def _tensor_profiles(
             state_bytes=sizes.state(parameter),
             scratch_bytes=sizes.scratch(parameter),
             zero_copy=readers.profile(index, hardware),
+            lookup_bytes=readers.looked_up(index) if sizes.by_rows(parameter) else 0,
         )
         for index, (name, parameter) in enumerate(structure.tensors)
     )

@@ -45,6 +45,7 @@ from lt_offload.model.optimizers import (
     tensors_of,
 )
 from lt_offload.optim import AdamW, native
+from lt_offload.optim.rows import updates_rows
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
@@ -114,6 +115,10 @@ class UpdateSizes:
                 held = max(held, _state_after_steps(self._sample(parameter)))
             self._states[kind] = held
         return self._states[kind]
+
+    def by_rows(self, parameter: nn.Parameter) -> bool:
+        """Return whether some rows of ``parameter`` can be updated by themselves."""
+        return updates_rows(self._optimizer, parameter)
 
     def scratch(self, parameter: nn.Parameter) -> int | None:
         """Return the bytes that an update of ``parameter`` on the device takes for a moment, beside its state.

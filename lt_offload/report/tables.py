@@ -233,7 +233,9 @@ def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | No
     for lane in TITLES:
         on_lane = [(op, count) for op, count in counted if op.lane == lane]
         sizes = [sum(count * op.bytes for op, count in on_lane if op.payload == payload) for payload in payloads]
-        updated = [t for op, _ in on_lane if op.kind == "update" for t in plan.tensors(op)] if lane == "host" else []
+        # Of a table in two parts the first update stands for both.
+        changes = [op for op, _ in on_lane if op.kind == "update" and op.rows != "looked up"] if lane == "host" else []
+        updated = [t for op in changes for t in plan.tensors(op)]
         if reads:
             sizes.append(reads if lane == "compute" else 0)
         sizes.append(sum(sizes) + sum(profile.tensors[t].bytes for t in updated))

@@ -34,6 +34,12 @@ A computation may read some weights directly in host memory (``Op.zero_copy``): 
 what it reads crosses the link to the device while it runs. An ``offload`` of gradients on the ``compute`` lane is the
 same the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
 
+A table of rows that the first block looks up and the last one multiplies with (tied embeddings) may be updated in two
+parts (``Op.rows``). The gradient of the last block's backward is sent at once and complete for all rows that the batch
+does not look up (``others``): they are updated then. Rows that it does (``looked up``) get the sum of both gradients:
+that of the first block, one row per token, is sent at the end, added on the host, and the update of these few rows
+follows. The first block reads the table directly.
+
 **Windows.** A plan of ``window`` above 1 serves any number of micro-batches per update. Each is one *pass* through the
 timeline: the first is *beginning*, those behind it are *accumulating*, the last one is *updating*, and all begin and
 end with the same groups at the same places, so that they may follow each other in any order. ``Plan.programs`` lists
@@ -81,6 +87,8 @@ Pass = Literal["beginning", "accumulating", "updating", "settling"]
 """What one micro-batch of a window does with its gradients; and the updates after all of them."""
 ADDING: tuple[Pass, ...] = ("beginning", "accumulating")
 """Those that leave their gradients in sums."""
+Rows = Literal["others", "looked up"]
+"""Rows of a table that a batch does not look up, whose gradient is the last block's alone, and those that it does."""
 UpdatePlace = Literal["device", "paged", "host", "none"]
 PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
 Save = Literal["nothing", "input", "all"]
@@ -193,6 +201,8 @@ class Op:
     """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
     zero_copy: tuple[int, ...] = ()
     """For computations: the groups of weights that they read in host memory."""
+    rows: Rows | None = None
+    """For gradients and updates of a table that is updated in two parts; None: all of the tensor at once."""
 
     @property
     def label(self) -> str:
@@ -200,6 +210,8 @@ class Op:
         words = " ".join(part for part in (self.kind, self.payload, str(self.block)) if part)
         if self.save is not None:
             words += " again"
+        if self.rows is not None:
+            words += f", rows {self.rows}" if self.rows == "looked up" else ", other rows"
         return f"{words}, direct" if self.zero_copy or self.writes_gradients else words
 
     @property

@@ -99,6 +99,9 @@ class TensorProfile:
     """Taken for a moment by its update on the device. None: as the largest tensor's (``OptimizerProfile``)."""
     zero_copy: ZeroCopyProfile | None = None
     """None: it cannot be accessed in host memory."""
+    lookup_bytes: int = 0
+    """Of a table in which the first block only looks rows up, and with which the last one multiplies: bytes of the rows
+    of one batch, one per token. 0: it is none, or its optimizer cannot update rows by themselves."""
 
     def read(self, block: int) -> ReadProfile:
         """Return what it costs that ``block``, which uses the tensor, reads it in host memory."""

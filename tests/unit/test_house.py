@@ -43,7 +43,7 @@ ROOMS_OF_PLAN = (
     ("assembly",),
     ("verify",),
     ("planners",),
-    ("infeasible", "correct", "bounds", "windows"),
+    ("infeasible", "correct", "bounds", "windows", "rows"),
     ("solve",),
     ("batch", "sweep", "what_if"),
     ("several",),

@@ -265,6 +265,7 @@ class Passes:
             found = run.backward(anchor, grads)
             self._consumers.given(index, found, run.totals)
             self._gradients.end_block(self._blocks[index])
+            self._gradients.end_backward_of(index)
         self._walk.end()
         return found
 

@@ -62,9 +62,11 @@ class Slots:
             # Told to the checker of what happens before what: a copy writes whatever other ops have at its addresses.
             box.cells = [o.cell for o in self._boxes if ranges[o.op.id][0] < end and start < ranges[o.op.id][1]]
 
-    def send(self, box: GradientOffloads, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
-        """Queue the copies of ``items`` to their slot, as one task."""
-        return box.send(items, self._freed(box.op))
+    def send(
+        self, box: GradientOffloads, items: Sequence[tuple[Weight, Tensor]], more: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> GradientOffload:
+        """Queue the copies of ``items`` to their slot, and those of ``more``, as one task."""
+        return box.send(items, self._freed(box.op), more)
 
     def begin_sums(self, op: Op, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
         """Queue the copies of ``items``, the first gradients of a window, to where their sums are, as one task."""
@@ -136,11 +138,16 @@ class GradientOffloads:
         self._weights = tuple(weights)
         self._small: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = {}
         """By dtype: the weights whose gradients are gathered, and their host memory."""
-        for weight in weights:
+        for weight in weights if op.rows != "looked up" else ():
             weight.grad_cell = self.cell
 
     def use(self, memory: Tensor) -> None:
         """Let gradients arrive in ``memory``, bytes on the host."""
+        if self.op.rows == "looked up":
+            (table,) = self._weights
+            rows = self.op.bytes // (table.nbytes // table.host.shape[0])
+            self.hosts[table.index] = carve(memory, 0, table.host[:rows])
+            return
         small: defaultdict[torch.dtype, list[Weight]] = defaultdict(list)
         for weight in self._weights:
             if weight.nbytes < SMALL_GRADIENT:
@@ -157,9 +164,11 @@ class GradientOffloads:
             if weight.index not in gathered:
                 at = round_up(self._divide(memory, at, [weight]), ALIGNMENT)
 
-    def send(self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event]) -> GradientOffload:
-        """Queue the copies of ``items``, as one task that begins after ``freed``."""
-        pairs = self._pairs(items)
+    def send(
+        self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event], more: Sequence[tuple[Tensor, Tensor]]
+    ) -> GradientOffload:
+        """Queue the copies of ``items``, and of ``more``, as one task that begins after ``freed``."""
+        pairs = [*self._pairs(items), *more]
         memory = Cell(self._label)
         event = self._device.submit(
             "d2h",

@@ -28,6 +28,7 @@ from lt_offload.execute.memory.tensors import Weight, add_in_order
 from lt_offload.execute.updates.clipping import Clipping
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.updates.tables import Pairs, Table, square_sum
 from lt_offload.schema.plan import Op, Pass, Plan
 from lt_offload.schema.profile import COLLECTED_BELOW
 
@@ -35,7 +36,14 @@ from lt_offload.schema.profile import COLLECTED_BELOW
 class Gradients:
     """Collects the gradients of a running backward and starts the updates."""
 
-    def __init__(self, device: Device, updates: Updates, weights: Sequence[Weight], plan: Plan) -> None:
+    def __init__(
+        self,
+        device: Device,
+        updates: Updates,
+        weights: Sequence[Weight],
+        plan: Plan,
+        tables: Sequence[Table] = (),
+    ) -> None:
         self.device = device
         self.updates = updates
         self.square_sums: list[Tensor] | None = None
@@ -49,8 +57,19 @@ class Gradients:
         self._direct_grads: dict[int, Tensor] = {}
         """The host gradients that the backward writes itself, as the device sees them."""
         self._slots = Slots(device, plan, weights)
+        self._tables = {table.weight.index: table for table in tables}
+        """Those that are updated in two parts."""
         for box in self._slots.of.values():
-            self._host_grads.update(box.hosts)
+            if box.op.rows != "looked up":
+                self._host_grads.update(box.hosts)
+                continue
+            for index, host in box.hosts.items():
+                self._tables[index].arrived, self._tables[index].cell = host, box.cell
+        self._others = {
+            t: op.id for op in plan.ops if op.payload == "grad" and op.rows == "others" for t in plan.tensors(op)
+        }
+        """By such a table: the op that sends the last block's gradient."""
+        self._last = len(plan.options) - 1
         self._takers: dict[Pass, dict[int, Op]] = {
             which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
         }
@@ -85,6 +104,8 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for table in self._tables.values():
+            table.remove()
 
     def reset(self, weights: Sequence[Weight]) -> None:
         """Forget everything about an iteration that has not been finished."""
@@ -106,6 +127,8 @@ class Gradients:
         if which != "settling":
             self.clipping.check_more()
         self._which = which
+        for table in self._tables.values():
+            table.begin()
 
     def forget_sums(self) -> None:
         """Begin a window anew."""
@@ -121,7 +144,7 @@ class Gradients:
         sums, self.square_sums = self.square_sums, None
         if sums is None:
             return None
-        if any(weight.total is not None for weight in self._weights):
+        if self._tables or any(weight.total is not None for weight in self._weights):
             self.device.drain()  # the host has squared its sums
             sums = [square.cpu() for square in sums]
         sums = [*sums, *(square.to(sums[0].device) if sums else square for square in others)]
@@ -152,7 +175,12 @@ class Gradients:
         self._touched.add(weight.index)
         # A tied weight has a graph per block, and each fires the hook: an update at the first would use half of its
         # gradient.
-        weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+        table = self._tables.get(weight.index)
+        if table is not None and table.halfway:
+            table.take(grad)
+        else:
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+        del grad
         weight.seen += 1
         if weight.seen == weight.uses:
             self._completed(weight)
@@ -160,6 +188,9 @@ class Gradients:
     def _completed(self, weight: Weight) -> None:
         """Give a complete gradient to the op that takes it."""
         grad, weight.grad, weight.seen = weight.grad, None, 0
+        if weight.index in self._tables:
+            self._complete[self._tables[weight.index].sends.id].append((weight, None))
+            return
         op = self._takers[self._which][weight.index]
         if grad is None:
             # No gradient in this micro-batch, but sums of others that are waiting for the update.
@@ -167,7 +198,7 @@ class Gradients:
                 self._complete[op.id].append((weight, None))
             return
         if self.square_sums is not None and self._which == "updating" and not _filled(weight):
-            self.square_sums.append(_square_sum(grad))
+            self.square_sums.append(square_sum(grad))
         if op.writes_gradients:
             self._write_out(weight, grad)
             return
@@ -185,6 +216,11 @@ class Gradients:
         self._touched.clear()
         self._expected.clear()
         self.use_on_device()
+
+    def end_backward_of(self, block: int) -> None:
+        """A block's backward has ended, in all its parts: gradients of the last one for tables are complete."""
+        for index, op in self._others.items() if block == self._last else ():
+            self._complete[op].append((self._weights[index], self._tables[index].end_last_block()))
 
     def use_on_device(self) -> None:
         """Add up, or update with, every complete gradient that is used on the device."""
@@ -219,7 +255,7 @@ class Gradients:
         self._take(groups)
         sums = [total.view for total in totals if total.view is not None]
         if self.square_sums is not None:
-            self.square_sums += map(_square_sum, sums)
+            self.square_sums += map(square_sum, sums)
         self._update_on_device(weights, sums, groups)
 
     def _take(self, groups: Sequence[LiveGroup]) -> None:
@@ -253,7 +289,7 @@ class Gradients:
             with torch.no_grad():
                 total.view.add_(grad) if total.filled else total.view.copy_(grad)
         if self.square_sums is not None and self._which == "updating":
-            self.square_sums.append(_square_sum(total.view))
+            self.square_sums.append(square_sum(total.view))
         total.fill()
         return total.view
 
@@ -276,19 +312,28 @@ class Gradients:
             self._written.clear()
         sent = []
         for op in list(self._complete):
-            members = [(weight, grad) for weight, grad in self._complete.pop(op) if grad is not None]
+            taken = self._complete.pop(op)
+            members = [(weight, grad) for weight, grad in taken if grad is not None]
             beginning = self._slots.beginning.get(op)
             if beginning is not None:
                 sent.append((beginning, self._slots.begin_sums(beginning, members)))
                 continue
             box = self._slots.of[op]
-            offload = self._slots.send(box, members)
+            more: Pairs = []
+            if box.op.rows is not None:
+                table = self._tables[taken[0][0].index]
+                more = table.tokens() if members else table.rows()
+                if not members and not more:
+                    continue  # the first block has no gradient in this batch
+            offload = self._slots.send(box, members, more)
             sent.append((box.op, offload))
-            self._arrived.update([(weight.index, offload.event) for weight, _ in members])
+            self._arrived.update([(weight.index, offload.event) for weight, _ in members or taken])
         return sent
 
     def use_on_host(self, op: Op, weights: Sequence[Weight], urgency: int) -> Event | None:
         """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
+        if op.rows is not None:
+            return self._use_rows(op, weights[0], urgency)
         updating = op.kind == "update"
         ready = [w for w in weights if w.index in self._arrived or (updating and _filled(w))]
         if not ready:
@@ -350,6 +395,28 @@ class Gradients:
             return self._host_grads[weight.index]
         return total.places[0] if total.parted else total.host
 
+    def _use_rows(self, op: Op, weight: Weight, urgency: int) -> Event:
+        """Queue the update of a part of a table; return its event."""
+        table, first = self._tables[weight.index], op.rows == "others"
+        update, edit = self.updates.prepare_rows(weight), self.clipping.edit()
+        arrived = self._arrived.pop(weight.index, None)
+        event = self.device.submit(
+            "host",
+            table.other_rows(self._host_grads[weight.index], update, edit, self.square_sums)
+            if first
+            else table.looked_up(update, edit, self.square_sums),
+            after=distinct([self.device.mark() if arrived is None else arrived, weight.group.host_ready]),
+            reads=[weight.grad_cell if first else table.cell],
+            writes=[weight.group.host_cell],
+            label=op.label,
+            op=op.id,
+            urgency=urgency,
+        )
+        self._slots.updated(op.id, event)
+        weight.group.updated_on_host_by(event)
+        self.updated += not first
+        return event
+
     def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
         """Return what to add where, and whether there is something already; in updates only where there is."""
         found = []
@@ -376,7 +443,7 @@ def _using(
             add_in_order(places)
         if sums is not None:
             found, totals = sums
-            found += map(_square_sum, totals)
+            found += map(square_sum, totals)
         for edit, grads in edits:
             for grad in grads:
                 edit(grad)
@@ -390,11 +457,6 @@ def _filled(weight: Weight) -> bool:
     return weight.total is not None and weight.total.filled
 
 
-def _square_sum(grad: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-    return norm.square_()
-
-
 def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]:
     """Return, by trainable tensor, the op that takes its gradient in a pass: an offload, or what uses it on the device.
 
@@ -404,7 +466,7 @@ def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]
     takers = {
         tensor: op
         for op in plan.program(which)
-        if op.payload == "grad" or (op.uses_gradients and op.lane != "host")
+        if (op.payload == "grad" and op.rows != "others") or (op.uses_gradients and op.lane != "host")
         for tensor in plan.tensors(op)
     }
     for weight in weights:

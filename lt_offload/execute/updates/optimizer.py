@@ -46,6 +46,7 @@ from lt_offload.model.optimizers import (
     tensors_of,
     tried,
 )
+from lt_offload.optim.rows import RowUpdates
 
 State = Mapping[str, Any]
 Update = Callable[[], None]
@@ -288,6 +289,23 @@ class Updates:
             self._bring_scalars_home(weights)
         update = self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
         return partial(self._on_host, weights, update) if place == "host" else update
+
+    def prepare_rows(self, weight: Weight) -> Callable[[Tensor, Sequence[tuple[int, int]], bool], None]:
+        """Return a function that updates rows of ``weight`` on the host, with the group options of this moment."""
+        self._updated.add(weight.index)
+        self._bring_scalars_home([weight])
+        self.states_move = self.states_move or not self.state(weight)
+        rows = RowUpdates(self.optimizer, weight.param, self._copied(self._live(self._group_of[weight.param])))
+
+        def update(grad: Tensor, ranges: Sequence[tuple[int, int]], begins: bool) -> None:
+            state = self.state(weight)
+            if not state:
+                state = self.optimizer.state[weight.param] = rows.new_state(weight.home)
+                self.generation += 1
+            self.snapshots.changing((weight.host, *tensors_of(state).values()))
+            rows.run(weight.home, grad, state, ranges, begins=begins)
+
+        return update
 
     def _on_host(self, weights: Sequence[Weight], update: Update) -> None:
         for weight in weights:

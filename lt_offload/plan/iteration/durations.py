@@ -117,6 +117,8 @@ def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
     if op.uses_gradients:
         rate = profile.optimizer.host_bytes_per_s if op.lane == "host" else profile.optimizer.device_bytes_per_s
         tensors = [profile.tensors[tensor] for tensor in plan.tensors(op)]
+        if op.rows == "looked up":  # both gradients are added, then these rows are updated
+            return sum(tensor.lookup_bytes / tensor.bytes * (tensor.bytes + added(tensor)) for tensor in tensors) / rate
         updated = sum(tensor.bytes for tensor in tensors) if op.kind == "update" else 0.0
         # A settling update takes the sums as they are: each micro-batch has added its own.
         settling = plan.delayed and op.kind == "update"

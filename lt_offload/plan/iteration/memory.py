@@ -44,6 +44,8 @@ class Usage:
     places: tuple[UpdatePlace, ...]
     grad_release_after: dict[int, int] = field(default_factory=dict)
     """Per tensor that the host updates: the step at whose end its gradient has left."""
+    by_rows: set[int] = field(default_factory=set)
+    """Of these, tables whose first block's gradient leaves as rows, after the last block's has left."""
     grad_zero_copy: set[int] = field(default_factory=set)
     """Tensors whose gradients the backward writes to host memory itself."""
     left: dict[int, int] = field(default_factory=dict)
@@ -61,6 +63,8 @@ def usage(plan: Plan) -> Usage:
     for op in plan.ops:
         if op.writes_gradients:
             found.grad_zero_copy.update(plan.tensors(op))
+        elif op.sends_gradients and op.rows == "looked up":
+            found.by_rows.update(plan.tensors(op))
         elif op.sends_gradients and op.release_after is not None:
             found.grad_release_after.update(dict.fromkeys(plan.tensors(op), op.release_after))
         elif op.payload == "activation":
@@ -304,6 +308,11 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
         if not uses:
             continue
         first, last, size = uses[0], uses[-1], tensor.bytes
+        if index in used.by_rows:
+            new[first] += size
+            earlier[first + 1 : time.last[used.grad_release_after[index]] + 1] += size
+            new[last] += size + tensor.lookup_bytes  # of all rows, until those of the batch have been taken out of it
+            continue
         tied, large = len(uses) > 1, size >= COLLECTED_BELOW
         waits = place == "host" and index not in used.grad_zero_copy
         ends = time.last[used.grad_release_after[index]] if waits and index in used.grad_release_after else last

@@ -8,6 +8,7 @@ saved; the input of a block that has saved nothing comes from running the block 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 
 from lt_offload.plan.iteration.computations import SAVED, computations
@@ -29,7 +30,6 @@ from lt_offload.schema.plan import (
     Pass,
     Plan,
     Save,
-    TensorGroup,
     Timeline,
     one_batch,
     program_problems,
@@ -81,18 +81,20 @@ def mismatches(plan: Plan, profile: Profile) -> Iterator[str]:
 def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
     """Every weight is in one group; groups have the sizes of the model's tensors, and room for gradients."""
     seen: dict[tuple[str, int, bool], int] = {}
+    rows = {group for op in plan.ops if op.rows == "looked up" and op.payload == "grad" for group in op.groups}
     for number, group in enumerate(plan.groups):
         name = f"group {number}"
         if not group.tensors or any(not 0 <= t < len(profile.tensors) for t in group.tensors):
             yield f"{name}: tensors: {group.tensors}, the model has {len(profile.tensors)}"
             continue
+        payload = "rows" if number in rows else group.payload
         for t in group.tensors:
             begins = group.payload == "grad" and group.host_offset is None
-            if (group.payload, t, begins) in seen:
-                first = seen[group.payload, t, begins]
-                yield f"{name}: tensors: the {group.payload} of {profile.tensors[t].name} is in group {first}"
-            seen[group.payload, t, begins] = number
-        if group.sizes != tuple(_size(group, profile.tensors[t]) for t in group.tensors):
+            if (payload, t, begins) in seen:
+                first = seen[payload, t, begins]
+                yield f"{name}: tensors: the {payload} of {profile.tensors[t].name} is in group {first}"
+            seen[payload, t, begins] = number
+        if group.sizes != tuple(_size(payload, profile.tensors[t]) for t in group.tensors):
             yield f"{name}: sizes: {group.sizes} are not those of the model's tensors"
         if group.host_offset is not None:
             end = group.host_offset + group.bytes
@@ -107,8 +109,10 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"tensor {tensor.name}: groups: the sum of its gradients is in none"
 
 
-def _size(group: TensorGroup, tensor: TensorProfile) -> int:
-    return state_room(tensor.state_bytes) if group.payload == "state" else aligned(tensor.bytes)
+def _size(payload: str, tensor: TensorProfile) -> int:
+    if payload == "rows":
+        return aligned(tensor.lookup_bytes)
+    return state_room(tensor.state_bytes) if payload == "state" else aligned(tensor.bytes)
 
 
 def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
@@ -247,6 +251,8 @@ def _bytes(op: Op, plan: Plan, profile: Profile) -> int:
     if op.payload == "activation":
         return profile.blocks[op.block].option(plan.options[op.block]).offload_bytes
     tensors = [profile.tensors[t] for t in plan.tensors(op)]
+    if op.rows == "looked up":
+        return sum(tensor.lookup_bytes for tensor in tensors)
     return sum(tensor.state_bytes if op.payload == "state" else tensor.bytes for tensor in tensors)
 
 
@@ -301,6 +307,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     seen: dict[int, Op] = {}
     added: dict[int, Op] = {}
     sent: set[tuple[int, bool]] = set()
+    yield from _in_rows(plan, profile)
     for op in plan.ops:
         for t in plan.tensors(op) if op.kind == "accumulate" else ():
             complete = _complete(profile.tensors[t], profile)
@@ -308,6 +315,8 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
                 name = profile.tensors[t].name
                 yield f"{describe(op)}: accumulate: {name} is added up once per pass, in step {complete}, where updated"
             added[t] = op
+        if op.rows == "others":
+            continue  # the rows that are looked up come last, and stand for the tensor
         if op.payload == "grad":
             for t in plan.tensors(op):
                 if (t, plan.begins_sums(op)) in sent or plan.update_places[t] != "host":
@@ -335,6 +344,37 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
                 yield f"{describe(seen[t])}: update: the gradient of {tensor.name} is complete in step {complete}"
             if place == "host" and (t, False) not in sent:
                 yield f"{describe(seen[t])}: update: no op sends the gradient of {tensor.name}"
+
+
+def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:
+    """A table in two parts sends and updates each once: first other rows, with the last block's gradient."""
+    parts: dict[int, list[tuple[str, str | None, int]]] = defaultdict(list)
+    for op in plan.ops:
+        if op.rows is None:
+            continue
+        if not (op.sends_gradients or op.updates_on_host) or plan.adds_up:
+            yield f"{describe(op)}: rows: only copies of gradients and updates on the host have them, without sums"
+        for t in plan.tensors(op):
+            parts[t].append((op.kind, op.rows, op.step))
+    for t, found in parts.items():
+        tensor = profile.tensors[t]
+        first, last = (backward_steps(tensor.blocks, profile) + [-1, -1])[:2]
+        expected = [(kind, rows, step) for rows, step in (("others", first), ("looked up", last)) for kind in _SENT]
+        if found != expected or len(tensor.blocks) != 2 or not tensor.lookup_bytes:
+            yield f"tensor {tensor.name}: rows: not the ops of a table in two parts, in steps {first} and {last}"
+        for op in plan.ops:
+            again = op.save is not None and op.block == tensor.blocks[0]
+            if again or (op.computes and op.block == tensor.blocks[0] and t not in plan.zero_copy(op)):
+                yield f"{describe(op)}: rows: {tensor.name} is read directly there, and not again in the backward"
+        if any(op.rows is None and t in plan.tensors(op) and _uses_all(op) for op in plan.ops):
+            yield f"tensor {tensor.name}: rows: it is updated as a whole, too"
+
+
+_SENT = ("offload", "update")
+
+
+def _uses_all(op: Op) -> bool:
+    return op.payload == "grad" or op.uses_gradients
 
 
 def _complete(tensor: TensorProfile, profile: Profile) -> int | None:

@@ -107,6 +107,8 @@ class _Ordering:
         for index, tensor in enumerate(profile.tensors):
             for block in tensor.blocks:
                 self.of_block[block].append(index)
+        self.in_rows = {t for op in plan.ops if op.rows == "looked up" for t in plan.tensors(op)}
+        """Tables whose first block's gradient is sent as rows."""
         self.ended: list[_Clock] = [_START] * len(plan.ops)
         """By op: when its latest issue ends."""
         self.lanes: list[_Clock] = [_START] * len(LANES)
@@ -209,6 +211,8 @@ class _Ordering:
                 return []
             own = self.of_block[op.block]
             found = [t for t in own if tensors[t].trainable] if payload == "grad" else own
+            if payload == "grad":
+                return [self._grad(t, op.block == tensors[t].blocks[0]) for t in found]
         else:
             found = list(self.plan.tensors(op))
         if payload == "activation":
@@ -216,7 +220,13 @@ class _Ordering:
         if op.kind == "update":
             absent = {"grad": self.plan.delayed, "sum": not self.plan.adds_up}
             found = [t for t in found if not absent.get(payload) and (payload != "state" or tensors[t].state_bytes)]
+        if payload == "grad":
+            return [self._grad(t, op.rows == "looked up") for t in found]
         return [(payload, t) for t in found]
+
+    def _grad(self, tensor: int, rows: bool) -> _Key:
+        """Return the gradient of ``tensor``, or the first block's if that is apart and ``rows`` are meant."""
+        return ("rows" if rows and tensor in self.in_rows else "grad", tensor)
 
     def _tier(self, op: Op, tier: TierName, key: _Key) -> TierName:
         """Return where ``op`` reads ``key``: computations read some weights directly."""
@@ -291,7 +301,8 @@ class _Ordering:
                 kept.append(former)
                 continue
             for t in self.plan.tensors(former.op):
-                what, cell = ("grad", t), self.cells["host", "grad", t]
+                what = self._grad(t, former.op.rows == "looked up")
+                cell = self.cells["host", what[0], t]
                 for other in cell.accesses():
                     self._require(access, clock, other, self._what(what))
                 # Each write forgets the reads before it: no read since means that no update has had this gradient.
@@ -397,6 +408,8 @@ class _Ordering:
     def _what(self, key: _Key) -> str:
         if key[0] == "activation":
             return f"activations of {self.profile.blocks[key[1]].name}"
+        if key[0] == "rows":
+            return f"gradients of rows of {self.profile.tensors[key[1]].name}"
         if key[0] == "sum":
             return f"the sum of gradients of {self.profile.tensors[key[1]].name}"
         return f"{key[0]} {self.profile.tensors[key[1]].name}"

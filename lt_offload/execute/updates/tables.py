@@ -1,0 +1,245 @@
+"""A table that is updated in two parts: rows that a batch looks up, and all others (tied embeddings).
+
+The last block's gradient arrives first, with the tokens of the batch. The host sets aside what it has for the rows of
+these tokens and updates all other rows. At the end come the first block's gradients, as one row per token. They are
+added in the order of the backward, as plain PyTorch adds them to the table's gradient, and these rows are updated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload import limits
+from lt_offload.execute.device.base import Cell, Device
+from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.model.blocks import Structure
+from lt_offload.model.compiled import called, intercept
+from lt_offload.schema.plan import Op, Plan
+
+RowUpdate = Callable[[Tensor, Sequence[tuple[int, int]], bool], None]
+"""Updates rows with a gradient, of all rows or of these alone; whether they are the first of a step."""
+Pairs = list[tuple[Tensor, Tensor]]
+"""What is copied to the host: where to, and what."""
+
+_ADDED = 256
+"""Rows that are added at a time."""
+
+
+def tables_of(plan: Plan, structure: Structure, weights: Sequence[Weight], device: Device) -> list[Table]:
+    """Return the tables that ``plan`` updates in two parts."""
+    sends = [op for op in plan.ops if op.sends_gradients and op.rows == "looked up"]
+    return [Table(device, weights[t], op, structure.blocks[0].module) for op in sends for t in plan.tensors(op)]
+
+
+class Table:
+    """One such table, through an iteration.
+
+    Args:
+        device: runs the blocks.
+        weight: the table.
+        sends: the op that sends the first block's gradient.
+        first: the first block.
+    """
+
+    def __init__(self, device: Device, weight: Weight, sends: Op, first: nn.Module) -> None:
+        self.weight, self.sends = weight, sends
+        self.cell = Cell(f"host rows {sends.block}")
+        self.arrived: Tensor
+        """Where the first block's gradient arrives."""
+        width = weight.nbytes // weight.host.shape[0]
+        self._most = sends.bytes // width
+        """Tokens that there is memory for."""
+        self._kept = device.host_empty((self._most, weight.host.shape[1]), weight.host.dtype)
+        self._ids = device.host_empty((self._most,), torch.int64)
+        self._outside = device.host_empty((1,), torch.bool)
+        self._calls: list[Tensor] = []
+        """Tokens, by call of the first block's layer: one call or more per part of the batch."""
+        self._sizes: list[int] = []
+        self._open = False
+        self._before = 0
+        """Uses in the last block, whose gradients have come."""
+        self._found: list[tuple[int, Tensor]] = []
+        """By part whose backward has run: its number, and whether it has a gradient of other rows."""
+        self._rows: Tensor | None = None
+        """On the device: the first block's gradients, part by part in the order of the backward."""
+        self._unique = torch.empty(0, dtype=torch.int64)
+        layers = [m for m in first.modules() if isinstance(m, nn.Embedding) and m.weight is weight.param]
+        # Not by a hook: where the layer is the block, hooks run before the pass begins, and once for all parts.
+        self._undo = [intercept(layer, self._noting(called(layer))) for layer in layers]
+
+    def remove(self) -> None:
+        """Let calls of the layers be their own again."""
+        for undo in self._undo:
+            undo()
+
+    def begin(self) -> None:
+        """A forward begins whose tokens count."""
+        self._calls.clear()
+        self._found.clear()
+        self._rows, self._open, self._before = None, True, 0
+
+    def _noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward`` of a layer, which notes the tokens that it is given."""
+
+        @functools.wraps(forward)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._open:
+                ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+                self._calls.append(ids.detach())
+            return forward(*args, **kwargs)
+
+        return noted
+
+    # -- on the device -----------------------------------------------------------------------------------------------
+
+    @property
+    def halfway(self) -> bool:
+        """Whether the last block's gradient has been sent."""
+        return self._before > 0
+
+    def end_last_block(self) -> Tensor:
+        """Return the last block's gradient, which is complete."""
+        weight, self._open = self.weight, False
+        self._before = weight.seen
+        if weight.grad is None:
+            raise _elsewhere(weight)
+        grad, weight.grad = weight.grad, None
+        self._sizes = [ids.numel() for ids in self._calls]
+        if sum(self._sizes) > self._most:
+            self._grow(sum(self._sizes))
+        return grad
+
+    def _grow(self, tokens: int) -> None:
+        """Make room for more tokens than were planned, in memory that is not pinned."""
+        self._most = tokens
+        with plain_torch():
+            self._kept = torch.empty((tokens, self._kept.shape[1]), dtype=self._kept.dtype)
+            self._ids = torch.empty((tokens,), dtype=torch.int64)
+            self.arrived = torch.empty_like(self._kept)
+
+    def tokens(self) -> Pairs:
+        """Return what is copied with the last block's gradient."""
+        return [
+            (target, ids.reshape(-1).long())
+            for target, ids in zip(torch.split(self._ids[: sum(self._sizes)], self._sizes), self._calls, strict=True)
+            if ids.numel()
+        ]
+
+    def take(self, grad: Tensor) -> None:
+        """Take the rows of a part's tokens out of its gradient."""
+        part = self.weight.uses - 1 - self.weight.seen
+        ids = [ids.reshape(-1) for ids in self._part(part, self._calls)]
+        with torch.no_grad():
+            if self._rows is None:
+                self._rows = grad.new_empty((sum(self._sizes), grad.shape[1]))
+            begin = sum(sum(self._part(done, self._sizes)) for done, _ in self._found)
+            for rows in ids:
+                torch.index_select(grad, 0, rows, out=self._rows[begin : begin + rows.numel()])
+                begin += rows.numel()
+            for rows in ids:
+                grad.index_fill_(0, rows, 0)
+            self._found.append((part, grad.any()))
+
+    def _part(self, part: int, of: list[Any]) -> list[Any]:
+        """Return what ``of``, by call, has of one part; every part makes as many calls."""
+        each = len(of) // (self.weight.uses - self._before)
+        return of[part * each : (part + 1) * each]
+
+    def rows(self) -> Pairs:
+        """Return what is copied at the end; nothing without a gradient."""
+        if self._rows is None:
+            return []
+        rows, self._rows = self._rows, None
+        flags = torch.stack([flag for _, flag in self._found]).any().reshape(1)
+        self._calls.clear()
+        size = sum(sum(self._part(part, self._sizes)) for part, _ in self._found)
+        return [(self.arrived[:size], rows[:size]), (self._outside, flags)]
+
+    # -- on the host -------------------------------------------------------------------------------------------------
+
+    def other_rows(
+        self, grad: Tensor, update: RowUpdate, edit: Callable[[Tensor], None] | None, squares: list[Tensor] | None
+    ) -> Callable[[], None]:
+        """Return what sets the gradient of rows aside that are looked up, and updates all others."""
+        count = sum(self._sizes)
+
+        def run() -> None:
+            self._unique = torch.unique(self._ids[:count])
+            torch.index_select(grad, 0, self._unique, out=self._kept[: len(self._unique)])
+            if squares is not None:
+                grad.index_fill_(0, self._unique, 0)
+                squares.append(square_sum(grad))
+            if edit is not None:
+                edit(grad)
+            update(grad, _between(self._unique.tolist(), len(grad)), True)
+
+        return run
+
+    def looked_up(
+        self, update: RowUpdate, edit: Callable[[Tensor], None] | None, squares: list[Tensor] | None
+    ) -> Callable[[], None]:
+        """Return what adds the first block's gradient of the rows, and updates them."""
+        parts = [part for part, _ in self._found]
+        sizes = list(self._sizes)
+        uses = max(self.weight.uses - self._before, 1)
+        each = len(sizes) // uses
+
+        def run() -> None:
+            if parts and self._outside.item():
+                raise _elsewhere(self.weight)
+            kept = self._kept[: len(self._unique)]
+            begin = 0
+            for part in parts:
+                before = sum(sizes[: part * each])
+                count = sum(sizes[part * each : (part + 1) * each])
+                _add(kept, self._unique, self._ids[before : before + count], self.arrived[begin : begin + count])
+                begin += count
+            if squares is not None:
+                squares.append(square_sum(kept))
+            if edit is not None:
+                edit(kept)
+            update(kept, _runs(self._unique.tolist()), False)
+
+        return run
+
+
+def _elsewhere(weight: Weight) -> Exception:
+    return limits.TABLE_ELSEWHERE.error(f"{weight.label} is used in another way in this batch")
+
+
+def _add(kept: Tensor, rows: Tensor, ids: Tensor, grads: Tensor) -> None:
+    """Add a part's gradients, one per token, to what is kept of ``rows``; those of one row are all the same."""
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    token = torch.empty_like(unique).scatter_(0, inverse, torch.arange(len(ids)))
+    places = torch.searchsorted(rows, unique)
+    for own, at in zip(torch.split(token, _ADDED), torch.split(places, _ADDED), strict=True):
+        kept.index_copy_(0, at, kept.index_select(0, at).add_(grads.index_select(0, own)))
+
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ``rows``, ascending, as ranges."""
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        if found and found[-1][1] == row:
+            found[-1] = found[-1][0], row + 1
+        else:
+            found.append((row, row + 1))
+    return found
+
+
+def _between(rows: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return the other ones of ``count`` rows as ranges."""
+    ends = [0, *(row + 1 for row in rows)]
+    return [(begin, end) for begin, end in zip(ends, [*rows, count], strict=True) if begin < end]
+
+
+def square_sum(grad: Tensor) -> Tensor:
+    """Return the sum of squares, fp32."""
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm.square_()

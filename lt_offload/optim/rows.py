@@ -1,0 +1,114 @@
+"""AdamW for some rows of a matrix at a time, with the bits of an update of the whole.
+
+Arithmetic is element by element; what may differ is where a kernel's last vector ends. Rows of whole cache lines have
+no such rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lt_offload.optim import native, plain
+from lt_offload.optim.adamw import AdamW
+from lt_offload.optim.plain import Entry, Options
+
+UNIT = 16
+"""A row has a multiple of so many elements: torch's kernel and ours round what is left over in another way."""
+
+Ranges = Sequence[tuple[int, int]]
+"""First row of each, and the row behind its last one; ascending, apart."""
+
+
+def updates_rows(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Return whether :class:`RowUpdates` does for rows of ``parameter`` what ``optimizer`` does for all of it.
+
+    That is so for ``lt_offload.AdamW``, unless moments have eight bits, and for ``torch.optim.AdamW(fused=True)`` of
+    fp32 weights with plain numbers as options.
+    """
+    group = next((g for g in optimizer.param_groups if any(parameter is own for own in g["params"])), None)
+    if group is None or parameter.ndim != 2 or parameter.shape[1] % UNIT or not parameter.is_contiguous():
+        return False
+    if type(optimizer) is AdamW:
+        return bool(group["state_dtype"] != "8bit")
+    return (
+        type(optimizer) is torch.optim.AdamW
+        and bool(group["fused"])
+        and parameter.dtype == torch.float32
+        and not (group["amsgrad"] or group["capturable"] or group["differentiable"])
+        and not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+    )
+
+
+class RowUpdates:
+    """Updates of some rows of one parameter, with the options of the moment when it is made.
+
+    Args:
+        optimizer: one for which :func:`updates_rows` holds.
+        parameter: of the optimizer.
+        group: its options.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        self._ours = optimizer if isinstance(optimizer, AdamW) else None
+        self._parameter, self._group = parameter, group
+        lr = group["lr"]
+        self._options = Options(
+            lr=lr.clone() if isinstance(lr, Tensor) else lr,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            grad_scale=self._ours.grad_scale if self._ours is not None else 1.0,
+        )
+
+    def new_state(self, weight: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter that has not been updated yet, whose value is ``weight``."""
+        if self._ours is not None:
+            return self._ours.new_state(weight, dict(self._group))
+        zeros = (torch.zeros_like(weight, memory_format=torch.preserve_format) for _ in range(2))
+        return {"step": torch.tensor(0.0), **dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))}
+
+    def run(self, weight: Tensor, grad: Tensor, state: dict[str, Any], ranges: Ranges, *, begins: bool) -> None:
+        """Update the rows in ``ranges``.
+
+        Args:
+            weight: the parameter's value, where it is to be changed.
+            grad: the gradient of all rows, or of those in ``ranges`` alone, without gaps.
+            state: of the parameter, which is changed.
+            ranges: rows, each at most once per step.
+            begins: whether these are the first rows of a step.
+        """
+        if begins:
+            state["step"] += 1
+        seeds = self._ours.seeds(self._parameter, state, self._group) if self._ours is not None else (None, 0)
+        whole = Entry(
+            weight,
+            grad,
+            state.get("master"),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            float(state["step"]),
+            seeds[0],
+            moment_seed=seeds[1],
+        )
+        with torch.no_grad():
+            plain.update(native.update(list(_pieces(whole, ranges)), self._options), self._options)
+
+
+def _pieces(whole: Entry, ranges: Ranges) -> Iterator[Entry]:
+    """Yield the rows of each of ``ranges`` as an entry."""
+    width = whole.param.shape[1]
+    grad, apart = whole.grad.view(-1), whole.grad.shape[0] != whole.param.shape[0]
+    shown = whole._replace(grad=whole.param)
+    at = 0
+    for first, end in ranges:
+        part = plain.piece(shown, first * width, end * width)
+        begin = at if apart else first * width
+        at += (end - first) * width
+        yield part._replace(grad=grad[begin : begin + (end - first) * width])

@@ -1,0 +1,190 @@
+"""Tied embeddings by rows: a table that the first block looks rows up in, and that is the last block's matrix.
+
+Its gradient is complete at the end of the backward, so its update, and copies that wait for it, would end an iteration
+with nothing to hide behind, and until then its gradient would be held. But only rows of this batch's tokens have a
+gradient of the first block. All others are those of a matrix of the last block alone: :func:`as_head` makes a profile
+of that, for which any planner plans, and :func:`split` adds to such a plan what the rows of the batch need at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lt_offload.plan.iteration.durations import durations
+from lt_offload.plan.iteration.memory import aligned
+from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import ALIGNMENT, Op, Plan, TensorGroup
+from lt_offload.schema.profile import BlockProfile, Profile, ReadProfile
+
+
+def table_of(profile: Profile) -> int | None:
+    """Return the table that may be updated by rows; None if there is none, or several processes share it."""
+    found = [
+        index
+        for index, tensor in enumerate(profile.tensors)
+        if tensor.lookup_bytes and tensor.zero_copy and not tensor.sum_bytes
+    ]
+    return found[0] if len(found) == 1 and profile.processes == 1 else None
+
+
+def as_head(profile: Profile, table: int) -> Profile:
+    """Return ``profile`` with ``table`` as a matrix of the last block alone, which only the host can update.
+
+    The first block reads its rows directly, and makes a gradient of the table's size from which it takes rows.
+    """
+    tensor = profile.tensors[table]
+    assert tensor.zero_copy is not None
+    head = replace(
+        tensor,
+        blocks=tensor.blocks[-1:],
+        zero_copy=None,
+        lookup_bytes=0,
+        scratch_bytes=profile.hardware.device_bytes,  # no update on the device fits
+    )
+    first = _reading(profile.blocks[0], tensor.read(0), tensor.bytes + tensor.lookup_bytes)
+    tensors = (*profile.tensors[:table], head, *profile.tensors[table + 1 :])
+    return replace(profile, tensors=tensors, blocks=(first, *profile.blocks[1:]))
+
+
+def _reading(block: BlockProfile, read: ReadProfile, more: int) -> BlockProfile:
+    """Return ``block``, which reads rows directly and whose backward takes so many bytes ``more``."""
+    options = (
+        replace(
+            option,
+            forward_s=option.forward_s + read.forward_s,
+            backward_s=option.backward_s + read.backward_s,
+            backward_peak_bytes=option.backward_peak_bytes + more,
+            held_peak_bytes=None,
+        )
+        for option in block.options
+    )
+    return replace(block, options=tuple(options))
+
+
+def split(plan: Plan, profile: Profile, table: int) -> Plan | None:
+    """Return ``plan``, made for :func:`as_head`, as one for ``profile``, checked and priced.
+
+    None if it does not update the table on the host, by ops of its own, or fetches it before its last rows are there.
+    """
+    found = _TwoParts(plan, profile, table)
+    if not found.possible:
+        return None
+    ops, groups = found.ops(), found.groups()
+    changed = replace(
+        plan,
+        fingerprint=profile.fingerprint,
+        groups=groups,
+        ops=ops,
+        programs={"updating": tuple(range(len(ops)))},
+        gradient_bytes=found.end,
+        notes=(*plan.notes, f"{profile.tensors[table].name} is updated in two parts: {_PARTS}"),
+    )
+    timed = zip(changed.ops, durations(changed, profile.with_host_threads(plan.host_threads)), strict=True)
+    changed = replace(changed, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+    if check(changed, profile):
+        return None
+    trace = simulate(changed, profile)
+    predicted = replace(
+        plan.predicted,
+        iteration_s=trace.iteration_time,
+        lower_bound_s=min(plan.predicted.lower_bound_s, trace.iteration_time),
+        no_offload_s=no_offload_s(profile),
+        device_peak_bytes=trace.device_peak,
+        host_peak_bytes=trace.host_peak,
+    )
+    return replace(changed, predicted=predicted)
+
+
+_PARTS = "rows that the batch does not look up as soon as the last block's gradient is there, the others at the end"
+
+
+class _TwoParts:
+    """The ops of a plan for :func:`as_head`, and two more: what sends the rows' gradient, and what updates them."""
+
+    def __init__(self, plan: Plan, profile: Profile, table: int) -> None:
+        self.plan, self.profile, self.table = plan, profile, table
+        mine = [op for op in plan.ops if table in plan.tensors(op)]
+        self.sends = [op for op in mine if op.sends_gradients]
+        self.updates = [op for op in mine if op.updates_on_host]
+        self.reads = {op.id for op in plan.ops if op.computes and op.block == 0}
+        self.backward = next((op.id for op in plan.ops if op.kind == "backward" and op.block == 0), -1)
+        step = plan.ops[self.backward].step
+        last = [op.id for op in plan.ops if op.step == step and (op.computes or op.payload == "grad" or not op.payload)]
+        self.at = max(last) + 1
+        """Where the two new ops are put in."""
+        tensor = profile.tensors[table]
+        self.rows = aligned(tensor.lookup_bytes)
+        tokens = tensor.lookup_bytes * tensor.shape[0] // tensor.bytes
+        # One place for what arrives, one for what the last block's gradient has at these rows, and their numbers.
+        self.end = plan.gradient_bytes + 2 * self.rows + aligned(8 * tokens) + ALIGNMENT
+
+    @property
+    def possible(self) -> bool:
+        """Whether it can be done."""
+        if len(self.sends) != 1 or len(self.updates) != 1 or self.plan.programs.keys() != {"updating"}:
+            return False
+        if any(op.block == 0 and op.save is not None for op in self.plan.ops):
+            return False  # a forward that ran again in the backward would look rows up that have been updated
+        named = (*self.sends[0].groups, *self.updates[0].groups)
+        alone = all(self.plan.groups[group].tensors == (self.table,) for group in named)
+        update = self.updates[0].id
+        # What waits for the update within the iteration would come before the last rows are updated.
+        early = (op for op in self.plan.ops if update < op.id and update in op.after and not op.sends_gradients)
+        return alone and not any(early)
+
+    def groups(self) -> tuple[TensorGroup, ...]:
+        """Return the groups, that of the rows last."""
+        rows = TensorGroup(
+            payload="grad", tensors=(self.table,), sizes=(self.rows,), host_offset=self.plan.gradient_bytes
+        )
+        return (*self.plan.groups, rows)
+
+    def ops(self) -> tuple[Op, ...]:
+        """Return the ops."""
+        changed = [self._changed(op) for op in self.plan.ops]
+        return (*changed[: self.at], *self._new(), *changed[self.at :])
+
+    def _number(self, op: int) -> int:
+        return op + 2 * (op >= self.at)
+
+    def _changed(self, op: Op) -> Op:
+        (weight,) = self.updates[0].groups
+        first, last = self.updates[0].id, self.at + 1
+        after = {self._number(other) for other in op.after}
+        if op.id in self.reads:
+            # A backward of the first block reads nothing of the table, but the framework holds it meanwhile.
+            after |= {first} if op.id == self.backward else {first, last}
+            read = self.profile.tensors[self.table].read(0)
+            nbytes = read.backward_bytes if op.id == self.backward else read.forward_bytes
+            op = replace(op, zero_copy=(*op.zero_copy, weight), bytes=op.bytes + nbytes)
+        elif op.id in (self.sends[0].id, first):
+            after.add(last)
+            op = replace(op, rows="others")
+        elif first in op.after and op.payload == "weight":
+            after.add(last)
+        return replace(op, id=self._number(op.id), after=tuple(sorted(after)))
+
+    def _new(self) -> Iterator[Op]:
+        tensor, backward = self.profile.tensors[self.table], self.plan.ops[self.backward]
+        yield replace(
+            self.sends[0],
+            id=self.at,
+            step=backward.step,
+            block=0,
+            groups=(len(self.plan.groups),),
+            bytes=tensor.lookup_bytes,
+            after=tuple(sorted({self._number(self.backward), self.at + 1})),
+            release_after=backward.step,
+            rows="looked up",
+        )
+        yield replace(
+            self.updates[0],
+            id=self.at + 1,
+            step=backward.step,
+            block=0,
+            after=tuple(sorted({self.at, self.updates[0].id})),
+            rows="looked up",
+        )

@@ -1,0 +1,199 @@
+"""Tied embeddings updated in two parts: rows that a batch looks up at the end, all others after the last block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lt_offload.errors import UnsupportedError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.optim import AdamW
+from lt_offload.plan.rows import as_head, split, table_of
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import make_plan
+from lt_offload.plan.verify.check import check
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.measure import profile
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import Profile
+from tests.support import models
+from tests.support.engines import Result, differences, make_optimizer, trained_by
+
+VOCABULARY = 512
+SHAPES = ((4, 24), (4, 24), (2, 9), (4, 24))
+
+MAKERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
+    "torch": (torch.float32, lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True)),
+    "masters": (torch.bfloat16, lambda groups: AdamW(groups, lr=1e-2)),
+    "noise": (torch.bfloat16, lambda groups: AdamW(groups, lr=1e-2, stochastic_rounding=True)),
+}
+
+
+def build(maker: str, family: str = "llama-tied") -> nn.Module:
+    dtype = MAKERS[maker][0]
+    return models.build(family, layers=3, dtype=dtype, vocab_size=VOCABULARY, tie_word_embeddings=True)
+
+
+def optimizer_of(model: nn.Module, maker: str) -> torch.optim.Optimizer:
+    return make_optimizer(model, MAKERS[maker][1])
+
+
+def batches(model: nn.Module) -> list[dict[str, Any]]:
+    made = [models.batch(model, batch_size=b, sequence_length=s, seed=i) for i, (b, s) in enumerate(SHAPES)]
+    made[1]["input_ids"][:, 3:9] = 7  # one token several times, in several samples
+    return made
+
+
+@cache
+def measured(maker: str, family: str = "llama-tied", parts: int = 1) -> Profile:
+    model = build(maker, family)
+    return profile(
+        model,
+        batches(model)[0],
+        optimizer=optimizer_of(model, maker),
+        device="cpu",
+        hardware=replace(load_hardware("rtx-3060-12gb"), context_bytes=0),
+        run=lambda batch: model(**batch).loss,
+        micro_batches=parts,
+    )
+
+
+@cache
+def planned(maker: str, part_of_budget: float, family: str = "llama-tied", parts: int = 1) -> tuple[Plan, int]:
+    """A plan in two parts, with so much of what is between the smallest budget and the largest; and the budget."""
+    found = measured(maker, family, parts)
+    table = table_of(found)
+    assert table is not None
+    head = as_head(found, table)
+    low = make_plan(head, Settings(planner="stream")).predicted.device_peak_bytes
+    high = make_plan(head, Settings()).predicted.device_peak_bytes
+    budget = int(low + part_of_budget * (high - low))
+    plan = split(make_plan(head, Settings(memory=budget)), found, table)
+    assert plan is not None
+    assert not check(plan, found)
+    return plan, budget
+
+
+def plain(maker: str, family: str = "llama-tied") -> Result:
+    model = build(maker, family)
+    optimizer = optimizer_of(model, maker)
+    torch.manual_seed(0)
+    losses = []
+    for batch in batches(model):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return Result(losses, model, optimizer)
+
+
+def trained(plan: Plan, budget: int, maker: str, family: str = "llama-tied", mode: str = "lazy") -> Result:
+    model = build(maker, family)
+    device = EmulatedDevice(budget, mode, check=True)
+    result, peak = trained_by(device, plan, model, optimizer_of(model, maker), batches(model))
+    assert peak <= budget
+    return result
+
+
+@pytest.mark.parametrize("part_of_budget", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_table_in_two_parts_has_the_numbers_of_plain_pytorch(maker: str, part_of_budget: float) -> None:
+    plan, budget = planned(maker, part_of_budget)
+    assert [op.rows for op in plan.ops if op.kind == "update" and op.rows] == ["others", "looked up"]
+    assert differences(plain(maker), trained(plan, budget, maker)) == []
+
+
+@pytest.mark.parametrize("mode", ["eager", "random"])
+@pytest.mark.parametrize("family", ["bloom", "gemma3"])
+def test_other_models_and_orders_of_lanes_give_the_same_numbers(family: str, mode: str) -> None:
+    plan, budget = planned("torch", 0.3, family)
+    assert differences(plain("torch", family), trained(plan, budget, "torch", family, mode)) == []
+
+
+@pytest.mark.parametrize("maker", ["torch", "noise"])
+def test_parts_of_a_batch_add_their_gradients_in_the_order_of_a_plan_for_whole_tensors(maker: str) -> None:
+    plan, budget = planned(maker, 0.3, parts=2)
+    assert plan.parts == 2
+    whole = make_plan(measured(maker, parts=2), Settings(planner="greedy", memory=2 * budget))
+    assert not any(op.rows for op in whole.ops)
+    assert differences(trained(whole, 2 * budget, maker), trained(plan, budget, maker)) == []
+
+
+def test_a_use_of_other_rows_is_an_error_that_names_the_table_and_the_way_out() -> None:
+    plan, budget = planned("torch", 1.0)
+    model = build("torch")
+    device = EmulatedDevice(budget, "lazy", check=True)
+    table = model.get_input_embeddings()
+    plainly, calls = type(table).forward, 0
+
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        x: torch.Tensor = plainly(self, ids)
+        return x + self.weight[-1] if calls == 2 else x
+
+    table.forward = forward.__get__(table)
+    with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight is used in another way.*planner='greedy'"):
+        trained_by(device, plan, model, optimizer_of(model, "torch"), batches(model))
+
+
+def test_squares_of_gradients_are_those_of_both_parts() -> None:
+    plan, budget = planned("torch", 0.3)
+    norms = []
+    for found in (plan, make_plan(measured("torch"), Settings(planner="greedy", memory=2 * budget))):
+        model = build("torch")
+        optimizer, device = optimizer_of(model, "torch"), EmulatedDevice(2 * budget, "lazy", check=True)
+        engine = Engine(model, optimizer, found, device)
+        engine.install()
+        with engine.iteration(grad_norm=True):
+            model(**batches(model)[0]).loss.backward()
+            optimizer.step()
+        norms.append(engine.stats.grad_norm)
+        engine.remove()
+        device.close()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_the_planner_takes_two_parts_where_that_is_faster(tmp_path: Path) -> None:
+    found = measured("masters")
+    hardware = replace(found.hardware, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)
+    slow = replace(found, hardware=hardware, optimizer=replace(found.optimizer, host_bytes_per_s=1e7))
+    budget = planned("masters", 0.0)[1]
+    plan = make_plan(slow, Settings(memory=budget))
+    whole = make_plan(
+        replace(slow, tensors=tuple(replace(t, lookup_bytes=0) for t in slow.tensors)), Settings(memory=budget)
+    )
+    assert any(op.rows for op in plan.ops)
+    assert plan.predicted.iteration_s < whole.predicted.iteration_s
+    assert check(plan, slow) == []
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+
+
+@pytest.mark.parametrize("many", [{"accumulate": 2}, {"delayed": True}])
+def test_plans_with_sums_update_whole_tensors(many: dict[str, Any]) -> None:
+    plan = make_plan(measured("masters"), Settings(memory=planned("masters", 1.0)[1] * 2, **many))
+    assert not any(op.rows for op in plan.ops)
+
+
+BROKEN: dict[str, Callable[[Op], Op]] = {
+    "an update of all rows at once": lambda op: replace(op, rows=None) if op.kind == "update" else op,
+    "both parts alike": lambda op: replace(op, rows="others") if op.rows else op,
+    "not read directly": lambda op: replace(op, zero_copy=(), bytes=0) if op.kind == "forward" else op,
+    "not after the other rows": lambda op: replace(op, after=()) if op.rows == "looked up" else op,
+    "a lookup that waits for nothing": lambda op: replace(op, after=()) if op.zero_copy else op,
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_plan_in_two_parts_that_is_broken_is_refused(what: str) -> None:
+    plan, _ = planned("torch", 0.3)
+    assert check(replace(plan, ops=tuple(map(BROKEN[what], plan.ops))), measured("torch"))
