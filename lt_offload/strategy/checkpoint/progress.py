@@ -47,6 +47,13 @@ def rewrite(counts: dict[str, Any], moment: Moment) -> None:
         _complete(counts["epoch_progress"])
 
 
+def move(trainer: Any, batches: int) -> None:
+    """Count ``batches`` more, or fewer, of the epoch as seen: with another number of processes each has other ones."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in vars(current):
+        setattr(current, name, getattr(current, name) + batches)
+
+
 def is_midway(trainer: Any) -> bool:
     """Return whether the loops, which have been loaded, have batches of their epoch before them."""
     fit_loop = trainer.fit_loop

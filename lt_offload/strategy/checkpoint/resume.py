@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DistributedSampler
 
 from lt_offload.compat.lightning import adds_up, combined_loader, data_fetcher, is_training_done, take_up_states
 from lt_offload.strategy.checkpoint import files as files
@@ -98,11 +99,13 @@ class ExactResume(_Base):
             self._interrupts.received = received
 
     def _resume(self, trainer: Any, pl_module: Any, loaded: dict[str, Any]) -> None:
-        states = _of_this_process(trainer, loaded["random"]) if self.random_states else None
-        midway = progress.is_midway(trainer)
-        if states is not None:
+        before = loaded.get("processes", _count(loaded["random"]))
+        states = None
+        if before != trainer.world_size:
+            _share_anew(trainer, before, draws=self.random_states)
+        elif self.random_states and (states := _of_this_process(trainer, loaded["random"])) is not None:
             _warn_of_workers(_loaders(trainer), trainer.current_epoch)
-            _take_up_data(trainer, loaded["loaders"], midway=midway)
+            _take_up_data(trainer, loaded["loaders"], midway=progress.is_midway(trainer))
             _set_states(trainer, pl_module, states)
         progress.go_on(trainer, loaded["moment"])
         self._before_validation = states
@@ -148,7 +151,12 @@ class ExactResume(_Base):
             # A validation that runs is done again, and has to draw what it drew: the states before it are what counts.
             states = self._before_validation if validating else _states(trainer, pl_module)
         loaders = _take_out_loaders(trainer, checkpoint["loops"]["fit_loop"])
-        checkpoint[KEY] = {"moment": moment, "random": _of_all_processes(trainer, states), "loaders": loaders}
+        checkpoint[KEY] = {
+            "moment": moment,
+            "random": _of_all_processes(trainer, states),
+            "loaders": loaders,
+            "processes": trainer.world_size,
+        }
 
     def _leave_if_asked(self, trainer: Any) -> None:
         """Leave if a signal has come, and no gradients of earlier batches wait for an update: they are not saved."""
@@ -223,15 +231,16 @@ def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> dict[str, 
 
 
 def _of_this_process(trainer: Any, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what a checkpoint holds for this process."""
-    every = [saved] if saved is None or "processes" not in saved else saved["processes"]
-    if len(every) != trainer.world_size and len(every) > 1:
-        rank_zero_warn(
-            f"the checkpoint holds the random states of {len(every)} processes, this run has {trainer.world_size}: "
-            "they begin anew"
-        )
-        return None
-    return every[trainer.global_rank % len(every)]  # type: ignore[no-any-return]
+    """Return what a checkpoint of as many processes holds for this one."""
+    if saved is None or "processes" not in saved:
+        return saved
+    found: dict[str, Any] = saved["processes"][trainer.global_rank]
+    return found
+
+
+def _count(saved: dict[str, Any] | None) -> int:
+    """Return how many processes a checkpoint holds states of."""
+    return len(saved["processes"]) if saved is not None and "processes" in saved else 1
 
 
 def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
@@ -300,10 +309,62 @@ def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
             loader.load_state_dict(state)
         iter(fetcher)
     if repeated:
-        seen = fit_loop.epoch_loop.batch_progress.current.ready
-        for _ in range(seen):
-            next(fetcher)
-        fetcher.fetched -= seen  # Lightning adds them itself
+        _drop(trainer, fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def _share_anew(trainer: Any, before: int, *, draws: bool) -> None:
+    """Go on in the epoch of a checkpoint of ``before`` processes, whose batches are not those of these.
+
+    A loader that knows how (``moved``) shares out what is left of the epoch. A sampler of ``torch.distributed`` deals
+    one order to any number of processes: what others were given is fetched and dropped.
+
+    Args:
+        trainer: with loaders that are about to begin.
+        before: the number of processes.
+        draws: whether the order of data is ours.
+    """
+    if take_up_states(trainer.fit_loop) and progress.is_midway(trainer):
+        iter(data_fetcher(trainer.fit_loop))  # as where as many processes go on
+    loaders, now = _loaders(trainer), trainer.world_size
+    own = [loader.moved for loader in loaders if hasattr(loader, "moved")]
+    if own:  # it has said what it means
+        progress.move(trainer, own[0])
+        return
+    said = f"the checkpoint is of {before} process{'es' * (before > 1)}, this run has {now}: random numbers begin anew"
+    # Loaders that keep their position themselves, streams among them, decide what comes next.
+    if not draws or _mixed(trainer) or not progress.is_midway(trainer):
+        rank_zero_warn(said)
+        return
+    seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    skipped, twice = divmod(seen * before, now)
+    progress.move(trainer, skipped - seen)
+    repeated = _repeatable(trainer)
+    if before > 1 and len(repeated) == len(loaders) and all(map(_is_dealt, loaders)):
+        again = f", but the last {twice} batches, which do not go up in {now}, come again" if twice else ""
+        rank_zero_warn(f"{said}; the epoch goes on behind the {seen * before} batches that it has given{again}")
+        _drop(trainer, skipped)
+        return
+    rank_zero_warn(
+        f"{said}, and so does the order of this epoch, of which {seen * before} batches were trained on: samples may "
+        "come twice in it, or not at all. Resume with as many processes, or from a checkpoint of an epoch's end"
+    )
+
+
+def _is_dealt(loader: Any) -> bool:
+    """Return whether its order is the same for any number of processes, which take its samples in turn."""
+    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
+
+
+def _drop(trainer: Any, count: int) -> None:
+    """Fetch the first batches of an epoch that has begun, for which there is no use."""
+    fetcher = data_fetcher(trainer.fit_loop)
+    for loader in _loaders(trainer):
+        # Lightning does it too late, and for loaders that it made before it knew the epoch with that of a new run.
+        if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
+            sampler.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+    for _ in range(count):
+        next(fetcher)
+    fetcher.fetched -= count  # Lightning adds them itself
 
 
 def _folders(trainer: Any) -> list[Path]:

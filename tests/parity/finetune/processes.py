@@ -14,6 +14,7 @@ import lightning.pytorch
 import torch
 from torch import Tensor
 
+import lt_offload
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -26,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"data": PADDED, "max_steps": 8},
     "padded, stopped": {"data": PADDED, "max_steps": 2, "save": "padded.ckpt"},
     "padded, resumed": {"data": PADDED, "max_steps": 8, "ckpt": "padded.ckpt"},
+    "padded, of one": {"data": PADDED, "max_steps": 8, "ckpt": "padded-of-one.ckpt"},
     "batches": {
         "data": {"num_workers": 1, "max_length": 60},
         "loss_average": "batches",
@@ -87,6 +89,7 @@ def fit(
     seen = module(folder, loss_average=loss_average)
     run = trainer(
         strategy,
+        callbacks=[lt_offload.ExactResume(on_interrupt=False)],
         **{"max_steps": STEPS, "max_epochs": -1, "num_sanity_val_steps": 0} | settings,
     )
     path = None if ckpt is None else folder / f"{run.world_size}-{ckpt}"

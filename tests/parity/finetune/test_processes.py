@@ -29,6 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.model(folder / "model")
     rows = (json.dumps({"text": (f"{number} abcdefg " * 8)[:length]}) for number, length in enumerate(LENGTHS))
     (folder / "rows.jsonl").write_text("\n".join(rows))
+    # One process stops after four batches, in two updates; two others go on.
+    save = "padded-of-one.ckpt"
+    fit(folder, "auto", data=CASES["padded"]["data"], max_steps=2, accumulate_grad_batches=2, save=save)
+    (folder / f"2-{save}").hardlink_to(folder / f"1-{save}")
     command = [sys.executable, "-m", "tests.parity.finetune.processes", str(folder)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -134,9 +138,33 @@ def test_every_held_out_row_counts_once(folder: Path) -> None:
 
 
 @pytest.mark.long
+def test_one_process_goes_on_where_two_stopped(folder: Path) -> None:
+    """In the middle of an epoch, with what neither has seen; both of them would have had the same updates."""
+    first, second = both(folder, "padded")
+    [stopped, _] = both(folder, "padded, stopped")
+    (folder / "1-padded.ckpt").hardlink_to(folder / "2-padded.ckpt")
+    settings = CASES["padded, resumed"] | {"accumulate_grad_batches": 2}
+    with pytest.warns(UserWarning, match=r"with the 13 of 21 sequences that were not trained on yet, none twice\. .*"):
+        resumed = fit(folder, "auto", **settings)
+    assert equal(resumed["batches"], taking_turns(first, second)[2 * len(stopped["batches"]) :])
+    assert equal(resumed["weights"], first["weights"])
+    assert resumed["steps"] == first["steps"]
+
+
+@pytest.mark.long
+def test_two_processes_go_on_where_one_stopped(folder: Path) -> None:
+    first, second = both(folder, "padded, of one")
+    whole = alone(folder, "padded")
+    assert equal(taking_turns(first, second), whole["batches"][4:])
+    assert equal(first["weights"], whole["weights"])
+    assert first["steps"] == whole["steps"]
+
+
+@pytest.mark.long
 def test_a_stream_goes_on_with_another_number_of_processes(folder: Path) -> None:
     both(folder, "streamed, stopped")
     whole = alone(folder, "streamed")
     (folder / "1-streamed.ckpt").hardlink_to(folder / "2-streamed.ckpt")
-    resumed = fit(folder, "auto", **CASES["streamed, resumed"])
+    with pytest.warns(UserWarning, match="of 2 processes, this run has 1: random numbers begin anew$"):
+        resumed = fit(folder, "auto", **CASES["streamed, resumed"])
     assert equal(resumed["batches"], whole["batches"][2:5])

@@ -7,6 +7,7 @@ each run has come to: ``NAME.pt``, and as ``NAME, plain.pt`` what one process wi
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 from collections import Counter
@@ -41,6 +42,8 @@ RESUMED = {
     "1 from 2 on 2": (ALONE, "2 on 2"),
 }
 """How many processes go on from whose checkpoint; "on 2" are those on two machines."""
+MIDWAY = {"4 from a step of 2": (FOUR, "2, steps/step=2"), "1 from a step of 2": (ALONE, "2, steps/step=2")}
+"""The same in the middle of an epoch, to its end."""
 PLAIN, STOCK = ", plain", ", ddp"
 LATER = "2, saved while training goes on"
 
@@ -53,11 +56,17 @@ class Whole(Synced):
         self.loaded: Any = None
         self.saved: Path | None = None
         """Where it saves, while all that training has is still there."""
+        self.rows: list[list[int]] = []
+        """What it trained on, after planning."""
 
     def on_train_start(self) -> None:
         super().on_train_start()
         states = self.trainer.optimizers[0].state_dict()["state"]
         self.loaded = copy.deepcopy((self.state_dict(), states))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.rows += batch["input_ids"].tolist()
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -107,13 +116,15 @@ def train(folder: Path, name: str, strategy: Any, *, kind: type[Any] = Whole, st
     """Train to the end of the next epoch, with or without a checkpoint to ``start`` from; keep what it comes to."""
     lightning.pytorch.seed_everything(7, verbose=False)
     ckpt = folder / f"{start}.ckpt" if start else None
+    epochs = 2 if start and "steps" not in start else 1
     module = kind()
     module.saved = folder / f"{name}.ckpt"
     with counted(folder / f"{name}-{os.environ.get('RANK', 0)}.written"):
-        run = trainers.fit(strategy, module, max_epochs=2 if start else 1, ckpt=ckpt, **options)
+        run = trainers.fit(strategy, module, max_epochs=epochs, ckpt=ckpt, **options)
     if isinstance(strategy, lt_offload.OffmateStrategy):
         assert strategy.plan is not None
         assert "host" in strategy.plan.update_places
+    (folder / f"{name}-{os.environ.get('RANK', 0)}.rows").write_text(json.dumps(run.module.rows))
     if run.trainer.is_global_zero:
         found = {"weights": run.module.state_dict(), "states": run.optimizer.state_dict()["state"]}
         found |= {"validation": run.module.validation, "loaded": run.module.loaded, "steps": run.trainer.global_step}
@@ -134,7 +145,7 @@ def by(count: int, machines: int, folder: Path) -> None:
     if (count, machines) == APART:
         train(folder, "2 on 2", ours(), **devices)
         train(folder, "2 on 2" + STOCK, "ddp", **devices)
-    for name, (group, start) in RESUMED.items():
+    for name, (group, start) in (RESUMED | MIDWAY).items():
         if group == (count, machines):
             train(folder, name, ours(), start=start, **devices)
 

@@ -6,6 +6,7 @@ what one process makes of it.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from lt_offload.strategy.checkpoint import files, sums
-from tests.parity.several.runs import LATER, PLAIN, RESUMED, STOCK
+from tests.parity.several.runs import LATER, MIDWAY, PLAIN, RESUMED, STOCK
 from tests.parity.several.training import alike
 
 pytestmark = pytest.mark.long
@@ -91,3 +92,15 @@ def test_a_checkpoint_of_all_is_one_that_any_program_reads(folder: Path) -> None
         sums.check(path, files.load(path))
     assert (kept[0].parent / "last.ckpt").resolve() == kept[-1].resolve()
     assert not list(folder.glob(f"**/.*{files._SUFFIX}"))
+
+
+def test_others_go_on_in_the_middle_of_an_epoch_with_what_is_left_of_it(folder: Path) -> None:
+    """A sampler that deals one order to all processes deals the same to any number of them."""
+
+    def rows(name: str, ranks: int) -> list[list[int]]:
+        each = [json.loads((folder / f"{name}-{rank}.rows").read_text()) for rank in range(ranks)]
+        return [row for turn in zip(*each, strict=True) for row in turn]
+
+    for name, ((ranks, _), _) in MIDWAY.items():
+        assert rows("2", 2)[4:] == rows(name, ranks), "two updates of two were made before"
+        assert read(folder, name)["steps"] == 2 + 4 // ranks

@@ -59,6 +59,11 @@ class ResumableLoader:
             self.batch_sampler.position += 1
             yield batch
 
+    @property
+    def moved(self) -> int:
+        """By how many batches the position that was loaded is another one here, with more or fewer processes."""
+        return self.batch_sampler.moved
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order."""
         return self.batch_sampler.state_dict()

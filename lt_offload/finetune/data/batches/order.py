@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -26,6 +27,10 @@ class ResumableBatches(Sampler[list[int]]):
     takes that for over if the run ended there by ``max_steps``. The last batch has the rows that are left; which ones
     is up to chance, in each epoch anew. All processes have the same order, and each takes its share of the batches,
     every one as many as the others, so that at the end some may be without one: see ``silent``.
+
+    A run may go on with another number of processes in the middle of an epoch: rows keep the order that they have, and
+    those that nobody was given yet are shared out anew, so that none comes twice or not at all. Batches are counted as
+    if the epoch had been divided among these processes from its beginning.
 
     Args:
         count: rows.
@@ -63,6 +68,13 @@ class ResumableBatches(Sampler[list[int]]):
         self.epoch = 0
         self.position = 0
         """Batches that training in this process has been given in this epoch; the loader counts them."""
+        self.moved = 0
+        """By how many batches the position is another one than that of the process that saved it."""
+        self._arranged_for = share.of
+        """The number of processes with which this epoch began."""
+        self._taken = self._skipped = 0
+        """Rows that other numbers of processes were given in it, and of how many batches of this one that takes the
+        place."""
         self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self._resume = False
         self._counts = False
@@ -74,38 +86,53 @@ class ResumableBatches(Sampler[list[int]]):
         return self
 
     def __len__(self) -> int:
-        full, left = divmod(self.count, self.batch_size * self.share.of)
-        return full + (left >= (1 if self.silent else self.share.of))
+        return self._rounds(self.count, self.share.of)
+
+    def _rounds(self, rows: int, processes: int) -> int:
+        """Return how many batches each of some processes gets of ``rows``."""
+        full, left = divmod(rows, self.batch_size * processes)
+        return full + (left >= (1 if self.silent else processes))
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator: the epoch is read when the first batch is asked for, which is after Lightning has set it.
         self.begin()
-        yield from self.batches()[self.share.first :: self.share.of][self.position : len(self)]
+        begin, end = self.position - self._skipped, len(self) - self._skipped
+        yield from self.batches()[self.share.first :: self.share.of][begin:end]
 
     def begin(self) -> None:
         """Begin an epoch: at the position that was loaded, if it was and the epoch had not come to its end."""
         # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
         if not self._resume or self.position >= len(self):
-            self.position = 0
+            self.position = self._taken = self._skipped = 0
+            self._arranged_for = self.share.of
             self.epoch += self._counts
         self._resume = False
 
     def batches(self) -> list[list[int]]:
-        """Return all batches of the epoch, those of other processes, too."""
-        generator = torch.Generator().manual_seed(self.seed + (self.epoch if self.reshuffled else 0))
-        order = torch.randperm(self.count, generator=generator)
+        """Return all batches of what these processes have of the epoch, those of other processes, too."""
+        order = self._order()[self._taken :]
         # Only rounds in which every process gets a batch; what is left is divided in its own way.
-        full = self.count // (self.batch_size * self.share.of) * self.share.of
+        full = len(order) // (self.batch_size * self.share.of) * self.share.of
         order, left = order[: full * self.batch_size], order[full * self.batch_size :]
-        if self._lengths is not None:
-            together = self.batch_size * _BATCHES_TO_SORT
-            parts = [order[begin : begin + together] for begin in range(0, len(order), together)]
-            order = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in parts])
-            # Sorted rows would come from short to long; so their batches
-            # are shuffled, and stay batches of like lengths.
-            order = order.view(-1, self.batch_size)[torch.randperm(full, generator=generator)]
         found: list[list[int]] = order.view(-1, self.batch_size).tolist()
         return found + self._last(left)
+
+    def _order(self) -> Tensor:
+        """Return all rows of the epoch, in the order in which they come."""
+        generator = torch.Generator().manual_seed(self.seed + (self.epoch if self.reshuffled else 0))
+        order = torch.randperm(self.count, generator=generator)
+        if self._lengths is None:
+            return order
+        # Of full rounds only, as rows that are left are divided among the processes.
+        full = self.count // (self.batch_size * self._arranged_for) * self._arranged_for
+        order, left = order[: full * self.batch_size], order[full * self.batch_size :]
+        together = self.batch_size * _BATCHES_TO_SORT
+        parts = [order[begin : begin + together] for begin in range(0, len(order), together)]
+        order = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in parts]) if parts else order
+        # Sorted rows would come from short to long; so their batches
+        # are shuffled, and stay batches of like lengths.
+        order = order.view(-1, self.batch_size)[torch.randperm(full, generator=generator)]
+        return torch.cat([order.view(-1), left])
 
     def _last(self, left: Tensor) -> list[list[int]]:
         """Return a batch of each process with what is left, none if there is too little."""
@@ -123,29 +150,41 @@ class ResumableBatches(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Return how far this epoch has come, and what the order depends on."""
         known = {key: getattr(self, key) for key in _DEPENDS_ON}
-        return {"position": self.position, "epoch": self.epoch, **known, "processes": self.share.of}
+        before = {"arranged_for": self._arranged_for, "taken": self._taken, "skipped": self._skipped}
+        ended = {"processes": self.share.of, "ended": self.position >= len(self)}
+        return {"position": self.position, "epoch": self.epoch, **known, **ended, **before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+        """Continue where ``state`` was taken, by as many processes or by others.
 
         Raises:
-            ConfigError: if the data, the batch size or the seed differ, so that another order would follow, or there
-                are more or fewer processes, so that other batches would make an update.
+            ConfigError: if the data, the batch size or the seed differ, so that another order would follow.
         """
         if "position" not in state:
             raise ConfigError("the checkpoint is of a run with data.streaming=true; continue it with that setting")
         check_continues(state, {key: getattr(self, key) for key in _DEPENDS_ON})
-        before = state.get("processes", 1)
+        before, position = state.get("processes", 1), state["position"]
+        self._arranged_for = state.get("arranged_for", before)
+        self._taken, self._skipped = state.get("taken", 0), state.get("skipped", 0)
         if before != self.share.of:
-            raise ConfigError(
-                f"the checkpoint is of a run with {before} process{'es' if before > 1 else ''}, now there "
-                f"{'are' if self.share.of > 1 else 'is'} {self.share.of}: its epochs have other numbers of batches and "
-                f"updates; continue with trainer.devices and trainer.num_nodes that make {before}, or export the model "
-                "and begin a new run with it as model.name"
-            )
-        self.position = state["position"]
+            given = (position - self._skipped) * before * self.batch_size
+            over = state.get("ended", position >= self._rounds(self.count, before))
+            self._taken = self.count if over else min(self.count, self._taken + given)
+            self._skipped = len(self) - self._rounds(self.count - self._taken, self.share.of)
+            position = self._skipped
+            rank_zero_warn(self._other_processes(before))
+        self.position, self.moved = position, position - state["position"]
         self.epoch = state.get("epoch", self.epoch)
         self._resume = self._counts = True
+
+    def _other_processes(self, before: int) -> str:
+        now, left = self.share.of, self.count - self._taken
+        return (
+            f"the checkpoint is of a run with {before} process{'es' if before > 1 else ''}, now there "
+            f"{'are' if now > 1 else 'is'} {now}: its epoch goes on with the {left:,} of {self.count:,} sequences that "
+            f"were not trained on yet, none twice. An update takes batches of {now} instead of {before}, unless "
+            "trainer.accumulate_grad_batches makes up for it; random numbers (dropout) begin anew"
+        )
 
 
 class Silenced(Dataset[Row]):

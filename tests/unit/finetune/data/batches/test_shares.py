@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError
@@ -42,13 +43,69 @@ def test_processes_take_turns(count: int, of: int, silent: bool, last: list[int]
     assert list(orders[1]) == shares[1][2:]
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "said"), [(2, 1, "2 processes, now there is 1"), (1, 3, "1 process, now there are 3")]
-)
-def test_another_number_of_processes_does_not_go_on(before: int, now: int, said: str) -> None:
-    state = ResumableBatches(24, 2, seed=3, share=Share(before)).state_dict()
-    with pytest.raises(ConfigError, match=f"the checkpoint is of a run with {said}: .* that make {before}, or"):
-        ResumableBatches(24, 2, seed=3, share=Share(now)).load_state_dict(state)
+def given(orders: list[ResumableBatches], rounds: int | None = None) -> list[int]:
+    """Return the rows that processes train on, the first ``rounds`` batches of each; their loader counts them."""
+    shares = [list(order)[:rounds] for order in orders]
+    for order, share in zip(orders, shares, strict=True):
+        order.position += len(share)
+    return [row for turn in zip(*shares, strict=True) for batch in turn for row in batch if row >= 0]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("parts", [[(2, 3), (1, None)], [(1, 5), (3, None)], [(2, 3), (4, 1), (3, 2), (2, None)]])
+def test_others_take_what_is_left_of_an_epoch(parts: list[tuple[int, int | None]], grouped: bool, silent: bool) -> None:
+    """Whatever the numbers of processes: no row comes twice, and none is left out but what does not go up."""
+    lengths = np.arange(100) % 7 if grouped else None
+    state: Any = None
+    taken: list[int] = []
+    for of, rounds in parts:
+        options: dict[str, Any] = {"seed": 3, "lengths": lengths, "silent": silent}
+        orders = [ResumableBatches(100, 2, share=Share(of, first), **options) for first in range(of)]
+        if state is not None:
+            for order in orders:
+                for _ in range(2):  # as Lightning does
+                    with pytest.warns(UserWarning, match=rf"{100 - len(taken)} of 100 sequences that were not trained"):
+                        order.load_state_dict(state)
+        # Lightning counts the batches of an epoch to its end.
+        counted = orders[0].position
+        assert counted == 0 or orders[0].moved == counted - state["position"]
+        new = given(orders, rounds)
+        assert len({order.position for order in orders}) == 1
+        assert rounds is not None or orders[0].position == len(orders[0])
+        taken += new
+        state = orders[0].state_dict()
+    assert len(set(taken)) == len(taken)
+    assert len(taken) == 100 if silent else len(taken) > 100 - parts[-1][0]
+    if not grouped:
+        assert (
+            taken[: len(taken) // 2]
+            == [row for batch in ResumableBatches(100, 2, seed=3) for row in batch][: len(taken) // 2]
+        )
+    # The next epoch is an ordinary one.
+    of = parts[-1][0]
+    orders = [ResumableBatches(100, 2, share=Share(of, first), **options) for first in range(of)]
+    for order in orders:
+        order.load_state_dict(state)
+    fresh = [ResumableBatches(100, 2, share=Share(of, first), **options) for first in range(of)]
+    for order in fresh:
+        order.set_epoch(1)
+    assert given(orders) == given(fresh)
+    assert [order.position for order in orders] == [len(order) for order in orders]
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), (4, 3)])
+def test_an_epoch_that_has_ended_is_not_gone_on_with(before: int, now: int) -> None:
+    """Also if rows were left that did not go up in as many processes."""
+    orders = [ResumableBatches(25, 2, seed=3, share=Share(before, first)) for first in range(before)]
+    given(orders)
+    order = ResumableBatches(25, 2, seed=3, share=Share(now))
+    with pytest.warns(UserWarning, match="the 0 of 25"):
+        order.load_state_dict(orders[0].state_dict())
+    assert order.position == len(order)
+    fresh = ResumableBatches(25, 2, seed=3, share=Share(now))
+    fresh.set_epoch(1)
+    assert list(order) == list(fresh)
 
 
 def trainer(**strategy: Any) -> Any:
