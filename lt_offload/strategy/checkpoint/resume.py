@@ -323,21 +323,25 @@ def _share_anew(trainer: Any, before: int, *, draws: bool) -> None:
         before: the number of processes.
         draws: whether the order of data is ours.
     """
-    if take_up_states(trainer.fit_loop) and progress.is_midway(trainer):
-        iter(data_fetcher(trainer.fit_loop))  # as where as many processes go on
-    loaders, now = _loaders(trainer), trainer.world_size
-    own = [loader.moved for loader in loaders if hasattr(loader, "moved")]
-    if own:  # it has said what it means
-        progress.move(trainer, own[0])
+    fit_loop, now = trainer.fit_loop, trainer.world_size
+    kept = take_up_states(fit_loop)
+    loaders = _loaders(trainer)
+    seen = fit_loop.epoch_loop.batch_progress.current.ready
+    own = next((loader.moved for loader in loaders if hasattr(loader, "moved")), None)
+    ours = draws and own is None and not _mixed(trainer)
+    skipped, twice = divmod(seen * before, now)
+    # Whether batches are left is a question of these counts.
+    progress.move(trainer, skipped - seen if ours else own or 0)
+    midway = progress.is_midway(trainer)
+    if kept and midway:
+        iter(data_fetcher(fit_loop))  # as where as many processes go on
+    if own is not None:  # it has said what it means
         return
     said = f"the checkpoint is of {before} process{'es' * (before > 1)}, this run has {now}: random numbers begin anew"
     # Loaders that keep their position themselves, streams among them, decide what comes next.
-    if not draws or _mixed(trainer) or not progress.is_midway(trainer):
+    if not ours or not midway:
         rank_zero_warn(said)
         return
-    seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    skipped, twice = divmod(seen * before, now)
-    progress.move(trainer, skipped - seen)
     repeated = _repeatable(trainer)
     if before > 1 and len(repeated) == len(loaders) and all(map(_is_dealt, loaders)):
         again = f", but the last {twice} batches, which do not go up in {now}, come again" if twice else ""

@@ -22,7 +22,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
-from lt_offload.compat.lightning import ALL_GATHER, SCRIPT_LAUNCHER
+from lt_offload.compat.lightning import ALL_GATHER, SCRIPT_LAUNCHER, is_last_batch
 from lt_offload.errors import ConfigError, ProcessError
 from lt_offload.strategy.several.machines import require_rendezvous
 
@@ -328,7 +328,8 @@ class Processes:
         """Check that all processes are at the batch with this ``number``, and go on with it.
 
         Raises:
-            ConfigError: in the first batch of an epoch that has more batches in one process than in another.
+            ConfigError: in the first batch of an epoch that has more batches in one process than in another; where
+                nobody knows how many there are, in the one that is the last one for some processes only.
         """
         if self.ranks is not None:
             if trainer.current_epoch != self._epoch:
@@ -336,7 +337,8 @@ class Processes:
                 self._epoch = trainer.current_epoch
                 self.compare(lambda: {"the number of training batches": trainer.num_training_batches})
             self.ranks.watch.batch = number
-        self._meet(1 + number)
+            # Whose stream has ended would go on to what other processes do not wait for: validation, a checkpoint.
+            self._meet(2 * (1 + number) + is_last_batch(trainer.fit_loop.epoch_loop))
 
     def ends_training(self) -> None:
         """Check that no other process goes on training."""
@@ -350,7 +352,7 @@ class Processes:
         found = [int.from_bytes(bytes(row), "big") for row in self.ranks.numbers_of_all(list(where.to_bytes(6, "big")))]
         self.waited_s += time.perf_counter() - began
         if len(set(found)) > 1:
-            told = ", ".join("at its end" if one == 0 else f"at batch {one}" for one in found)
+            told = ", ".join(_where(one) for one in found)
             raise ConfigError(
                 f"the processes of this run do not have as many batches: training is {told}, in the order of ranks; "
                 "give all of them as many, with drop_last=True or a limit (limit_train_batches)"
@@ -363,6 +365,11 @@ class Processes:
         from lt_offload.distributed.handshake import compare
 
         compare(self.together(facts))
+
+
+def _where(number: int) -> str:
+    batch, last = divmod(number, 2)
+    return "at its end" if number == 0 else f"at batch {batch}{', the last one' * last}"
 
 
 def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:

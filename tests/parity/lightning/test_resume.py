@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lt_offload.strategy import sample
+from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
 from tests import sampling
 from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences
@@ -204,3 +205,22 @@ def test_workers_that_live_through_epochs_are_warned_of() -> None:
     _warn_of_workers([loader], 0)
     with pytest.warns(UserWarning, match="persistent_workers=True.*begins anew in epoch 1"):
         _warn_of_workers([loader], 1)
+
+
+@pytest.mark.parametrize("dealt", [True, False])
+def test_a_checkpoint_of_more_processes_goes_on_behind_what_they_had(tmp_path: Path, dealt: bool) -> None:
+    """Of two at their first batch: two batches of the epoch are over. Runs of several are in tests/parity/several."""
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    _, events = run(saver, max_epochs=1)
+    written = torch.load(tmp_path / "step=1.ckpt", weights_only=False)
+    written["exact_resume"]["processes"] = 2
+    torch.save(written, tmp_path / "of two.ckpt")
+    said = "of 2 processes, this run has 1: random numbers begin anew"
+    more = "the epoch goes on behind the 2 batches" if dealt else "and so does the order of this epoch, of which 2"
+    with pytest.MonkeyPatch.context() as patch:
+        if dealt:
+            patch.setattr(resume, "_is_dealt", lambda loader: True)
+        with pytest.warns(UserWarning, match=f"{said}.*{more}"):
+            _, after = run(ckpt=tmp_path / "of two.ckpt", max_epochs=1)
+    batches = [event[:2] for event in events if len(event) == 5]
+    assert [event[:2] for event in after if len(event) == 5] == batches[2:]

@@ -34,16 +34,18 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
             "the number of training batches differs between the processes of this run: process 0 has 4, process 1 6"
             in (found["uneven"])
         )
+        # Before the validation that follows on it in the first process, where the second one would not come.
+        assert "training is at batch 4, the last one, at batch 4, in the order of ranks" in found["streamed"]
         assert found["chosen"] == (found["chosen"][0], [])
         assert found["seconds"] < 100
     assert first["chosen"] == second["chosen"]
     assert first["chosen"][0] > 1
     assert first["broken"] == "ProcessError: process 1 failed: ValueError: broken here"
     assert second["broken"] == "ValueError: broken here"
-    with pytest.warns(UserWarning, match="the random states of 2 processes, this run has 1"):
+    with pytest.warns(UserWarning, match="of 2 processes, this run has 1: random numbers begin anew"):
         resumed = one_process(tmp_path / "run.ckpt", steps=first["steps"] + 1)
     assert resumed.trainer.global_step == first["steps"] + 1
-    with pytest.warns(UserWarning, match="the random states of 2 processes, this run has 1"):
+    with pytest.warns(UserWarning, match="of 2 processes, this run has 1: random numbers begin anew"):
         again = one_process(tmp_path / "resumed.ckpt", steps=first["steps"] + 4)
     assert again.trainer.global_step == first["steps"] + 4
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import lt_offload
 from tests.parity.several import training
@@ -49,6 +50,23 @@ class Uneven(Synced):
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         rows = trainers.Tokens(self.model, 4 + 2 * self.trainer.global_rank, 0)
         return DataLoader(rows, batch_size=1, sampler=DistributedSampler(rows, 1, 0, shuffle=False))
+
+
+class Streamed(Uneven):
+    """The same, and nobody knows how many there are."""
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(Stream(super().train_dataloader().dataset), batch_size=1)
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """Rows without a number."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.rows[index] for index in range(len(self.rows)))
 
 
 class Clamped(Synced):
@@ -98,6 +116,7 @@ def main(folder: Path) -> None:
         found["thawed"] = thawed()
         found["chosen"] = chosen()
         found["uneven"] = failing(module(Uneven), memory=MEMORY)[0]
+        found["streamed"] = failing(module(Streamed), memory=MEMORY)[0]
         found["settings"] = failing(module(), memory=f"{40 + rank}MB")[0]
         found["broken"], found["seconds"] = failing(module(Broken), memory=MEMORY)
         torch.save(found, folder / f"{rank}.pt")
