@@ -1,108 +1,197 @@
-"""What several cards of one machine buy, simulated: plans for one of them while the others do the same.
+"""What several cards, and several machines, buy, simulated: plans for one of the cards while the others do the same.
 
-    python -m scripts.cards MACHINE [--output results]
+    python -m scripts.cards [--model llama2-7b] [--seconds 20] [--batch 8] [--parts 1] [--machine NAME ...]
 
-A model is planned for 1 to 8 cards with as many tokens per update in all, each time with the size of micro-batches that
-is fastest. Both ways to keep weights in host memory are planned: a copy for each process, and one copy for all. A plan
-that was found for one way is simulated for the other, too, as the search ends by the clock.
+A model is planned for 1, 2, 4 and 8 cards with as many tokens per update in all, with one host copy of weights and
+states for all processes, as training has it. The same plan is simulated with a copy for each process.
+
+Then the plan of 4 cards is simulated for 1 to 64 machines, each of which trains as many tokens per update as one alone,
+with networks of 10 and 100 Gbit/s.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lt_offload import InfeasibleError, Plan, Profile, profile_config
-from lt_offload.errors import ConfigError
+from lt_offload import Plan, Profile, profile_config
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.several import gain, one_of
 from lt_offload.plan.windows import priced
-from scripts.common import RESULTS, save
+from scripts.common import arguments, save
 
+MACHINES = {
+    "desktop, RTX 4090": "rtx-4090,ram=1024GB",
+    "the same, cards behind one root port": "rtx-4090,host=pcie4-x16-shared,ram=1024GB",
+    "server, 8 channels of DDR4, RTX 4090": "rtx-4090,host=server-ddr4-512gb,ram=1024GB",
+    "desktop, RTX 4060 Ti": "rtx-4060ti-16gb,ram=1024GB",
+    "4 channels of DDR5, RTX 4090": "rtx-4090,host=hedt-ddr5-256gb,ram=1024GB",
+    "8 channels of DDR5, RTX 4090": "rtx-4090,host=workstation-ddr5-512gb,ram=1024GB",
+}
+"""RAM is no limit here: what the plans take is in the table."""
 CARDS = (1, 2, 4, 8)
 TOKENS = 1 << 16
-"""Per update, of all cards."""
+"""Per update: of all cards, or of each machine."""
 LENGTH = 2048
-MICRO = (4, 8)
-"""Samples of a micro-batch."""
+BATCH = 8
+"""Samples, or as many as an update has of each card; where it has more, batches follow each other."""
+NODES = (1, 2, 4, 8, 16, 32, 64)
+OF_EACH = 4
+"""Cards of a machine, where there are several machines."""
+NETWORKS = {"10 Gbit/s": 1.1e9, "100 Gbit/s": 11e9}
+"""Bytes per second, a tenth of the bits: what is left after headers and acknowledgements."""
 
 
-def best(
-    profiles: Sequence[Profile], cards: int, *, one_host_copy: bool, seconds: float, known: Sequence[Plan] = ()
-) -> tuple[Plan, Profile] | None:
-    """Return the fastest plan, and what it was made for; None if none fits. ``known`` are others for so many cards."""
-    found: list[tuple[float, Plan, Profile]] = []
-    for whole in profiles:
-        profile = one_of(whole, cards, one_host_copy=one_host_copy)
-        window = TOKENS // (cards * whole.batch_size * whole.sequence_length)
-        if window < 1:
-            continue
-        try:
-            plan = make_plan(profile, Settings(accumulate=window, delayed=cards > 1, time_limit=seconds))
-        except (InfeasibleError, ConfigError):
-            continue
-        found.append((plan.predicted.iteration_s, plan, profile))
-        for other in known:
-            if other.batch_size == profile.batch_size:
-                again = priced(replace(other, host_budget_bytes=profile.hardware.host_bytes), profile)
-                found.append((again.predicted.iteration_s, again, profile))
-    return min(found, key=lambda item: item[0])[1:] if found else None
+class Found(NamedTuple):
+    """A plan, and what it was made for."""
+
+    plan: Plan
+    profile: Profile
 
 
-def table(machine: str, model: str, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of a machine."""
-    profiles = [
-        profile_config(model, batch_size=size, sequence_length=LENGTH, dtype="bfloat16", hardware=machine)
-        for size in MICRO
-    ]
+class Machine:
+    """Plans for one kind of machine.
+
+    Args:
+        name: as ``--hardware`` has it.
+        model: a shipped configuration.
+        seconds: time limit of each plan.
+        batch: samples of a card's batch at most.
+        parts: in how many a batch goes through each layer.
+    """
+
+    def __init__(self, name: str, model: str, seconds: float, batch: int, parts: int) -> None:
+        self.name, self.model, self.seconds = name, model, seconds
+        self.batch, self.parts = batch, parts
+        self._profiles: dict[int, Profile] = {}
+
+    def profile(self, batch: int) -> Profile:
+        """Return the profile of the machine with one card."""
+        if batch not in self._profiles:
+            self._profiles[batch] = profile_config(
+                self.model,
+                batch_size=batch,
+                sequence_length=LENGTH,
+                dtype="bfloat16",
+                hardware=self.name,
+                micro_batches=self.parts,
+            )
+        return self._profiles[batch]
+
+    def planned(self, cards: int) -> Found:
+        """Return the plan of one of so many cards, with one host copy."""
+        batch = min(self.batch, TOKENS // (cards * LENGTH))
+        profile = one_of(self.profile(batch), cards)
+        window = TOKENS // (cards * batch * LENGTH)
+        settings = Settings(accumulate=window, delayed=cards > 1, time_limit=self.seconds)
+        return Found(make_plan(profile, settings), profile)
+
+    def own_copies(self, like: Plan, cards: int) -> Found:
+        """Return the plan ``like`` with a copy in each process."""
+        profile = one_of(self.profile(like.batch_size), cards, one_host_copy=False)
+        return Found(priced(replace(like, host_budget_bytes=profile.hardware.host_bytes), profile), profile)
+
+
+def of_cards(machine: Machine) -> tuple[list[dict[str, Any]], Found, Plan]:
+    """Return the rows of a machine, what was found for the cards of each of several machines, and for one card."""
     rows: list[dict[str, Any]] = []
     alone: Plan | None = None
+    several: Found | None = None
     for cards in CARDS:
-        known: list[Plan] = []
-        for shared in (False, True)[: 1 + (cards > 1)]:
-            chosen = best(profiles, cards, one_host_copy=shared, seconds=seconds, known=known)
-            known += [] if chosen is None else [chosen[0]]
-            row: dict[str, Any] = {"machine": machine, "cards": cards, "one_host_copy": shared}
-            if chosen is not None:
-                plan, profile = chosen
-                alone = alone or plan
-                bought = gain(plan, profile, alone)
-                row |= {
-                    "iteration_s": bought.iteration_s,
-                    "tokens_per_s": bought.tokens_per_s,
-                    "times_one": bought.times_one,
-                    "busy_s": bought.busy_s,
-                    "limit": bought.limit,
-                    "micro_batch": plan.batch_size,
-                    "window": plan.accumulate,
-                    "gap": plan.predicted.gap,
-                }
-            print(row, flush=True)
-            rows.append(row)
+        common = machine.planned(cards)
+        alone = alone or common.plan
+        if cards == OF_EACH:
+            several = common
+        least = {"least_s": common.plan.predicted.lower_bound_s, "floor_s": floor_s(common.profile, cards)}
+        rows.append({"cards": cards, "one_host_copy": True} | _row(common, alone) | least)
+        if cards > 1:
+            own = machine.own_copies(common.plan, cards)
+            rows.append({"cards": cards, "one_host_copy": False} | _row(own, alone))
+        print(machine.name, *rows[-2 if cards > 1 else -1 :], sep="\n", flush=True)
+    assert alone is not None
+    assert several is not None
+    return rows, several, alone
+
+
+def floor_s(profile: Profile, cards: int) -> float:
+    """Return the seconds of an update below which no plan comes that has all updates on the host.
+
+    They begin when all gradients are there and each is over before its weight is computed with again, so that the first
+    forward takes as long as they need of the memory. N cards: C + max(0, U + ((N+1) W + N W)/B - F), with C and F for
+    all computations and the first forward, U for updates alone, W bytes of gradients, and B of the memory's bandwidth.
+    Nothing is recomputed or offloaded, and one card's updates do not wait: C is all that is left of it.
+    """
+    forward = sum(min(option.forward_s for option in block.options) for block in profile.blocks)
+    backward = sum(min(option.backward_s for option in block.options) for block in profile.blocks if block.has_backward)
+    window = TOKENS // (cards * profile.batch_size * profile.sequence_length)
+    computing = window * (forward + backward)
+    if cards == 1:
+        return computing
+    weights = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
+    moved = (2 * cards + 1) * weights / profile.hardware.host_memory_bytes_per_s
+    updates = weights / profile.optimizer.host_bytes_per_s
+    return computing + max(0.0, updates + moved - forward)
+
+
+def of_machines(found: Found, alone: Plan) -> list[dict[str, Any]]:
+    """Return the rows of several machines, each with the cards, and the plan, of ``found``."""
+    rows = []
+    for network, speed in NETWORKS.items():
+        for nodes in NODES:
+            hardware = replace(found.profile.hardware, network_bytes_per_s=speed)
+            profile = replace(found.profile, machines=nodes, hardware=hardware)
+            again = priced(replace(found.plan, processes=nodes * profile.processes), profile)
+            row = _row(Found(again, profile), alone)
+            rows.append({"machines": nodes, "network": network} | row)
     return rows
+
+
+def _row(found: Found, alone: Plan) -> dict[str, Any]:
+    plan = found.plan
+    bought = gain(plan, found.profile, alone)
+    return {
+        "iteration_s": bought.iteration_s,
+        "tokens_per_s": bought.tokens_per_s,
+        "times_one": bought.times_one,
+        "busy_s": bought.busy_s,
+        "limit": bought.limit,
+        "batch": plan.batch_size,
+        "parts": plan.parts,
+        "window": plan.accumulate,
+        "ram_bytes": bought.ram_bytes,
+    }
 
 
 def main() -> None:
     """Plan all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("machine", help="as of plan --hardware; with RAM for as many copies as there are cards")
+    parser = arguments(__doc__)
     parser.add_argument("--model", default="llama2-7b")
     parser.add_argument("--seconds", type=float, default=20.0, help="time limit of each plan")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples of a card's batch at most")
+    parser.add_argument("--parts", type=int, default=1, help="in how many a batch goes through each layer")
+    parser.add_argument("--machine", nargs="*", help="of these kinds only, by name")
     args = parser.parse_args()
-    rows = table(args.machine, args.model, args.seconds)
-    settings = {
-        "machine": args.machine,
-        "seconds": args.seconds,
-        "model": args.model,
-        "tokens": TOKENS,
-        "length": LENGTH,
-        "micro_batches": MICRO,
-    }
-    print(save(f"bench-cards-{args.machine.partition(',')[0]}", "bench-cards", settings, {"rows": rows}, args.output))
+    folder: Path = args.results
+    for number, (name, text) in enumerate(MACHINES.items()):
+        if args.machine and name not in args.machine:
+            continue
+        machine = Machine(text, args.model, args.seconds, args.batch, args.parts)
+        rows, several, alone = of_cards(machine)
+        settings = {
+            "machine": name,
+            "number": number,
+            "hardware": text,
+            "model": args.model,
+            "seconds": args.seconds,
+            "batch": args.batch,
+            "parts": args.parts,
+            "tokens": TOKENS,
+            "length": LENGTH,
+            "cards_of_each": OF_EACH,
+        }
+        figures = {"cards": rows, "machines": of_machines(several, alone)}
+        print(save(f"bench-cards-{number}", "bench-cards", settings, figures, folder))
 
 
 if __name__ == "__main__":

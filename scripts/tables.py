@@ -21,13 +21,13 @@ from lt_offload.units import format_bytes, format_seconds
 from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
-from scripts.docs import curves, figures, states
+from scripts.docs import curves, figures, several, states
 from scripts.hf import tables as trainer_tables
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
 _COMPARED = ("gpu-mutants", "mutants", "optimizers", "states", "processes")
-NO_TABLES = ("papers", "quality", "recipes", "bench-cards", *_COMPARED)
+NO_TABLES = ("papers", "quality", "recipes", "bench-cards", "bench-links", *_COMPARED)
 """Results with a place of their own."""
 
 Result = dict[str, Any]
@@ -521,7 +521,10 @@ def pages(root: Path) -> dict[Path, str]:
             "optimizers": figures.optimizers(results.get("optimizers", [])),
         },
         "docs/quality.md": {"quality": quality(results.get("quality", []))},
-        "docs/several-gpus.md": {"processes": agreement_tables.processes(_section, results.get("processes", []))},
+        "docs/several-gpus.md": {
+            "processes": agreement_tables.processes(_section, results.get("processes", [])),
+            **several.blocks(_section, results),
+        },
         "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},
     }
     files = {}

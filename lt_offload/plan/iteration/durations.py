@@ -7,8 +7,8 @@ from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile, TensorProfile
 
-BUCKET_BYTES = 8 << 20
-"""What goes over the network at once."""
+PART_BYTES = 1 << 20
+"""What goes over the network at once, see ``distributed/chain.py``."""
 
 
 def durations(plan: Plan, profile: Profile) -> list[float]:
@@ -61,15 +61,16 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
 def network_s(plan: Plan, profile: Profile) -> float:
     """Return the seconds per update in which gradients, W bytes, are added up over the network, beside nothing else.
 
-    They go from machine to machine in buckets, each of M machines adds its own, and the sums come back the same way: a
-    machine sends and receives W each way, over one network card, 2 W/B in all; the first bucket takes 2 (M-1) hops.
+    They go from machine to machine in parts, each of M machines adds its own, and the sums come back the same way: one
+    between others sends and receives 2 W over its network card, 2 W/B; the first part takes 2 (M-1) hops. Two machines
+    are counted like more, which send as much in each direction if both are used at the same time.
     """
     machine, more = profile.hardware, profile.machines - 1
     if not more:
         return 0.0
     speed = machine.network_bytes_per_s
-    bucket = min(BUCKET_BYTES, sum(_gradients(plan, profile).values()))
-    hops = 2 * more * (machine.network_s + bucket / speed)
+    part = min(PART_BYTES, sum(_gradients(plan, profile).values()))
+    hops = 2 * more * (machine.network_s + part / speed)
     return 2 * sum(_gradients(plan, profile).values()) / speed + hops
 
 

@@ -9,7 +9,7 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan import Settings, simulate, solve
 from lt_offload.plan import make_plan as plans
-from lt_offload.plan.iteration.durations import BUCKET_BYTES, durations, exchange_s, gathered, network_s
+from lt_offload.plan.iteration.durations import PART_BYTES, durations, exchange_s, gathered, network_s
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.several import check_cards, gain, one_of
 from lt_offload.schema.profile import Contention, Profile
@@ -164,8 +164,8 @@ def test_machines_that_are_alike_share_nothing_but_the_network() -> None:
     gradients = sum(tensor.bytes for tensor in profile.tensors)
     fabric = replace(four.hardware, network_bytes_per_s=10e9, network_s=1e-3)
     fast = replace(four, hardware=fabric)
-    bucket = min(BUCKET_BYTES, gradients)
-    seconds = 2 * gradients / 10e9 + 2 * 3 * (1e-3 + bucket / 10e9)
+    part = min(PART_BYTES, gradients)
+    seconds = 2 * gradients / 10e9 + 2 * 3 * (1e-3 + part / 10e9)
     assert network_s(plan, two) == 0.0
     assert network_s(plan, fast) == pytest.approx(seconds)
     on_host = sum(t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place == "host")
