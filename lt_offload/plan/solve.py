@@ -408,7 +408,7 @@ class _Selection:
         return self.bounds.are_near(self.candidates.fastest_s)
 
     def _best(self, *, bounded: bool) -> Plan:
-        best, *_ = self.candidates.ranked()
+        best = self.candidates.best()
         bound = self.bounds.below(best.seconds) if bounded else self.bounds.computing_s
         prediction = Prediction(
             iteration_s=best.seconds,

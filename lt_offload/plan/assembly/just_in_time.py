@@ -15,17 +15,21 @@ from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.schema.profile import Profile
 
 _SHARES = (0.5, 0.25, 0.75)
-"""Parts of what may go to either that the arena gets, the best guess first."""
+"""Parts of what may go to either that the arena gets, the best guess first, if the one for the next block fails."""
 _FINER = 1 / 8
 _WAYS: tuple[tuple[Policy, float], ...] = (
+    ("oldest", 0.8),
     ("next", 0.95),
     ("lowest", 1.0),
     ("oldest", 0.95),
     ("next", 0.9),
     ("lowest", 0.9),
-    ("oldest", 0.8),
 )
-"""How to fill the arena, and how full."""
+"""How to fill the arena, and how full, the best guess first."""
+_BEST = 4
+"""Where schedules take long, only the first of those are tried, and less of everything else."""
+_FEW_STEPS = 76
+"""With more steps, schedules take long."""
 _ENOUGH = 1.001
 """A schedule that is this near to the sum of the computations is not improved any more; only its arena gets smaller."""
 _SMALLER = 5
@@ -60,6 +64,8 @@ class Scheduler:
         """The fastest so far."""
         self._division = _Division(_SHARES[0], *_WAYS[0])
         """That of the fastest."""
+        self._tried: set[_Division] = set()
+        self._slow = self._sets.steps > _FEW_STEPS
         self._room = capacity_bytes - self._sets.least_arena - self._sets.least_framework
         # An arena in which every stay has a range of its own gains nothing from more.
         self._useful = min(self._room, self._sets.most_arena - self._sets.least_arena)
@@ -68,20 +74,23 @@ class Scheduler:
     def _enough(self) -> float:
         return _ENOUGH * sum(self._work.seconds)
 
-    def start(self, *, tries: int = len(_SHARES), allow_no_prefetch: bool = True) -> Timetable | Misfit:
+    def start(self, *, tries: int | None = None, allow_no_prefetch: bool = True) -> Timetable | Misfit:
         """Return the best of a few schedules, enough to compare sets.
 
         Args:
-            tries: how many, if one of them is found; one compares sets of the same kind well enough.
+            tries: how many, if one of them is found; one compares sets of the same kind well enough. None: as many as
+                there is time for.
             allow_no_prefetch: if none is found, also one in which nothing comes early.
         """
         if self._room < 0:
             return Misfit(-self._room)
-        for count, share in enumerate(_SHARES):
+        first = [_Division(self._next_fits, *way) for way in (_WAYS[0], _WAYS[1])]
+        tries = tries or (len(first) if self._slow else len(first) + len(_SHARES))
+        for count, division in enumerate([*first, *(_Division(share, *_WAYS[1]) for share in _SHARES)]):
             if self.best is None or count < tries:
-                self._try([_Division(share, *_WAYS[0])])
+                self._try([division])
         if self.best is None and allow_no_prefetch:
-            self._try(_Division(_SHARES[0], *way) for way in _WAYS[1:])
+            self._try(_Division(_SHARES[0], *way) for way in _WAYS[2:])
         if self.best is None and allow_no_prefetch:
             # Nothing fits when copies may come early; with a place for everything beforehand only the sizes decide.
             arena = self._sets.tight_arena
@@ -92,14 +101,24 @@ class Scheduler:
         # Not looked for to the end, so nobody knows how much is missing.
         return self.best or Misfit(1)
 
+    @property
+    def _next_fits(self) -> float:
+        """The largest share that leaves room for activations of one more block, beside gradients on their way out.
+
+        With more, copies of activations and computations take turns; with less, weights come later than they could.
+        """
+        room = self._room - self._sets.most_arriving - self._sets.most_leaving
+        return min(max(room / self._useful, 0.0), 1.0) if self._useful > 0 else 0.0
+
     def finish(self) -> Timetable:
         """Return the best of many schedules; after :meth:`start` has found one."""
         assert self.best is not None
         share = self._division.share
-        self._try(_Division(share, *way) for way in _WAYS[1:])
+        self._try(_Division(share, *way) for way in (_WAYS[:_BEST] if self._slow else _WAYS))
         for step in (-_FINER, _FINER):
             share = min(max(self._division.share + step, 0.0), 1.0)
-            self._try(_Division(share, *way) for way in _WAYS[:2])
+            ways = [(self._division.policy, self._division.full), *(() if self._slow else _WAYS[:3])]
+            self._try(_Division(share, *way) for way in ways)
         share = self._division.share
         for _ in range(_SMALLER if self.best.seconds <= self._enough else 0):
             share /= 2
@@ -121,13 +140,23 @@ class Scheduler:
         for division in divisions:
             if self.best is not None and (self.best.seconds <= self._enough or time.monotonic() > self._deadline):
                 return
-            found = self._schedule(division)
+            if division in self._tried:
+                continue
+            self._tried.add(division)
+            found = self._schedule(division, math.inf if self.best is None else self.best.seconds)
             if found is not None and (self.best is None or found.seconds < self.best.seconds):
                 self.best, self._division = found, division
 
-    def _schedule(self, division: _Division) -> Timetable | None:
+    def _schedule(self, division: _Division, beat_s: float = math.inf) -> Timetable | None:
         arena = self._sets.least_arena + int(division.share * self._useful)
-        return schedule(self._work, arena, self._capacity - arena, part=division.full, policy=division.policy)
+        return schedule(
+            self._work,
+            arena,
+            self._capacity - arena,
+            part=division.full,
+            policy=division.policy,
+            beat_s=beat_s,
+        )
 
 
 def just_in_time(sets: Sets, profile: Profile, capacity_bytes: int) -> Timetable | Misfit:

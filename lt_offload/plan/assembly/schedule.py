@@ -57,17 +57,30 @@ class _Departure:
 
 
 def schedule(
-    work: LaneWork, arena_bytes: int, framework: int, *, part: float = 1.0, policy: Policy = "oldest"
+    work: LaneWork,
+    arena_bytes: int,
+    framework: int,
+    *,
+    part: float = 1.0,
+    policy: Policy = "oldest",
+    beat_s: float = math.inf,
 ) -> Timetable | None:
     """Return times and places within these bytes; None if none were found.
 
-    ``part``: of the arena, what copies ahead of their use may fill; less leaves room where buffers do not fit together.
+    Args:
+        work: what is to be scheduled.
+        arena_bytes: of the arena.
+        framework: bytes of the framework.
+        part: of the arena, what copies ahead of their use may fill; less leaves room where buffers do not fit together.
+        policy: where buffers go.
+        beat_s: one that takes so long or longer is of no use: it is given up as soon as that is certain.
     """
     sets = work.sets
     placed = sets.unwieldy
     for repair in range(_REPAIRS):
         # What is placed has time to come, as long as nothing is crowded.
         run = _ScheduleRun(work, arena_bytes, framework, part, policy, placed, early=not repair)
+        run.beat_s = beat_s
         found = run.run()
         if found is not None:
             return found
@@ -141,6 +154,8 @@ class _ScheduleRun:
         self.ends = [0.0] * self.end
         self.crossing: dict[Key, int] | None = None
         """The stays over the end of the last iteration, and where they lie."""
+        self.beat_s = math.inf
+        """The run ends where it becomes certain that the iteration takes so long."""
         self.turn = 0
         self._last: tuple[object, float] | None = None
         """The purpose of the last copy, and its beginning: a copy for the same that could have begun then joins it."""
@@ -171,7 +186,14 @@ class _ScheduleRun:
                 self.stuck = 0
                 return None
             self._depart(step)
+            if step >= self.end - self.steps and self._least_s(step) >= self.beat_s:
+                return None
         return self._result()
+
+    def _least_s(self, step: int) -> float:
+        """Return what the last iteration takes at least, of which ``step`` has ended: what is left only computes."""
+        first = self.end - self.steps
+        return self.ends[step] - self.ends[first - 1] + self.work.seconds_after[step - first]
 
     # -- the arena ---------------------------------------------------------------------------------------------------
 

@@ -150,6 +150,18 @@ class Sets:
         """The bytes of the framework below which there is none."""
         return int(self.framework.max())
 
+    @property
+    def most_arriving(self) -> int:
+        """The most bytes of activations of a block that travel."""
+        return max((self.offloaded(block) for block in range(len(self.profile.blocks))), default=0)
+
+    @property
+    def most_leaving(self) -> int:
+        """The most bytes of gradients that leave in one copy."""
+        tensors = self.profile.tensors
+        copies = (part for parts in self.gradients for part in parts)
+        return max((sum(tensors[index].bytes for index in part) for part in copies), default=0)
+
     def offloaded(self, block: int) -> int:
         """Return the bytes of the activations of ``block`` that travel."""
         return self.decisions.offloaded(block, self.profile)

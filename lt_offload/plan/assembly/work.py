@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import accumulate
 
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.computations import computations
@@ -21,6 +22,8 @@ class LaneWork:
         self.reads = [0.0] * sets.steps
         """Per step: for how long what computations read in host memory occupies the link."""
         self._add_computations()
+        self.seconds_after = [*accumulate(reversed(self.seconds[1:]), initial=0.0)][::-1]
+        """Per step: of all steps behind it."""
 
     @property
     def least_s(self) -> float:

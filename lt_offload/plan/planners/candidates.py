@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.planners.request import Proposal, Request, cannot_win
+from lt_offload.plan.planners.request import Proposal, Request, cannot_win, far_behind
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.planners.timed_plan import PlanScheduler
 from lt_offload.plan.verify.check import check
@@ -21,6 +21,8 @@ class Candidate:
     proposal: Proposal
     plan: Plan
     trace: Trace
+    shared: bool = False
+    """Whether its gradients share memory on the host; until then it may take more of that than there is."""
 
     @property
     def seconds(self) -> float:
@@ -67,12 +69,15 @@ class Candidates:
         search = self._started.pop(proposal.name, None) or self._start(proposal)
         if isinstance(search, Missed):
             return search
-        found = search.finish(self.fastest_s if careful else 0.0)
+        if careful and far_behind(search.seconds, self.fastest_s):
+            self.slower_ones.append((proposal.name, search.seconds))
+            return Missed(device=0, host=0)
+        found = search.finish(self.fastest_s) if careful else search.simulated()
         if not careful:
             self._unfinished.append((found.seconds, proposal, search))
         elif request.late:
             self.cut_short(f"schedules of {proposal.name}")
-        self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace))
+        self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace), share=careful)
         return Missed(device=0, host=0)
 
     def finish(self) -> None:
@@ -109,16 +114,21 @@ class Candidates:
         self._started[proposal.name] = search
         return search.seconds
 
-    def _keep(self, found: Candidate) -> None:
-        """Let its gradients share memory on the host, check it and add it to those that fit, if it is the fastest."""
-        # Only what may be chosen is worth slots that are shared and a check.
+    def _keep(self, found: Candidate, *, share: bool = True) -> None:
+        """Add it to those that fit, if it is the fastest.
+
+        ``share``: let its gradients share memory on the host at once; of what others will beat that is not worth it.
+        """
+        if share:
+            self._share_below(found.seconds)
         if found.seconds > self.fastest_s:
             self.slower_ones.append((found.proposal.name, found.seconds))
             return
+        self.fitting.append(self._sharing(found) if share else found)
+
+    def _sharing(self, found: Candidate) -> Candidate:
         shared, trace = share_slots(found.plan, self.request.profile, found.trace)
-        violations = check(shared, self.request.profile)
-        assert not violations, f"{found.proposal.name}: {violations[:3]}"
-        self.fitting.append(replace(found, plan=shared, trace=trace))
+        return replace(found, plan=shared, trace=trace, shared=True)
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""
@@ -128,6 +138,20 @@ class Candidates:
     def fastest_s(self) -> float:
         """Time of the best plan; infinity if there is none."""
         return min((candidate.seconds for candidate in self.fitting), default=float("inf"))
+
+    def _share_below(self, seconds: float) -> None:
+        """Let gradients of those that are faster share memory, too: copies may have to wait for it then."""
+        for at, found in enumerate(self.fitting):
+            if found.seconds < seconds and not found.shared:
+                self.fitting[at] = self._sharing(found)
+
+    def best(self) -> Candidate:
+        """Return the fastest that fits, checked."""
+        while not (best := self.ranked()[0]).shared:
+            self.fitting[self.fitting.index(best)] = self._sharing(best)
+        violations = check(best.plan, self.request.profile)
+        assert not violations, f"{best.proposal.name}: {violations[:3]}"
+        return best
 
     def ranked(self) -> list[Candidate]:
         """Return what fits, the fastest first."""

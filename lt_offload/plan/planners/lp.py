@@ -14,7 +14,7 @@ Term: TypeAlias = pulp.LpVariable | float
 Pair: TypeAlias = tuple[float, Term]
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
-Method = Literal["interior", "simplex", "again"]
+Method = Literal["interior", "value", "again"]
 
 _SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
 
@@ -54,6 +54,19 @@ class _Silent(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
+class Problem(pulp.LpProblem):  # type: ignore[misc]
+    """A program that collects its variables once: PuLP does so from all rows, several times in every run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, pulp.LpMinimize)
+        self._collected: list[pulp.LpVariable] = []
+
+    def variables(self) -> list[pulp.LpVariable]:
+        """Return the variables, ordered by name; no row may be added afterwards."""
+        self._collected = self._collected or super().variables()
+        return self._collected
+
+
 class _Solver(pulp.HiGHS):  # type: ignore[misc]
     def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
         lp.solverModel = _Silent()  # type: ignore[no-untyped-call]
@@ -90,8 +103,9 @@ def run(
         problem: the program; its variables receive their values unless the outcome is ``infeasible`` or ``stopped``.
         time_limit: seconds.
         gap: relative gap at which branching may stop; None solves the continuous relaxation, to optimality.
-        method: for the relaxation: the interior point method or the dual simplex method, or ``again`` for a problem
-            that has been solved before and has the same rows, but other bounds of variables.
+        method: for the relaxation: the interior point method; ``value``: without a basis in the end, where only the
+            objective matters; ``again``: the dual simplex method, for a problem that has been solved before and has the
+            same rows, but other bounds of variables.
     """
     if time_limit <= 0:
         return "stopped"
@@ -100,7 +114,9 @@ def run(
     if method == "again" and gap is None:
         solver: _Solver = _Again(mip=False, timeLimit=time_limit)
     elif gap is None:
-        solver = _Solver(mip=False, timeLimit=time_limit, solver="ipm" if method == "interior" else "simplex")
+        # The search for a basis, "crossover", may take longer than the method itself.
+        crossover = "off" if method == "value" else "on"
+        solver = _Solver(mip=False, timeLimit=time_limit, solver="ipm", run_crossover=crossover)
     else:
         solver = _Solver(mip=True, timeLimit=time_limit, mip_rel_gap=gap)
     try:

@@ -135,6 +135,15 @@ def cannot_win(seconds: float, beat_s: float) -> bool:
     return seconds > _TOO_LONG * beat_s
 
 
+_FAR = 1.15
+"""By the clock of a schedule alone, which only expects how lanes slow each other down."""
+
+
+def far_behind(seconds: float, beat_s: float) -> bool:
+    """Return whether a schedule of ``seconds`` by its own clock is not worth a plan: there is one of ``beat_s``."""
+    return seconds > _FAR * beat_s
+
+
 class NotApplicable(Exception):
     """A planner has nothing to propose for this request; the message says why, for people, as a clause.
 

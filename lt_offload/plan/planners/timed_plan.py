@@ -54,6 +54,7 @@ class PlanScheduler:
         work = LaneWork(sets, self._slower.applied_to(self._profile))
         self._search = Scheduler(work, request.capacity_bytes, request.deadline)
         self.best: TimedPlan | None = None
+        self._corrected = False
 
     def start(self, *, allow_no_prefetch: bool = True) -> Misfit | None:
         """Try a few schedules; return by how much the sets miss the budget if there is none.
@@ -69,13 +70,18 @@ class PlanScheduler:
         assert self._search.best is not None
         return self._search.best.seconds
 
+    def simulated(self) -> TimedPlan:
+        """Return the plan of the best schedule so far."""
+        assert self._search.best is not None
+        return self.best or self._build(self._search.best, self._profile)
+
     def finish(self, beat_s: float = math.inf) -> TimedPlan:
         """Return the fastest plan found; with less care if one that takes ``beat_s`` is out of reach."""
         assert self._search.best is not None
-        if self.best is None:
-            self.best = self._build(self._search.best, self._profile)
-            if self._shares:
-                self._correct()
+        self.best = self.simulated()
+        if self._shares and not self._corrected:
+            self._corrected = True
+            self._correct()
         # The careful search costs the most time, and what is so much slower will not win by it.
         if cannot_win(self.best.seconds, beat_s):
             return self.best

@@ -181,7 +181,7 @@ def test_a_plan_with_less_ram_than_the_next_rounding_comes_from_the_program(seed
 def test_the_bound_takes_a_third_of_the_time_limit_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is so busy that the first program takes 40 of 60 s, and each later one 10 s."""
     now, spent = [0.0], list[tuple[Method, float]]()
-    costs = {"simplex": 40.0, "interior": 30.0, "again": 10.0}
+    costs = {"value": 40.0, "interior": 30.0, "again": 10.0}
 
     def busy(problem: Any, *, time_limit: float, gap: float | None = None, method: Method = "interior") -> Outcome:
         seconds = min(costs[method], time_limit)
@@ -192,7 +192,7 @@ def test_the_bound_takes_a_third_of_the_time_limit_at_most(monkeypatch: pytest.M
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(program, "run", busy)
     plan = solve(LLAMA, memory="6GB", time_limit=60.0)
-    assert sum(seconds for method, seconds in spent if method == "simplex") <= 20
+    assert sum(seconds for method, seconds in spent if method == "value") <= 20
     assert plan.planner == "offmate"
     assert any("the lower bound, which is that of the computations alone" in note for note in plan.notes)
 

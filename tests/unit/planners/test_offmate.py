@@ -543,7 +543,7 @@ from lt_offload.plan.planners import lp
 problem = pulp.LpProblem("x", pulp.LpMaximize)
 variable = problem.add_variable("x", 0, 1.5, cat=pulp.LpInteger)
 problem += variable
-ways = {}, {"method": "simplex"}, {"method": "again"}, {"gap": 0.1}
+ways = {}, {"method": "value"}, {"method": "again"}, {"gap": 0.1}
 found = [(lp.run(problem, time_limit=60, **way), variable.value()) for way in ways]
 assert found == [("solved", 1.5)] * 3 + [("solved", 1.0)], found
 """

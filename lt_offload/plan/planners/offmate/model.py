@@ -54,7 +54,7 @@ import pulp
 
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.timeline import Pace, timeline
-from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
+from lt_offload.plan.planners.lp import Pair, Problem, Term, add, pairs, require
 from lt_offload.plan.planners.offmate.activations import pool_copies
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group, groups
@@ -63,6 +63,8 @@ from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 
 Objective = Literal["time", "device", "host"]
+_WRITTEN_OUT = 6
+"""In bounds, sums of more terms become variables: they would fill the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,18 +205,32 @@ class GroupBuilder:
         v, problem, last = self.terms, self.problem, self.terms.first_use - 1
         self._require_all_on_host()
         arriving = last + 1 if self.config.optimistic else min(self.config.gradient_reach, last)
+        updated = self._so_far("U", v.host_update[: last + 1])
+        arrived = self._so_far("A", v.grad_offload[: arriving - 1 + self.same])
         for tau in range(1 - self.same, arriving):
-            updated = [(1.0, flow) for flow in v.host_update[: tau + 1]]
-            # C7; C6 implies it for later steps.
-            require(problem, [*updated, *((-1, flow) for flow in v.grad_offload[: tau + self.same])], "<=")
+            require(problem, [*updated[tau + 1], *((-f, flow) for f, flow in arrived[tau + self.same])], "<=")  # C7
         # C8. What the host updates has to be fetched anew, in a bound perhaps within the step of the backward.
         at_once = [(-1.0, v.prefetch[0]), (1.0, v.prefetch[1])] if not self.same else [(-1.0, v.prefetch[0])]
         require(problem, [(1, v.resident[1]), *at_once, (self.share, v.host_share)], "<=", 1)
         for tau in range(2, last + 1):
             # Without a prefetch, C3 and the row of tau = 1 imply it.
             if not isinstance(v.prefetch[tau], float):
-                stale = [(self.share, flow) for flow in v.host_update[tau + self.same : last + 1]]
+                stale = [(self.share, flow) for flow in v.host_update[tau : last + 1]]
+                if self.same:
+                    stale = [(self.share, v.host_share), *((-self.share * f, flow) for f, flow in updated[tau + 1])]
                 require(problem, [(1, v.resident[tau]), (1, v.prefetch[tau]), *stale], "<=", 1)  # C8
+
+    def _so_far(self, name: str, flow: Sequence[Term]) -> list[list[Pair]]:
+        """Return, per position and behind the last, terms for the sum of ``flow`` before it."""
+        sums: list[list[Pair]] = [[]]
+        for tau, term in enumerate(flow):
+            total = sums[-1] if isinstance(term, float) else [*sums[-1], (1.0, term)]
+            if self.same and len(total) > _WRITTEN_OUT:
+                variable = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
+                require(self.problem, [*total, (-1, variable)], "==")
+                total = [(1.0, variable)]
+            sums.append(total)
+        return sums
 
     def _require_states(self) -> None:
         v, problem, end = self.terms, self.problem, self.steps - 1
@@ -259,7 +275,7 @@ class Program:
         self.host_rate = profile.optimizer.host_bytes_per_s * per_second
         self.device_rate = profile.optimizer.device_bytes_per_s * per_second
 
-        self.problem = pulp.LpProblem("offmate", pulp.LpMinimize)
+        self.problem = Problem("offmate")
         self.comp: list[list[Term]] = []
         self.terms: list[GroupTerms] = []
         # Left-hand sides per step: two pools of device memory, four resources, and what computations have to wait for.

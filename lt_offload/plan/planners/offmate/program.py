@@ -81,7 +81,7 @@ def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] 
         ConfigError: as :func:`solve_offmate`.
     """
     search = _ProgramSearch(profile, config, program)
-    if not search.relax("simplex"):
+    if not search.relax("value"):
         raise InfeasibleError(f"{profile.model} does not fit: its relaxed program has no solution")
     return search.bound * search.program.seconds_unit
 

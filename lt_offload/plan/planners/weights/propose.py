@@ -141,6 +141,8 @@ def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
                 proposal = Proposal(name=name, sets=Sets(decisions, request.profile))
                 least_s = LaneWork(proposal.sets, request.profile).least_s
                 found.append(_GreedySelection(proposal=proposal, place=where, least_s=least_s))
+                if least_s >= request.beat_s:
+                    break  # with wider margins more weights travel
             else:
                 if not gaps:
                     break  # all weights stay with the widest margin: to give up more activations only takes longer
