@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -46,18 +47,20 @@ class Peers:
         Raises:
             ProcessError: if it is another one.
         """
-        error: Exception | None = None
-        value: Any = None
         strict, self.watch.strict = self.watch.strict, False
         try:
             value = work()
-        except Exception as raised:
-            error = raised
-            self.watch.tell(raised)
-        found = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
-        self.watch.strict = strict
-        if error is not None:
-            raise error
+            found: list[tuple[str | None, Value]] = self.gather((None, value))
+        except ProcessError:
+            raise
+        except Exception as error:
+            self.watch.tell(error)
+            # Others that have heard of it have left by now, perhaps; what this one says is its own error.
+            with suppress(ProcessError):
+                self.gather((f"{type(error).__name__}: {error}", None))
+            raise
+        finally:
+            self.watch.strict = strict
         for rank, (text, _) in enumerate(found):
             if text is not None:
                 raise ProcessError(f"process {self.ranks[rank]} failed: {text}")

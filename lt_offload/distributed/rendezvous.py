@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,8 @@ def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
             store = _store(rank, size)
             _meet(store, rank, size, per_machine)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        except ConfigError:
+            raise
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise ConfigError(
@@ -61,15 +64,43 @@ def _store(rank: int, size: int) -> Any:
     """Return the store of the run: the first process's, or torchrun's."""
     library: Any = dist  # whose types leave these out
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, *_ = next(library.rendezvous("env://", rank, size, timeout=TIMEOUT))
-    else:
-        # Without waiting for as many as there should be: a process that was started for another run would make that
-        # half an hour.
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        options: dict[str, Any] = {"timeout": TIMEOUT, "wait_for_workers": False, "multi_tenant": True}
-        store = library.TCPStore(host, port, size, rank == 0, **options)
-    # torchrun's store outlives processes that it starts again: they would find addresses of those before them.
-    return library.PrefixStore(f"lt_offload/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        shared, *_ = next(library.rendezvous("env://", rank, size, timeout=TIMEOUT))
+        store = library.PrefixStore("lt_offload", shared)
+        return library.PrefixStore(_start(store, rank, size), store)
+    # Without waiting for as many as there should be: a process that was started for another run would make that half an
+    # hour.
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    options: dict[str, Any] = {"timeout": TIMEOUT, "wait_for_workers": False, "multi_tenant": True}
+    return library.PrefixStore("lt_offload", library.TCPStore(host, port, size, rank == 0, **options))
+
+
+def _start(store: Any, rank: int, size: int) -> str:
+    """Return a name of this start, which all processes have.
+
+    torchrun's store outlives processes that it starts again, which would find addresses of those before them; and its
+    agents do not count alike: one that starts processes again because another one did has not counted that. So the
+    first process makes a name up, and tells it to all that come. What it says to those of an earlier start, which have
+    left their names, nobody reads.
+    """
+    own = uuid.uuid4().hex
+    limit = time.monotonic() + TIMEOUT.total_seconds()
+    told: set[str] = set()
+    if rank > 0:
+        store.set(f"came/{rank}", own)
+    while time.monotonic() < limit:
+        if rank > 0 and store.check([f"start of {own}"]):
+            name: str = store.get(f"start of {own}").decode()
+            store.add(f"joined {name}", 1)
+            return name
+        if rank == 0 and store.add(f"joined {own}", 0) == size - 1:
+            return own
+        for other in range(1, size) if rank == 0 else ():
+            came = store.get(f"came/{other}").decode() if store.check([f"came/{other}"]) else ""
+            if came and came not in told:
+                store.set(f"start of {came}", own)
+                told.add(came)
+        time.sleep(_POLL_S)
+    raise RuntimeError(f"not all came within {TIMEOUT}")
 
 
 def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:

@@ -1,9 +1,9 @@
 """Notices that another process of a run has failed, is gone or hangs, and says so where this one waits for it.
 
 Each process writes a number that counts up to the store of the run, and, before anything else, why it fails. A thread
-of every other one reads both, and is told by the system when a process of the same machine has ended. Who waits for
-others asks what that thread has seen (:meth:`PeerWatch.check`), so that the first error is told by all and nobody waits
-for half an hour.
+of every other one reads both, and is told by the system when a process of the same machine has ended; then it writes
+that to the store, for other machines. Who waits for others asks what that thread has seen (:meth:`PeerWatch.check`), so
+that the first error is told by all and nobody waits for half an hour.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ SILENCE_S = 40.0
 """A process whose number stays the same for so long does not run any more."""
 _PATIENCE_S = 2.0
 """Whoever finds a connection closed waits so long for the reason."""
+_QUIET_S = 3.0
+"""If nobody says it by then, a process of another machine that has been silent for so long was the one."""
 _ANSWER_S = 10.0
 """Who closes its watch waits so long for what the thread has asked the store."""
 _PAUSE_S = 5.0
@@ -44,11 +46,15 @@ class _Peer:
     pid: int = 0
     beat: str = ""
     since: float = 0.0
+    """When the number was new, or silence did not count yet."""
+    heard: float = 0.0
     """When the number was new."""
     batch: int = -1
     """The batch that it is at; -1: it has not begun to train."""
     ended: int | None = None
     """What the system says the end of the process with; None: it is elsewhere."""
+    missing: bool = False
+    """Whether somebody has said that it ended without a word, or it does not answer."""
 
     def __str__(self) -> str:
         return f"{self.pid} on {self.where.partition(' ')[0]}"
@@ -68,7 +74,8 @@ class PeerWatch:
     def __init__(self, store: Any, rank: int, size: int, name: str, machine: int = 0) -> None:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
-        self._peers = {other: _Peer(since=time.monotonic()) for other in range(size) if other != rank}
+        now = time.monotonic()
+        self._peers = {other: _Peer(since=now, heard=now) for other in range(size) if other != rank}
         self._rank, self._run_name = rank, f"lt_offload/{name}"
         self._failure: str | None = None
         self._lock = threading.Lock()
@@ -122,7 +129,8 @@ class PeerWatch:
                 time.sleep(BEAT_S / 20)
 
     def _has_left(self, other: int) -> bool:
-        return self._is_gone(self._peers[other]) or self._get("left", other) is not None
+        peer = self._peers[other]
+        return peer.missing or self._is_gone(peer) or self._get("left", other) is not None
 
     def check(self) -> None:
         """Raise ``ProcessError`` if another process has failed; called again and again by whoever waits."""
@@ -137,8 +145,15 @@ class PeerWatch:
 
     def explain(self, error: Exception) -> ProcessError:
         """Return what ``error`` of a collective comes from, once it is known."""
-        until = time.monotonic() + _PATIENCE_S
-        while self._failure is None and time.monotonic() < until:
+        began = time.monotonic()
+        while self._failure is None and time.monotonic() < began + _PATIENCE_S:
+            time.sleep(BEAT_S / 20)
+        # One that was alone on its machine has nobody there who tells.
+        elsewhere = [other for other, peer in self._peers.items() if peer.ended is None]
+        while self._failure is None and elsewhere and time.monotonic() < began + 2 * _QUIET_S:
+            quietest = min(elsewhere, key=lambda other: self._peers[other].heard)
+            if time.monotonic() - max(began, self._peers[quietest].heard) > _QUIET_S:
+                self._ended(quietest, self._peers[quietest])
             time.sleep(BEAT_S / 20)
         return ProcessError(self._failure or f"another process ended without a word, killed perhaps: {error}")
 
@@ -160,9 +175,9 @@ class PeerWatch:
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
-    def _set(self, what: str, value: str) -> None:
+    def _set(self, what: str, value: str, of: int | None = None) -> None:
         with self._alone():
-            self._store.set(f"{self._run_name}/{what}/{self._rank}", value)
+            self._store.set(f"{self._run_name}/{what}/{self._rank if of is None else of}", value)
 
     def _get(self, what: str, rank: int) -> str | None:
         key = f"{self._run_name}/{what}/{rank}"
@@ -215,9 +230,20 @@ class PeerWatch:
         if found is not None:
             self._failed(f"process {other} failed: {found}")
         elif gone and self._get("closed", other) is None:
-            self._failed(f"process {other} ({peer}) ended without a word, killed perhaps")
+            self._ended(other, peer)
         elif not gone:
             self._listen(other, peer)
+            if peer.ended is None and (why := self._get("ended", other)) is not None:
+                peer.missing = True
+                self._failed(why)
+
+    def _ended(self, other: int, peer: _Peer) -> None:
+        """Say, on other machines, too, that a process is not there any more."""
+        why = f"process {other} ({peer}) ended without a word, killed perhaps"
+        peer.missing = True
+        self._failed(why)
+        with suppress(Exception):
+            self._set("ended", why, of=other)
 
     def _listen(self, other: int, peer: _Peer) -> None:
         if not peer.where:
@@ -227,6 +253,8 @@ class PeerWatch:
                 with suppress(OSError):
                     peer.ended = os.pidfd_open(peer.pid)
         beat, now = self._get("beat", other) or "", time.monotonic()
+        if beat != peer.beat:
+            peer.heard = now
         if beat != peer.beat or not self.strict:
             peer.beat, peer.since = beat, now
             peer.batch = int(beat.partition(" ")[2] or -1)
@@ -234,6 +262,7 @@ class PeerWatch:
             self._silent(other, peer, now - peer.since)
 
     def _silent(self, other: int, peer: _Peer, seconds: float) -> None:
+        peer.missing = True
         self._failed(f"process {other} ({peer}) has not answered for {seconds:.0f} s: it is stopped, or its machine is")
         # It holds its connections open while it is stopped, and whoever waits for them would never end.
         if peer.where == self._here and peer.pid:
@@ -254,7 +283,7 @@ class PeerWatch:
     def _is_gone(self, peer: _Peer) -> bool:
         return peer.ended is not None and bool(select.select([peer.ended], [], [], 0)[0])
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, why: str | None) -> None:
         self._failure = self._failure or why
 
 

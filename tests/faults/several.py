@@ -41,9 +41,14 @@ SILENCE_S = 12.0
 """Instead of ``watch.SILENCE_S`` where one is stopped: a process of a busy machine may be silent for seconds."""
 
 
-def places(kind: str) -> tuple[str, ...]:
-    """Return where this kind of fault can come: nothing but a forward takes device memory."""
-    return ("forward",) if kind == "over budget" else tuple(PLACES)
+def places(kind: str, machines: int) -> tuple[str, ...]:
+    """Return where this kind of fault can come.
+
+    Nothing but a forward takes device memory, and processes of one machine have parts of a checkpoint.
+    """
+    if kind == "over budget":
+        return ("forward",)
+    return tuple(place for place in PLACES if machines == 1 or place != "part")
 
 
 class Injector:
@@ -87,7 +92,7 @@ def broken(before: Callable[..., Any], injector: Injector, at: int) -> Callable[
     return call
 
 
-def train(kind: str, place: str, folder: Path, rank: int) -> None:
+def train(kind: str, place: str, folder: Path, rank: int, machines: int) -> None:
     """Train as one of two processes, of which one fails at ``place``."""
     import lightning.pytorch
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -101,18 +106,21 @@ def train(kind: str, place: str, folder: Path, rank: int) -> None:
         if place == "forward":
             module.injector = injector
         elif place == "exchange":
-            others._add_up = broken(others._add_up, injector, at=8)  # the others wait for all that are added up
+            # The others wait for all that are added up.
+            others._complete = broken(others._complete, injector, at=40)
         elif place == "update":
             Updates._on_host = broken(Updates._on_host, injector, at=8)  # type: ignore[method-assign]  # and for this
         elif place == "part":
             several._write = broken(several._write, injector, at=PIECES)  # in the middle of the second file
         else:
-            several.flush = broken(several.flush, injector, at=3)  # of the second file
+            # Of the second file; a process that is alone on its machine writes it by itself.
+            files.flush = several.flush = broken(files.flush, injector, at=3)
     saver = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     trainers.fit(
         lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l"),
         module,
-        devices=2,
+        devices=2 // machines,
+        num_nodes=machines,
         max_epochs=1,
         num_sanity_val_steps=0,
         limit_val_batches=0,
@@ -121,15 +129,15 @@ def train(kind: str, place: str, folder: Path, rank: int) -> None:
     )
 
 
-def forked(kind: str, place: str, folder: Path, rank: int, port: int) -> int:
+def forked(kind: str, place: str, folder: Path, rank: int, port: int, machines: int) -> int:
     """Fork one process, which ends as a script does: with what is registered for its end."""
     child = os.fork()
     if child:
         return child
-    os.environ.update(environment(rank, 2, port))
+    os.environ.update(environment(rank, 2, port, machines))
     code, said = 1, "nothing"
     try:
-        train(kind, place, folder, rank)
+        train(kind, place, folder, rank, machines)
         code = 0
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
@@ -140,12 +148,12 @@ def forked(kind: str, place: str, folder: Path, rank: int, port: int) -> int:
     os._exit(code)
 
 
-def case(kind: str, place: str, folder: Path) -> dict[str, Any]:
+def case(kind: str, place: str, folder: Path, machines: int) -> dict[str, Any]:
     """Return what became of both processes."""
     folder.mkdir()
     port = free_port()
     shared = set(os.listdir("/dev/shm"))
-    children = [forked(kind, place, folder, rank, port) for rank in range(2)]
+    children = [forked(kind, place, folder, rank, port, machines) for rank in range(2)]
     ended: dict[int, float] = {}
     codes: dict[int, int] = {}
     fault, limit = folder / "fault", time.monotonic() + 2 * LIMIT_S
@@ -158,6 +166,8 @@ def case(kind: str, place: str, folder: Path) -> dict[str, Any]:
             found, status = os.waitpid(child, os.WNOHANG)
             if found:
                 ended[rank], codes[rank] = time.monotonic(), os.waitstatus_to_exitcode(status)
+        if machines > 1 and kind == "stop" and list(ended) == [1 - PLACES[place]]:
+            os.kill(children[PLACES[place]], signal.SIGCONT)  # on its machine there is nobody who would kill it
         time.sleep(0.02)
     alive = [rank for rank in range(2) if rank not in ended]
     for rank in alive:
@@ -183,13 +193,13 @@ def case(kind: str, place: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, kind: str) -> None:
+def main(folder: Path, kind: str, machines: int) -> None:
     """Carry out all cases of a kind."""
     torch.set_num_threads(1)
     trainers.models.build()  # transformers is imported once
-    found = {place: case(kind, place, folder / place) for place in places(kind)}
+    found = {place: case(kind, place, folder / place, machines) for place in places(kind, machines)}
     (folder / "found.json").write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

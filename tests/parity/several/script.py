@@ -1,6 +1,7 @@
 """A script as users write it: ``python -m tests.parity.several.script FOLDER``, or the same under torchrun.
 
-With ``DIES`` in the environment the second process is killed at its fourth step, once.
+With ``DIES`` in the environment the second process is killed at its fourth step, once. ``NODES`` is the number of
+machines, on which the two processes are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import lt_offload
 from tests.support import trainers
 
 STEPS = 6
+NODES = int(os.environ.get("NODES", "1"))
 
 
 class Module(trainers.Module):
@@ -48,7 +50,8 @@ def main(folder: Path) -> None:
         lt_offload.OffmateStrategy(memory="40MB", planner="l2l"),
         module,
         ckpt=last if last.exists() else None,
-        devices=2,
+        devices=2 // NODES,
+        num_nodes=NODES,
         limit_val_batches=0,
         num_sanity_val_steps=0,
         enable_checkpointing=True,

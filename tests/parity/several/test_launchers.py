@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,19 @@ def require_same_end(whole: Path, other: Path) -> None:
 def test_a_process_that_dies_under_torchrun_ends_where_lightnings_launcher_does(whole: Path, tmp_path: Path) -> None:
     ran = launch(*TORCHRUN, "--max-restarts", "1", "--module", SCRIPT, str(tmp_path), DIES="1")
     assert ran.returncode == 0, ran.stderr[-3000:]
+    assert (tmp_path / "died").exists()
+    require_same_end(whole, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_on_one_of_two_machines_ends_there_too(whole: Path, tmp_path: Path) -> None:
+    """Each machine has an agent of torchrun's; that of the other one starts its process again without counting it."""
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "run")
+    machines = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting, "--max-restarts", "2")
+    with ThreadPoolExecutor(2) as pool:
+        start = partial(launch, *machines, "--module", SCRIPT, str(tmp_path), DIES="1", NODES="2")
+        for ran in [pool.submit(start) for _ in range(2)]:
+            assert ran.result().returncode == 0, ran.result().stderr[-3000:]
     assert (tmp_path / "died").exists()
     require_same_end(whole, tmp_path)
 

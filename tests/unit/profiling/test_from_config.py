@@ -34,9 +34,7 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 def real(model: nn.Module, *, padding: bool = True) -> Profile:
     batch = models.batch(model, padding=padding)
     hardware = load_hardware("rtx-3060")
-    return profile(
-        model, batch, optimizer=FUSED, device="cpu", hardware=hardware, run=lambda b: model(**b).loss
-    )
+    return profile(model, batch, optimizer=FUSED, device="cpu", hardware=hardware, run=lambda b: model(**b).loss)
 
 
 def fake(config: Any, **options: Any) -> Profile:
@@ -89,9 +87,7 @@ def test_bytes_under_autocast_equal_those_with_weights(family: str) -> None:
             return model(**batch).loss
 
     hardware = load_hardware("rtx-3060")
-    expected = profile(
-        model, models.batch(model), optimizer=FUSED, device="cpu", hardware=hardware, run=run
-    )
+    expected = profile(model, models.batch(model), optimizer=FUSED, device="cpu", hardware=hardware, run=run)
     found = fake(model.config, autocast="bfloat16")
     assert_same_bytes(found, expected)
     assert found.blocks != fake(model.config).blocks
