@@ -77,7 +77,7 @@ class RunPart:
     flops_per_token: float | None = None
     peak_flops_per_s: float | None = None
     peak_source: str | None = None
-    processes: Sequence[Mapping[str, Any]] = ()
+    processes: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """The fields of :class:`lt_offload.report.processes.ProcessTimes`, of several that wait for each other."""
 
     @property
