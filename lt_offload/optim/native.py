@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,14 @@ class _Arrays(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p) for name in ("low", "grad", "weight", "exp_avg", "exp_avg_sq", "scale", "scale_sq")
     ]
+
+
+_ROWS = ("low", "grad", "weight", "exp_avg", "exp_avg_sq")
+"""Arrays of which parts are updated."""
+_STEPS = np.dtype(
+    [("negative_size", "f4"), ("correction", "f4"), ("seed", "u4"), ("first", "u4"), ("moment_seed", "u4")]
+)
+"""The fields of :class:`_KernelStep`, for many at a time."""
 
 
 class _Map(ctypes.Structure):
@@ -134,16 +143,48 @@ class Kernel:
                 for e in whole
             )
         )
-        common = _KernelOptions(
-            keep=1 - float(options.lr) * options.weight_decay,
-            weight1=1 - options.beta1,
-            beta2=options.beta2,
-            weight2=1 - options.beta2,
-            eps=options.eps,
-            scale=(-1 if options.maximize else 1) * float(options.grad_scale),
-        )
+        common = _common(options)
         moments, threads = _MOMENTS[entries[0].exp_avg.dtype], torch.get_num_threads()
         self._run(count, sizes, arrays, steps, ctypes.byref(common), moments, ctypes.byref(self._maps), threads)
+
+    def update_ranges(self, entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> None:
+        """Update parts of ``entry``, which it takes, all in one go.
+
+        Args:
+            entry: without moments of eight bits.
+            ranges: of each part the first element, how many there are, and where its gradient begins: whole units.
+            options: of all of them.
+        """
+        found = np.array(ranges, dtype=np.int64).reshape(-1, 3)
+        starts, sizes = found[:, 0], np.ascontiguousarray(found[:, 1])
+        arrays = np.zeros((len(found), len(_Arrays._fields_)), dtype=np.uint64)
+        where = (entry.param, entry.grad, entry.param if entry.master is None else entry.master)
+        whole = _addresses(entry)
+        for column, (name, tensor) in enumerate(zip(_ROWS, (*where, entry.exp_avg, entry.exp_avg_sq), strict=True)):
+            address = getattr(whole, name)
+            if address:
+                begins = found[:, 2] if name == "grad" else starts
+                arrays[:, column] = address + begins * tensor.element_size()
+        steps = np.zeros(len(found), dtype=_STEPS)
+        steps["negative_size"], steps["correction"] = -options.size(entry.step), options.correction(entry.step)
+        steps["seed"], steps["moment_seed"] = entry.seed or 0, entry.moment_seed
+        steps["first"] = (entry.first + starts) & 0xFFFFFFFF
+        common, moments, threads = _common(options), _MOMENTS[entry.exp_avg.dtype], torch.get_num_threads()
+        tables = (values.ctypes.data for values in (sizes, arrays, steps))
+        self._run(len(found), *tables, ctypes.byref(common), moments, ctypes.byref(self._maps), threads)
+        torch.autograd.graph.increment_version([entry.param])
+
+
+def _common(options: Options) -> _KernelOptions:
+    """Return what the kernel takes for all tensors."""
+    return _KernelOptions(
+        keep=1 - float(options.lr) * options.weight_decay,
+        weight1=1 - options.beta1,
+        beta2=options.beta2,
+        weight2=1 - options.beta2,
+        eps=options.eps,
+        scale=(-1 if options.maximize else 1) * float(options.grad_scale),
+    )
 
 
 def _addresses(entry: Entry) -> _Arrays:
@@ -168,6 +209,15 @@ def left_out() -> Iterator[None]:
         yield
     finally:
         _left_out.pop()
+
+
+def update_ranges(entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> bool:
+    """Update parts of ``entry`` as :meth:`Kernel.update_ranges` does; return whether there is a kernel for it."""
+    compiled = None if _left_out or entry.in_blocks or not Kernel.takes(entry) else kernel()
+    if compiled is None:
+        return False
+    compiled.update_ranges(entry, ranges, options)
+    return True
 
 
 def update(entries: Sequence[Entry], options: Options) -> list[Entry]:

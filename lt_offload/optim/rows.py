@@ -97,18 +97,26 @@ class RowUpdates:
             seeds[0],
             moment_seed=seeds[1],
         )
+        parts = list(_parts(whole, ranges))
+        # Of thousands of ranges each would be some tensors, one by one.
+        if native.update_ranges(whole, parts, self._options):
+            return
         with torch.no_grad():
-            plain.update(native.update(list(_pieces(whole, ranges)), self._options), self._options)
+            plain.update(list(_pieces(whole, parts)), self._options)
 
 
-def _pieces(whole: Entry, ranges: Ranges) -> Iterator[Entry]:
-    """Yield the rows of each of ``ranges`` as an entry."""
-    width = whole.param.shape[1]
-    grad, apart = whole.grad.view(-1), whole.grad.shape[0] != whole.param.shape[0]
-    shown = whole._replace(grad=whole.param)
+def _parts(whole: Entry, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+    """Yield of each range the first element, how many there are, and where its gradient begins."""
+    width, apart = whole.param.shape[1], whole.grad.shape[0] != whole.param.shape[0]
     at = 0
     for first, end in ranges:
-        part = plain.piece(shown, first * width, end * width)
-        begin = at if apart else first * width
-        at += (end - first) * width
-        yield part._replace(grad=grad[begin : begin + (end - first) * width])
+        size = (end - first) * width
+        yield first * width, size, at if apart else first * width
+        at += size
+
+
+def _pieces(whole: Entry, parts: Sequence[tuple[int, int, int]]) -> Iterator[Entry]:
+    """Yield the parts as entries."""
+    grad, shown = whole.grad.view(-1), whole._replace(grad=whole.param)
+    for first, size, begin in parts:
+        yield plain.piece(shown, first, first + size)._replace(grad=grad[begin : begin + size])
