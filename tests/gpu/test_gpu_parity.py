@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lt_offload
+from lt_offload.optim import AdamW
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -21,6 +22,7 @@ from tests.gpu.reference import trained_plainly
 from tests.gpu.target import ROOM, Target, delayed
 from tests.parity.engine import test_zero_copy_plans as zero_copy
 from tests.parity.engine.test_engine import OPTIONS, PLACES
+from tests.parity.tables.test_tables import in_two_parts
 from tests.support import models, trainers
 from tests.support.engines import Case, changed, differences, equal, make_optimizer, planned, trained_on
 from tests.support.models import FAMILIES
@@ -110,6 +112,17 @@ def test_whatever_is_late(seed: int, target: Target) -> None:
 )
 def test_weights_read_in_host_memory(case: Case, how: zero_copy.How, grad_zero_copy: bool, target: Target) -> None:
     plan, _ = zero_copy.planned(case, how, grad_zero_copy=grad_zero_copy)
+    expected = trained_plainly(case, plan, target.torch_device)
+    actual, _ = trained_on(target.open(), case, plan)
+    assert differences(expected, actual) == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", AdamW])
+def test_tied_embeddings_in_two_parts(optimizer: Any, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "VOCAB", 512)  # a smaller table travels with other tensors
+    monkeypatch.setattr(models, "_built", {})
+    case = Case(family="llama-tied", optimizer=optimizer, shapes=((2, 12), (3, 12), (2, 7)))
+    plan = in_two_parts(case)
     expected = trained_plainly(case, plan, target.torch_device)
     actual, _ = trained_on(target.open(), case, plan)
     assert differences(expected, actual) == []

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lt_offload import limits
 from lt_offload.execute.device.base import Cell, Device
-from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import called, intercept
@@ -48,7 +47,7 @@ class Table:
     """
 
     def __init__(self, device: Device, weight: Weight, sends: Op, first: nn.Module) -> None:
-        self.weight, self.sends = weight, sends
+        self.weight, self.sends, self._device = weight, sends, device
         self.cell = Cell(f"host rows {sends.block}")
         self.arrived: Tensor
         """Where the first block's gradient arrives."""
@@ -116,12 +115,12 @@ class Table:
         return grad
 
     def _grow(self, tokens: int) -> None:
-        """Make room for more tokens than were planned, in memory that is not pinned."""
-        self._most = tokens
-        with plain_torch():
-            self._kept = torch.empty((tokens, self._kept.shape[1]), dtype=self._kept.dtype)
-            self._ids = torch.empty((tokens,), dtype=torch.int64)
-            self.arrived = torch.empty_like(self._kept)
+        """Make room for more tokens than there ever were."""
+        # The update of the step before may still read what there is.
+        self._device.drain()
+        self._most, shape, dtype = tokens, (tokens, self.weight.host.shape[1]), self.weight.host.dtype
+        self._kept, self.arrived = (self._device.host_empty(shape, dtype) for _ in range(2))
+        self._ids = self._device.host_empty((tokens,), torch.int64)
 
     def tokens(self) -> Pairs:
         """Return what is copied with the last block's gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -24,11 +25,12 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
-from tests.support import models
-from tests.support.engines import Result, differences, make_optimizer, trained_by
+from tests.support import engines, models
+from tests.support.engines import Case, Result, differences, make_optimizer, trained_by
 
 VOCABULARY = 512
 SHAPES = ((4, 24), (4, 24), (2, 9), (4, 24))
+"""The first is planned for."""
 
 MAKERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
     "torch": (torch.float32, lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True)),
@@ -82,6 +84,25 @@ def planned(maker: str, part_of_budget: float, family: str = "llama-tied", parts
     return plan, budget
 
 
+def in_two_parts(case: Case) -> Plan:
+    """A plan for a case with tied embeddings, whatever the budget."""
+    model = engines.build(case)
+    batch = engines.batches(case, model)[0]
+    found = profile(
+        model,
+        batch,
+        optimizer=make_optimizer(model, case.optimizer),
+        device="cpu",
+        hardware=replace(load_hardware("rtx-3060-12gb"), context_bytes=0),
+        run=lambda batch: model(**batch).loss,
+    )
+    table = table_of(found)
+    assert table is not None
+    plan = split(make_plan(as_head(found, table), Settings(planner="stream")), found, table)
+    assert plan is not None
+    return plan
+
+
 def plain(maker: str, family: str = "llama-tied") -> Result:
     model = build(maker, family)
     optimizer = optimizer_of(model, maker)
@@ -126,6 +147,55 @@ def test_parts_of_a_batch_add_their_gradients_in_the_order_of_a_plan_for_whole_t
     whole = make_plan(measured(maker, parts=2), Settings(planner="greedy", memory=2 * budget))
     assert not any(op.rows for op in whole.ops)
     assert differences(trained(whole, 2 * budget, maker), trained(plan, budget, maker)) == []
+
+
+@pytest.mark.parametrize("maker", ["torch", "masters"])
+def test_training_goes_on_from_what_was_saved_and_with_other_plans(maker: str) -> None:
+    plan, budget = planned(maker, 0.3)
+    whole = make_plan(measured(maker), Settings(planner="greedy", memory=2 * budget))
+    made = batches(build(maker))
+    model = build(maker)
+    first, _ = trained_by(EmulatedDevice(budget, check=True), plan, model, optimizer_of(model, maker), made[:2])
+    losses = first.losses
+    for batch, found in zip(made[2:], (whole, plan), strict=True):
+        model = build(maker)
+        optimizer = optimizer_of(model, maker)
+        model.load_state_dict(first.model.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        first, _ = trained_by(EmulatedDevice(2 * budget, check=True), found, model, optimizer, [batch])
+        losses += first.losses
+    assert differences(plain(maker), Result(losses, first.model, first.optimizer)) == []
+
+
+def test_batches_with_more_tokens_than_planned_find_room() -> None:
+    plan, budget = planned("torch", 1.0)
+    results = []
+    for found in (plan, make_plan(measured("torch"), Settings(planner="greedy", memory=8 * budget))):
+        model = build("torch")
+        large = [models.batch(model, batch_size=6, sequence_length=24, seed=seed) for seed in range(2)]
+        device = EmulatedDevice(8 * budget, "lazy", check=True)
+        results.append(trained_by(device, found, model, optimizer_of(model, "torch"), large)[0])
+    assert differences(*results) == []
+
+
+def test_a_step_in_the_midst_of_validations_sees_its_own_tokens() -> None:
+    plan, budget = planned("torch", 0.3)
+    model = build("torch")
+    optimizer, device = optimizer_of(model, "torch"), EmulatedDevice(2 * budget, "lazy", check=True)
+    engine, losses = Engine(model, optimizer, plan, device), []
+    engine.install()
+    torch.manual_seed(0)
+    for batch, other in zip(batches(model), reversed(batches(model)), strict=True):
+        with torch.no_grad():
+            model(**other)
+        with engine.iteration():
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.detach().clone())
+    engine.remove()
+    device.close()
+    assert differences(plain("torch"), Result(losses, model, optimizer)) == []
 
 
 def test_a_use_of_other_rows_is_an_error_that_names_the_table_and_the_way_out() -> None:
