@@ -46,7 +46,17 @@ def as_head(profile: Profile, table: int) -> Profile:
     )
     first = _reading(profile.blocks[0], tensor.read(0), tensor.bytes + tensor.lookup_bytes)
     tensors = (*profile.tensors[:table], head, *profile.tensors[table + 1 :])
-    return replace(profile, tensors=tensors, blocks=(first, *profile.blocks[1:]))
+    machine = profile.hardware
+    machine = replace(machine, host_bytes=max(1, machine.host_bytes - room_of_rows(profile, table)))
+    return replace(profile, tensors=tensors, blocks=(first, *profile.blocks[1:]), hardware=machine)
+
+
+def room_of_rows(profile: Profile, table: int) -> int:
+    """Return the RAM that :func:`split` adds to a plan."""
+    tensor = profile.tensors[table]
+    tokens = tensor.lookup_bytes * tensor.shape[0] // tensor.bytes
+    # One place for what arrives, one for what the last block's gradient has at these rows, and their numbers.
+    return 2 * aligned(tensor.lookup_bytes) + aligned(8 * tokens) + ALIGNMENT
 
 
 def _reading(block: BlockProfile, read: ReadProfile, more: int) -> BlockProfile:
@@ -64,10 +74,18 @@ def _reading(block: BlockProfile, read: ReadProfile, more: int) -> BlockProfile:
     return replace(block, options=tuple(options))
 
 
-def split(plan: Plan, profile: Profile, table: int) -> Plan | None:
+def split(plan: Plan, profile: Profile, table: int, *, host_budget: int | None = None) -> Plan | None:
     """Return ``plan``, made for :func:`as_head`, as one for ``profile``, checked and priced.
 
-    None if it does not update the table on the host, by ops of its own, or fetches it before its last rows are there.
+    Args:
+        plan: made with less RAM, see :func:`room_of_rows`.
+        profile: what it is for.
+        table: see :func:`table_of`.
+        host_budget: RAM that it may take; None: as much more than ``plan`` may as the rows take.
+
+    Returns:
+        None if it does not update the table on the host, by ops of its own, or fetches it before its last rows are
+        there.
     """
     found = _TwoParts(plan, profile, table)
     if not found.possible:
@@ -76,6 +94,7 @@ def split(plan: Plan, profile: Profile, table: int) -> Plan | None:
     changed = replace(
         plan,
         fingerprint=profile.fingerprint,
+        host_budget_bytes=host_budget or plan.host_budget_bytes + room_of_rows(profile, table),
         groups=groups,
         ops=ops,
         programs={"updating": tuple(range(len(ops)))},
@@ -115,11 +134,8 @@ class _TwoParts:
         last = [op.id for op in plan.ops if op.step == step and (op.computes or op.payload == "grad" or not op.payload)]
         self.at = max(last) + 1
         """Where the two new ops are put in."""
-        tensor = profile.tensors[table]
-        self.rows = aligned(tensor.lookup_bytes)
-        tokens = tensor.lookup_bytes * tensor.shape[0] // tensor.bytes
-        # One place for what arrives, one for what the last block's gradient has at these rows, and their numbers.
-        self.end = plan.gradient_bytes + 2 * self.rows + aligned(8 * tokens) + ALIGNMENT
+        self.rows = aligned(profile.tensors[table].lookup_bytes)
+        self.end = plan.gradient_bytes + room_of_rows(profile, table)
 
     @property
     def possible(self) -> bool:

@@ -29,7 +29,7 @@ from lt_offload.plan.planners.offmate.search import search_budgets
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
-from lt_offload.plan.rows import as_head, split, table_of
+from lt_offload.plan.rows import as_head, room_of_rows, split, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import for_one, has_windows, plan_forwards, plan_windows
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
@@ -205,15 +205,17 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     except InfeasibleError as error:
         whole = error
     try:
-        parted = split(_of_tensors(as_head(profile, table), half, bounded=bounded), profile, table)
+        less = replace(half, host_memory=settings.host.less(room_of_rows(profile, table)))
+        found = _of_tensors(as_head(profile, table), less, bounded=bounded)
+        parted = split(found, profile, table, host_budget=settings.host_budget(profile.hardware))
     except (ConfigError, InfeasibleError, UnsupportedError):
         parted = None
     if parted is None and isinstance(whole, InfeasibleError):
         raise whole
-    found = [plan for plan in (whole, parted) if isinstance(plan, Plan)]
+    plans = [plan for plan in (whole, parted) if isinstance(plan, Plan)]
     # No plan of either kind is faster than the lower bound of both.
-    bound = min(plan.predicted.lower_bound_s for plan in found)
-    best = min(found, key=lambda plan: plan.predicted.iteration_s)
+    bound = min(plan.predicted.lower_bound_s for plan in plans)
+    best = min(plans, key=lambda plan: plan.predicted.iteration_s)
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound))
 
 
