@@ -19,6 +19,7 @@ from typing import Any
 from lt_offload import limits
 from lt_offload.units import format_bytes, format_seconds
 from scripts.agreement import tables as agreement_tables
+from scripts.bench import clipping
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures, several, states
@@ -469,6 +470,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-emulated": bench_emulated,
     "bench-predictions": bench_predictions,
     "bench-clipping": bench_clipping,
+    "bench-clipping-cards": lambda results: clipping.table(_section, results),
     "bench-checkpoints": bench_checkpoints,
     "bench-orders": bench_orders,
     "bench-launch": bench_launch,

@@ -74,6 +74,22 @@ def network_s(plan: Plan, profile: Profile) -> float:
     return 2 * sum(_gradients(plan, profile).values()) / speed + hops
 
 
+def norm_s(plan: Plan, profile: Profile) -> float:
+    """Return the seconds per update in which the norm of all gradients is found, beside nothing else.
+
+    Updates that wait, wait for that. Each sum is read where it is, once: a third of what it takes to add to it.
+    """
+    if not plan.delayed:
+        return 0.0
+    found = 0.0
+    for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
+        if place == "host":
+            found += accumulated(tensor, profile) / profile.optimizer.host_bytes_per_s
+        elif place != "none":
+            found += added(tensor) / profile.optimizer.device_bytes_per_s
+    return found / 3
+
+
 def _gradients(plan: Plan, profile: Profile) -> dict[str, int]:
     """Return the bytes of gradients for updates on the host and on the device."""
     found = {"host": 0, "device": 0}

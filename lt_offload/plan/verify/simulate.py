@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lt_offload.errors import PlanError
-from lt_offload.plan.iteration.durations import durations, exchange_s
+from lt_offload.plan.iteration.durations import durations, exchange_s, norm_s
 from lt_offload.plan.iteration.memory import computation_bytes, host_bytes
 from lt_offload.plan.iteration.passes import more_passes, shown_passes, unrolled
 from lt_offload.plan.verify.check import check, mismatches
@@ -247,7 +247,7 @@ def _trace(plan: Plan, profile: Profile, found: _Simulation) -> Trace:
         # Passes that are not walked through are as long as the second: the first one follows updates, the last one
         # makes them.
         seconds += more_passes(plan) * (second - first)
-    seconds += exchange_s(plan, profile)
+    seconds += exchange_s(plan, profile) + norm_s(plan, profile)
     return Trace(
         source="simulated",
         iteration_time=seconds,

@@ -12,6 +12,7 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, choose_batch, simulate, solve, windows
 from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.iteration.durations import added, norm_s
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
@@ -163,6 +164,22 @@ def test_no_update_that_waits_begins_before_the_last_gradient_is_there() -> None
         gradients = [op for op in plan.ops if plan.begins_sums(op) or op.kind == "accumulate"]
         last = max(spans[op.id].end for op in gradients if op.id in spans)
         assert min(spans[op.id].start for op in plan.ops if op.kind == "update") >= last * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("planner", ["resident", "l2l"])
+def test_finding_the_norm_reads_every_sum_where_it_is(planner: Any) -> None:
+    """A third of what adding takes, which reads two and writes one; nobody waits for it but updates that wait."""
+    profile = small_profile()
+    rates = profile.optimizer
+    plan = solve(profile, memory=20_000, delayed=True, planner=planner)
+    on_host = planner == "l2l"
+    assert ("host" in plan.update_places) is on_host
+    adding = sum(added(tensor) for tensor in profile.tensors if tensor.trainable)
+    expected = adding / 3 / (rates.host_bytes_per_s if on_host else rates.device_bytes_per_s)
+    assert norm_s(plan, profile) == pytest.approx(expected)
+    assert norm_s(replace(plan, delayed=False), profile) == 0.0
+    last = max(span.end for span in simulate(plan, profile).spans)
+    assert expected < plan.predicted.iteration_s <= last + expected
 
 
 def test_lanes_that_share_memory_make_windows_slower() -> None:
