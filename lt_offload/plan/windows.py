@@ -15,6 +15,9 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_seconds
 
+_WAITING = 2.0
+"""How many times as long updates on the host count that wait in windows of one, where two plans are compared. By trial:
+of 1, 2 and 3 it gave the fastest plan for Llama-2-7B in fp32 on a card of 12 GB; for Phi-3-mini 3 was 3 % better still."""
 _GOOD_GAP = 0.01
 """A plan that is this close to the bound is not compared with a second one."""
 
@@ -67,9 +70,10 @@ def _bounded(plan: Plan, least_s: float) -> Plan:
 
 
 def _settling(profile: Profile, window: int) -> Profile:
-    """Return ``profile``, with sums, with updates on the device that last as long as a settling pass makes them.
+    """Return ``profile``, with sums, with updates that last as long as a settling pass makes them.
 
-    It brings weights, states and sums to the device for the update alone, beside no computation.
+    It brings weights, states and sums to the device for the update alone, beside no computation. Those on the host have
+    the next forward only to be hidden behind.
     """
     trained = [tensor for tensor in profile.tensors if tensor.trainable]
     updated = sum(tensor.bytes for tensor in trained)
@@ -77,7 +81,14 @@ def _settling(profile: Profile, window: int) -> Profile:
         return profile
     copied = sum(tensor.bytes + tensor.state_bytes for tensor in trained)
     seconds = 1 / profile.optimizer.device_bytes_per_s + copied / updated / profile.hardware.h2d_bytes_per_s / window
-    return replace(profile, optimizer=replace(profile.optimizer, device_bytes_per_s=1 / seconds))
+    optimizer, slower = profile.optimizer, _WAITING if window == 1 else 1.0
+    optimizer = replace(
+        optimizer,
+        device_bytes_per_s=1 / seconds,
+        host_bytes_per_s=optimizer.host_bytes_per_s / slower,
+        host_speeds={threads: speed / slower for threads, speed in optimizer.host_speeds.items()},
+    )
+    return replace(profile, optimizer=optimizer)
 
 
 def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[Profile, Settings], Plan]) -> Plan:
