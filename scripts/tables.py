@@ -18,6 +18,7 @@ from typing import Any
 
 from lt_offload import limits
 from lt_offload.units import format_bytes, format_seconds
+from scripts import large_updates
 from scripts.agreement import tables as agreement_tables
 from scripts.bench import clipping
 from scripts.bench.contenders import tables as contender_tables
@@ -485,6 +486,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "hf": lambda results: trainer_tables.sections(_section, results),
     "agreement": lambda results: agreement_tables.sections(_section, results),
     "bench-load": bench_load,
+    "large-updates": lambda results: large_updates.table(_section, results),
     "bench-start": bench_start,
     "bench-imports": lambda results: trainer_tables.imports(_section, results),
     "bench": bench,

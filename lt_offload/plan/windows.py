@@ -16,8 +16,11 @@ from lt_offload.schema.profile import Profile
 from lt_offload.units import format_seconds
 
 _WAITING = 2.0
-"""How many times as long updates on the host count that wait in windows of one, where two plans are compared. By trial:
-of 1, 2 and 3 it gave the fastest plan for Llama-2-7B in fp32 on a card of 12 GB; for Phi-3-mini 3 was 3 % better still."""
+"""How many times as long updates on the host count that wait in windows of one, where two plans are compared.
+
+By trial: of 1, 2 and 3 it gave the fastest plan for Llama-2-7B in fp32 on a card of 12 GB; for Phi-3-mini 3 was 3 %
+better still.
+"""
 _GOOD_GAP = 0.01
 """A plan that is this close to the bound is not compared with a second one."""
 
