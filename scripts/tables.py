@@ -18,9 +18,8 @@ from typing import Any
 
 from lt_offload import limits
 from lt_offload.units import format_bytes, format_seconds
-from scripts import large_updates
+from scripts import clipping, large_updates
 from scripts.agreement import tables as agreement_tables
-from scripts.bench import clipping
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures, several, states
