@@ -18,12 +18,12 @@ from typing import Any
 
 from lt_offload import limits
 from lt_offload.units import format_bytes, format_seconds
-from scripts import clipping, large_updates
 from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures, several, states
 from scripts.hf import tables as trainer_tables
+from scripts.simulated import clipping, large_updates
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""

@@ -1,6 +1,6 @@
 """What clipping by norm costs on cards, simulated: plans whose updates wait for all gradients, beside plans without.
 
-    python -m scripts.clipping [--seconds S] [--output results]
+    python -m scripts.simulated.clipping [--seconds S] [--output results]
 
 ``python -m scripts.bench.emulated --clipping`` measures the same on the emulated device, whose updates and computations
 share the processor.
@@ -67,7 +67,7 @@ def table(section: Callable[..., str], results: Sequence[Result]) -> str:
         "ratio",
         "of it reading for the norm",
     ]
-    return section(f"Clipping by norm on an {CARD}, simulated", "scripts.clipping", results, head, rows)
+    return section(f"Clipping by norm on an {CARD}, simulated", "scripts.simulated.clipping", results, head, rows)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What more tokens per update buy, simulated, beside what others have measured on the same cards.
 
-    python -m scripts.large_updates [--seconds S] [--output results]
+    python -m scripts.simulated.large_updates [--seconds S] [--output results]
 
 Qwen2.5 of three sizes, trained whole in bfloat16 (weights, gradients and AdamW's moments), sequences of 1,024 tokens,
 without clipping, on the shipped descriptions of two cards with ``RAM`` of host memory. Rows of others are figures that
@@ -130,7 +130,9 @@ def table(section: Callable[..., str], results: Sequence[Result]) -> str:
             )
     sizes = sorted({case["tokens"] for result in results for case in result["figures"]["cases"]})
     head = ["card, Qwen2.5", *(f"{tokens:,} per update" for tokens in sizes), "RAM", "others, measured at 524,288"]
-    made = section("Tokens per second by size of update, simulated", "scripts.large_updates", results, head, rows)
+    made = section(
+        "Tokens per second by size of update, simulated", "scripts.simulated.large_updates", results, head, rows
+    )
     return f"{made}\n\n{CONDITIONS}" if results else made
 
 

@@ -1,0 +1,1 @@
+"""What plans say about cards: figures that are simulated, and tables of them."""
