@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -123,14 +124,10 @@ def _on_threads(copies: Sequence[_Copy], pairs: Sequence[_Pair]) -> list[float]:
             copy(target, source)
             mine.append(time.perf_counter() - start)
 
-    jobs = [
-        threading.Thread(target=work, args=(mine, copy, *pair))
-        for mine, copy, pair in zip(ends, copies, pairs, strict=False)
-    ]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        jobs = [pool.submit(work, mine, copy, *pair) for mine, copy, pair in zip(ends, copies, pairs, strict=False)]
     for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
+        job.result()  # or an error of a thread would be lost
     return _speeds(ends)
 
 

@@ -52,6 +52,15 @@ def test_both_directions_begin_together(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(0 < speed < 4 / 0.001 for speed in speeds)
 
 
+def test_an_error_of_a_copy_is_raised() -> None:
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        raise RuntimeError("no memory")
+
+    pair = torch.zeros(4), torch.zeros(4)
+    with pytest.raises(RuntimeError, match="no memory"):
+        rates._on_threads([copy, copy], [pair, pair])
+
+
 class Event:
     """An event of a GPU that does everything at once."""
 
