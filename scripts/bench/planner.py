@@ -32,7 +32,7 @@ from scripts.papers.profiles import GB, llama7b_b4
 from scripts.planning import model_bytes
 
 GOALS = {40: 5.0, 80: 15.0}
-"""Seconds, on two cores."""
+"""Seconds of the processor, by number of layers."""
 
 
 IMPORT_GOAL = 0.1
