@@ -425,7 +425,7 @@ AROUND = (
     _mutant(
         "batches count twice after a resume",
         RESUME,
-        "        fetcher.fetched -= seen  # Lightning adds them itself\n",
+        "    fetcher.fetched -= count  # Lightning adds them itself\n",
         "",
         "parity/lightning/test_resume.py",
     ),

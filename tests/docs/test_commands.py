@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
@@ -26,6 +27,8 @@ COMMANDS = {command: where for where, command in pages.commands()}
 MAKEFILE = (pages.ROOT / "Makefile").read_text(encoding="utf-8")
 CONSTRAINED = ("pip install", "cd ")
 """Other commands that a page may have; nothing is installed by a test."""
+LAUNCHERS = ("torchrun ", "srun ", "MASTER_ADDR=")
+"""What starts the processes of several machines; only the arguments of the first can be read here."""
 
 
 def starting(*words: str) -> list[str]:
@@ -40,8 +43,16 @@ def test_blocks_have_a_language_and_only_known_ones() -> None:
 
 
 def test_commands_are_of_known_kinds() -> None:
-    known = set(starting("lt-finetune ", "make ", "python -m ", "python docs/", *CONSTRAINED))
+    known = set(starting("lt-finetune ", "make ", "python -m ", "python docs/", *CONSTRAINED, *LAUNCHERS))
     assert [f"{where}: {command}" for command, where in COMMANDS.items() if command not in known] == []
+
+
+def test_torchrun_knows_its_options() -> None:
+    commands = starting("torchrun ")
+    assert commands
+    for command in commands:
+        read = get_args_parser().parse_args(shlex.split(command)[1:])
+        assert read.training_script == "train.py"
 
 
 def test_warnings_of_the_site_are_errors() -> None:

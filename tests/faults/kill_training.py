@@ -39,6 +39,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import sample as prepare
 from lt_offload.strategy.checkpoint import files as checkpoint
+from tests.parity.several.training import begin_forked
 
 EPOCHS, ROWS, BATCH = 2, 8, 2
 OPERATIONS = ("file synced", "file about to be synced", "renamed", "about to be renamed", "folder synced")
@@ -192,6 +193,7 @@ def forked(run: Callable[[int], None], kill_after: float | None = None) -> int:
         code = FAILED
         try:
             os.close(heard)
+            begin_forked()
             run(say)
             code = 0
         except BaseException:

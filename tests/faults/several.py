@@ -26,7 +26,7 @@ from lt_offload.distributed import watch
 from lt_offload.execute.updates import others
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.strategy.checkpoint import files, several
-from tests.parity.several.training import environment, free_port
+from tests.parity.several.training import begin_forked, environment, free_port
 from tests.support import trainers
 
 MEMORY = "40MB"
@@ -134,6 +134,7 @@ def forked(kind: str, place: str, folder: Path, rank: int, port: int, machines: 
     child = os.fork()
     if child:
         return child
+    begin_forked()
     os.environ.update(environment(rank, 2, port, machines))
     code, said = 1, "nothing"
     try:

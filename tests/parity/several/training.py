@@ -329,6 +329,7 @@ def _forked(rank: int, work: Callable[[int], None]) -> int:
     child = os.fork()
     if child:
         return child
+    begin_forked()
     code = 1
     try:
         work(rank)
@@ -339,6 +340,11 @@ def _forked(rank: int, work: Callable[[int], None]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def begin_forked() -> None:
+    """Let torch make its pool of threads anew; after a fork, two threads that ask for it at once would find none."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def environment(rank: int, count: int, port: int, machines: int = 1) -> dict[str, str]:
