@@ -40,7 +40,15 @@ SHARES = {
     "test_recipes.py": 8,
 }
 """One row in so many of each test there is run, and at least one; what trains, plans or takes long in every row."""
-ON_THE_FAKE_GPU = {"gpu": 5, "gpu/engine": 1, "gpu/loops": 10, "gpu/measuring": 1, "gpu/races": 1, "gpu/users": 10}
+ON_THE_FAKE_GPU = {
+    "gpu": 5,
+    "gpu/engine": 1,
+    "gpu/loops": 10,
+    "gpu/measuring": 1,
+    "gpu/races": 1,
+    "gpu/several": 1,
+    "gpu/users": 10,
+}
 """The same there; rows of users and loops are whole runs."""
 FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuring": 3}
 """The same with ``--few``."""

@@ -93,6 +93,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("parity", "test_gpu_parity.py", 2.5, "-k", "representative"),
         tests("settings", "test_gpu_settings.py", 1.5, "-k", "deterministic and bfloat16"),
         tests("users", "users", 2.0, "-k", "the_first_run"),
+        tests("cards", "several/test_two_cards.py", 1.5),
         tests("races", "races/test_gpu_races.py", 1.5, "-k", "noticed"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         bench("launch", 1.8, "--device", device, "--results", out, *launch),
@@ -102,7 +103,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     return [part for part in found if part.name in options.parts]
 
 
-PARTS = ("first", "smoke", "parity", "settings", "users", "races", "memory", "launch", "update", "suite")
+PARTS = ("first", "smoke", "parity", "settings", "users", "cards", "races", "memory", "launch", "update", "suite")
 
 RESERVED = 0.25
 
@@ -158,11 +159,15 @@ def _outcomes(figures: Path) -> dict[str, Any]:
     try:
         written = read_json(figures)
     except (OSError, ValueError):
-        return {"passed": 0, "failures": {}, "figures": {}}
-    failures = {name: test["message"] for name, test in written["tests"].items() if test["outcome"] != "passed"}
+        return {"passed": 0, "failures": {}, "skipped": {}, "figures": {}}
+    skipped, failures = (
+        {name: test["message"] for name, test in written["tests"].items() if test["outcome"] == outcome}
+        for outcome in ("skipped", "failed")
+    )
     return {
-        "passed": len(written["tests"]) - len(failures),
+        "passed": len(written["tests"]) - len(failures) - len(skipped),
         "failures": failures,
+        "skipped": skipped,
         "running": written["running"],
         "figures": written["figures"],
     }
@@ -174,6 +179,8 @@ def _show(found: dict[str, Any], log: Path, start_of_output: int) -> None:
     print(f"   {found['name']}: {found['status']}{tests} ({found['seconds']:.0f} s)")
     for name, message in list(found.get("failures", {}).items())[:SHOWN_FAILURES]:
         print(f"   {name}: {message.strip().splitlines()[-1][:200] if message.strip() else 'no message'}")
+    for name, message in found.get("skipped", {}).items():
+        print(f"   {name} was not run: {message}")
     if found.get("running"):
         print(f"   ended in {found['running']}")
     if "failures" not in found or (found["status"] != "ok" and not found["failures"]):

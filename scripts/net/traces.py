@@ -71,7 +71,7 @@ CASES = {
     ),
     "clip": Case(settings={"planner": "stream", "delayed": True}, share=0.6, has=_uses("settling", "offload", "host")),
     "accumulate-clip": Case(
-        settings={"accumulate": 2, "delayed": True, "activation_offload": False},
+        settings={"planner": "offmate", "accumulate": 2, "delayed": True, "activation_offload": False},
         share=0.5,
         has=_uses("accumulating", "settling", "recompute", "host"),
     ),

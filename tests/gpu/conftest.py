@@ -28,6 +28,8 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         message = "" if report.passed else str(report.longrepr)[-1500:]
+        if report.skipped and isinstance(report.longrepr, tuple):
+            message = report.longrepr[2].removeprefix("Skipped: ")
         test = {"outcome": report.outcome, "seconds": round(report.duration, 3), "message": message}
         SEEN["tests"][report.nodeid.rpartition("::")[2]] = test
 

