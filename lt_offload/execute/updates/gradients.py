@@ -398,7 +398,7 @@ class Gradients:
     def _use_rows(self, op: Op, weight: Weight, urgency: int) -> Event:
         """Queue the update of a part of a table; return its event."""
         table, first = self._tables[weight.index], op.rows == "others"
-        update, edit = self.updates.prepare_rows(weight), self.clipping.edit()
+        update, edit = self.updates.prepare_rows(weight, begins=first), self.clipping.edit()
         arrived = self._arrived.pop(weight.index, None)
         event = self.device.submit(
             "host",

@@ -200,6 +200,8 @@ class Updates:
         updates have used them."""
         self._updated: set[int] = set()
         """Indices of the weights whose update in this iteration is queued."""
+        self._of_rows: dict[int, dict[str, Any]] = {}
+        """By index of a weight that is updated in parts: its state as the iteration's first part found it."""
         self._known: set[Weight] = set()
         """Weights whose second update is queued: the first makes their state, the second would show a replacement."""
         self.index_groups()
@@ -290,17 +292,28 @@ class Updates:
         update = self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
         return partial(self._on_host, weights, update) if place == "host" else update
 
-    def prepare_rows(self, weight: Weight) -> Callable[[Tensor, Sequence[tuple[int, int]], bool], None]:
-        """Return a function that updates rows of ``weight`` on the host, with the group options of this moment."""
+    def prepare_rows(
+        self, weight: Weight, *, begins: bool
+    ) -> Callable[[Tensor, Sequence[tuple[int, int]], bool], None]:
+        """Return a function that updates rows of ``weight`` on the host, with the group options of this moment.
+
+        Args:
+            weight: in host memory.
+            begins: these are the first rows of this iteration; those that follow have the same state.
+        """
         self._updated.add(weight.index)
         self._bring_scalars_home([weight])
-        self.states_move = self.states_move or not self.state(weight)
+        if begins:
+            # What there is now: by the time when this runs, somebody may have begun with others.
+            self._of_rows[weight.index] = dict(self.state(weight))
+        state = self._of_rows[weight.index]
+        self.states_move = self.states_move or not state
         rows = RowUpdates(self.optimizer, weight.param, self._copied(self._live(self._group_of[weight.param])))
 
         def update(grad: Tensor, ranges: Sequence[tuple[int, int]], begins: bool) -> None:
-            state = self.state(weight)
             if not state:
-                state = self.optimizer.state[weight.param] = rows.new_state(weight.home)
+                state.update(rows.new_state(weight.home))
+                self.optimizer.state[weight.param] = dict(state)
                 self.generation += 1
             self.snapshots.changing((weight.host, *tensors_of(state).values()))
             rows.run(weight.home, grad, state, ranges, begins=begins)
