@@ -118,7 +118,10 @@ def in_two_parts(case: Case) -> Plan:
     found = with_fixed_times(found)
     table = table_of(found)
     assert table is not None
-    plan = split(make_plan(as_head(found, table), Settings(planner="stream")), found, table)
+    head = as_head(found, table)
+    low = make_plan(head, Settings(planner="stream")).predicted.device_peak_bytes
+    # With all the room there is, the table would be fetched again within the iteration.
+    plan = split(make_plan(head, Settings(planner="greedy", memory=int(1.1 * low))), found, table)
     assert plan is not None
     return plan
 
