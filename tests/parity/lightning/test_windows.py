@@ -85,7 +85,8 @@ def test_a_schedule_of_windows_equals_stock() -> None:
 def test_validation_in_the_middle_of_a_window() -> None:
     options = {"layers": 6, "batch_size": 1}
     for memory in budgets(seeded_module(**options)):
-        stock, ours = both(options, memory, accumulate_grad_batches=4, val_check_interval=1)
+        # The module keeps a loss of every validation on the device, which no plan knows of.
+        stock, ours = both(options, memory + 32_000, accumulate_grad_batches=4, val_check_interval=1)
         assert differences(stock, ours) == []
         assert len(ours.module.validation) > 6
 
