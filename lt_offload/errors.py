@@ -65,8 +65,9 @@ class Race(OffloadError, AssertionError):
 
 
 BEYOND_THE_PLAN = (
-    "what callbacks, attributes and kept outputs hold on the device between steps is in no plan: let go of it, keep a "
-    "copy on the host (.cpu()), or set memory= to more"
+    "a batch that is longer than the planned one, or padded where that was not, and what callbacks, attributes and "
+    "kept outputs hold on the device between steps are in no plan: plan for the largest batch, keep copies on the host "
+    "(.cpu()), or set memory= to more"
 )
 """The way out of an ``OverBudget`` in the middle of training, for the end of its sentence."""
 

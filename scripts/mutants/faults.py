@@ -250,8 +250,8 @@ UPDATES = (
     _mutant(
         "gradients arrive before the last ones have been used",
         SLOTS,
-        "*distinct([*freed, *(",
-        "*distinct([*(",
+        "after = distinct([*freed, *(",
+        "after = distinct([*(",
         ENGINE,
         "parity/engine/test_planned.py",
         "parity/engine/test_masters.py",

@@ -73,26 +73,14 @@ class Slots:
         totals = [total for weight, _ in items if (total := weight.total) is not None]
         groups = list(dict.fromkeys(total.group for total in totals))
         pairs = [(total.host, grad) for total, (_, grad) in zip(totals, items, strict=True)]
-        memory = Cell(f"offload grad {op.block}")
-        event = self._device.submit(
-            "d2h",
-            _copies(self._device.copy, pairs),
-            # The last update has used them up, and has written the weights.
-            after=[
-                self._device.mark(writes=[memory]),
-                *distinct([*(group.host_ready for group in groups), *(weight.group.host_ready for weight, _ in items)]),
-            ],
-            reads=[memory],
-            writes=[group.host_cell for group in groups],
-            label=f"offload grad {op.block}",
-            op=op.id,
-            nbytes=sum(host.nbytes for host, _ in pairs),
-        )
+        # The last update has used them up.
+        freed = [group.host_ready for group in groups]
+        offload = _queued(self._device, op, items, pairs, freed, writes=[group.host_cell for group in groups])
         for total in totals:
             total.fill()
         for group in groups:
-            group.updated_on_host_by(event)
-        return GradientOffload(self._device, event, memory, [grad for _, grad in pairs])
+            group.updated_on_host_by(offload.event)
+        return offload
 
     def updated(self, op: int, event: Event) -> None:
         """Note that ``op`` of the host has been queued, which reads what has arrived."""
@@ -128,13 +116,12 @@ class GradientOffloads:
     """The gradients of one op, side by side in host memory, those of one dtype that are small without a gap."""
 
     def __init__(self, device: Device, op: Op, weights: Sequence[Weight]) -> None:
-        self.op = op
+        self.op, self._device = op, device
         self.hosts: dict[int, Tensor] = {}
         """Where each gradient arrives, by the weight's index."""
         self.cell = Cell(f"host grad {op.block}")
         self.cells = [self.cell]
         """The cells of all ops that have some of its addresses."""
-        self._device, self._label = device, f"offload grad {op.block}"
         self._weights = tuple(weights)
         self._small: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = {}
         """By dtype: the weights whose gradients are gathered, and their host memory."""
@@ -145,8 +132,10 @@ class GradientOffloads:
         """Let gradients arrive in ``memory``, bytes on the host."""
         if self.op.rows == "looked up":
             (table,) = self._weights
-            rows = self.op.bytes // (table.nbytes // table.host.shape[0])
-            self.hosts[table.index] = carve(memory, 0, table.host[:rows])
+            width = table.host.shape[1]
+            # One row per token: a batch may have more tokens than the table has rows.
+            rows = self.op.bytes // (width * table.host.element_size())
+            self.hosts[table.index] = carve(memory, 0, table.host.new_empty((rows, width), device="meta"))
             return
         small: defaultdict[torch.dtype, list[Weight]] = defaultdict(list)
         for weight in self._weights:
@@ -168,23 +157,7 @@ class GradientOffloads:
         self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event], more: Sequence[tuple[Tensor, Tensor]]
     ) -> GradientOffload:
         """Queue the copies of ``items``, and of ``more``, as one task that begins after ``freed``."""
-        pairs = [*self._pairs(items), *more]
-        memory = Cell(self._label)
-        event = self._device.submit(
-            "d2h",
-            _copies(self._device.copy, pairs),
-            # the last update wrote the weights
-            after=[
-                self._device.mark(writes=[memory]),
-                *distinct([*freed, *(weight.group.host_ready for weight, _ in items)]),
-            ],
-            reads=[memory],
-            writes=self.cells,
-            label=self._label,
-            op=self.op.id,
-            nbytes=sum(host.nbytes for host, _ in pairs),
-        )
-        return GradientOffload(self._device, event, memory, [source for _, source in pairs])
+        return _queued(self._device, self.op, items, [*self._pairs(items), *more], freed, writes=self.cells)
 
     def _divide(self, memory: Tensor, at: int, weights: Iterable[Weight]) -> int:
         """Give each of ``weights`` its part of ``memory`` from ``at`` on; return where the last one ends."""
@@ -203,6 +176,33 @@ class GradientOffloads:
                 with torch.no_grad():
                     pairs.append((host, torch.cat([grads.pop(index).reshape(-1) for index in indices])))
         return pairs + [(self.hosts[index], grad) for index, grad in grads.items()]
+
+
+def _queued(
+    device: Device,
+    op: Op,
+    items: Sequence[tuple[Weight, Tensor]],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    freed: Sequence[Event | None],
+    *,
+    writes: Sequence[Cell],
+) -> GradientOffload:
+    """Queue the copies ``pairs`` of gradients of ``items``, as one task that begins after ``freed``."""
+    label = f"offload grad {op.block}"
+    memory = Cell(label)
+    # The last update wrote the weights.
+    after = distinct([*freed, *(weight.group.host_ready for weight, _ in items)])
+    event = device.submit(
+        "d2h",
+        _copies(device.copy, pairs),
+        after=[device.mark(writes=[memory]), *after],
+        reads=[memory],
+        writes=writes,
+        label=label,
+        op=op.id,
+        nbytes=sum(host.nbytes for host, _ in pairs),
+    )
+    return GradientOffload(device, event, memory, [source for _, source in pairs])
 
 
 def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:

@@ -61,7 +61,7 @@ def test_every_budget_equals_stock(options: dict[str, Any], budget: str) -> None
     assert strategy.trace is not None
     # The casts of weights are in the profile, so that what a plan predicts is what a run takes.
     assert strategy.trace.device_peak <= memory
-    assert strategy.trace.device_peak == pytest.approx(strategy.plan.predicted.device_peak_bytes, rel=0.06)
+    assert strategy.trace.device_peak == pytest.approx(strategy.plan.predicted.device_peak_bytes, rel=0.05)
 
 
 class Called(lightning.pytorch.LightningModule):

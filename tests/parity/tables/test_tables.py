@@ -29,7 +29,7 @@ from tests.support import engines, models
 from tests.support.engines import Case, Result, differences, make_optimizer, trained_by
 
 VOCABULARY = 512
-SHAPES = ((4, 24), (4, 24), (2, 9), (4, 24))
+SHAPES = ((5, 24), (5, 24), (2, 9), (5, 24))
 """The first is planned for."""
 
 MAKERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -39,9 +39,9 @@ MAKERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = 
 }
 
 
-def build(maker: str, family: str = "llama-tied") -> nn.Module:
+def build(maker: str, family: str = "llama-tied", rows: int = VOCABULARY) -> nn.Module:
     dtype = MAKERS[maker][0]
-    return models.build(family, layers=3, dtype=dtype, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    return models.build(family, layers=3, dtype=dtype, vocab_size=rows, tie_word_embeddings=True)
 
 
 def optimizer_of(model: nn.Module, maker: str) -> torch.optim.Optimizer:
@@ -73,8 +73,8 @@ def with_fixed_times(found: Profile) -> Profile:
 
 
 @cache
-def measured(maker: str, family: str = "llama-tied", parts: int = 1) -> Profile:
-    model = build(maker, family)
+def measured(maker: str, family: str = "llama-tied", parts: int = 1, rows: int = VOCABULARY) -> Profile:
+    model = build(maker, family, rows)
     found = profile(
         model,
         batches(model)[0],
@@ -88,9 +88,11 @@ def measured(maker: str, family: str = "llama-tied", parts: int = 1) -> Profile:
 
 
 @cache
-def planned(maker: str, part_of_budget: float, family: str = "llama-tied", parts: int = 1) -> tuple[Plan, int]:
+def planned(
+    maker: str, part_of_budget: float, family: str = "llama-tied", parts: int = 1, rows: int = VOCABULARY
+) -> tuple[Plan, int]:
     """A plan in two parts, with so much of what is between the smallest budget and the largest; and the budget."""
-    found = measured(maker, family, parts)
+    found = measured(maker, family, parts, rows)
     table = table_of(found)
     assert table is not None
     head = as_head(found, table)
@@ -126,8 +128,8 @@ def in_two_parts(case: Case) -> Plan:
     return plan
 
 
-def plain(maker: str, family: str = "llama-tied") -> Result:
-    model = build(maker, family)
+def plain(maker: str, family: str = "llama-tied", rows: int = VOCABULARY) -> Result:
+    model = build(maker, family, rows)
     optimizer = optimizer_of(model, maker)
     torch.manual_seed(0)
     losses = []
@@ -140,8 +142,10 @@ def plain(maker: str, family: str = "llama-tied") -> Result:
     return Result(losses, model, optimizer)
 
 
-def trained(plan: Plan, budget: int, maker: str, family: str = "llama-tied", mode: str = "lazy") -> Result:
-    model = build(maker, family)
+def trained(
+    plan: Plan, budget: int, maker: str, family: str = "llama-tied", mode: str = "lazy", rows: int = VOCABULARY
+) -> Result:
+    model = build(maker, family, rows)
     device = EmulatedDevice(budget, mode, check=True)
     result, peak = trained_by(device, plan, model, optimizer_of(model, maker), batches(model))
     assert peak <= budget
@@ -199,6 +203,11 @@ def test_batches_with_more_tokens_than_planned_find_room() -> None:
         device = EmulatedDevice(8 * budget, "lazy", check=True)
         results.append(trained_by(device, found, model, optimizer_of(model, "torch"), large)[0])
     assert differences(*results) == []
+
+
+def test_a_batch_may_have_more_tokens_than_the_table_has_rows() -> None:
+    plan, budget = planned("torch", 0.3, rows=models.VOCAB)
+    assert differences(plain("torch", rows=models.VOCAB), trained(plan, budget, "torch", rows=models.VOCAB)) == []
 
 
 def test_a_step_in_the_midst_of_validations_sees_its_own_tokens() -> None:
