@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_offload.errors import ProcessError
+
 PART_BYTES = 1 << 20
 """What is sent at once."""
 _AHEAD = 4
@@ -40,16 +42,21 @@ class MachineChain:
         self._after = ranks[place + 1] if place + 1 < len(ranks) else None
         self._lag = _AHEAD * (len(ranks) - 1 - place)
 
-    def add_up(self, rows: Sequence[Sequence[Tensor]]) -> None:
+    def add_up(self, rows: Sequence[Sequence[Tensor]], *, number: int = 0) -> None:
         """Let the first tensor of each of ``rows`` be the sum of all, on all machines, in the order of ranks.
 
         Waits for the other machines, however long that takes.
 
         Args:
             rows: flat, in host memory; each has what the processes of this machine have, in their order.
+            number: what this is, alike on all machines.
+
+        Raises:
+            ProcessError: if the machine before this one adds up something else.
         """
         parts = list(_parts(rows))
         with torch.no_grad():
+            told = self._agree(number)
             before = self._from_before(parts) if self._before is not None else None
             ups: deque[Any] = deque()
             downs: list[Any] = []
@@ -63,8 +70,21 @@ class MachineChain:
                     self._receive(total, self._after).wait()
                     if self._before is not None:
                         downs.append(self._send(total, self._before))
-            for work in downs:
+            for work in (*told, *downs):
                 work.wait()
+
+    def _agree(self, number: int) -> list[Any]:
+        """Check that the machine before this one is at the same thing; return what tells the next one."""
+        told = [self._send(torch.tensor([number]), self._after)] if self._after is not None else []
+        if self._before is not None:
+            found = torch.empty(1, dtype=torch.int64)
+            self._receive(found, self._before).wait()
+            if int(found) != number:
+                raise ProcessError(
+                    f"machines add up in different orders: process {self._before} is at {int(found)}, process "
+                    f"{dist.get_rank()} at {number}"
+                )
+        return told
 
     def _pass_on(self, total: Tensor, ups: deque[Any], downs: list[Any]) -> None:
         """Send what has been added so far; from the last machine it goes back."""
@@ -136,6 +156,11 @@ class Aside:
     def is_completed(self) -> bool:
         """Return whether it has ended."""
         return not self._thread.is_alive()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long, or until it has ended; return whether it has."""
+        self._thread.join(seconds)
+        return self.is_completed()
 
     def wait(self) -> None:
         """Wait for its end; raise its error."""

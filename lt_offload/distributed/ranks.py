@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from lt_offload.compat.torch import default_store
 from lt_offload.distributed import sums
-from lt_offload.distributed.chain import Aside, MachineChain
+from lt_offload.distributed.chain import PART_BYTES, Aside, MachineChain
 from lt_offload.distributed.letters import Letters
 from lt_offload.distributed.peers import Peers
 from lt_offload.distributed.watch import PeerWatch
 
 Value = TypeVar("Value")
+_CHECKED_S = 0.05
+_MEASURED_BYTES, _MEASURED_TIMES, _LEAST_S = 8 * PART_BYTES, 3, 1e-6
 
 
 class Ranks(Peers):
@@ -34,7 +37,7 @@ class Ranks(Peers):
     def __init__(self, *, per_machine: int | None = None, on_device: bool = False) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         count = per_machine or size
-        number = rank // count
+        number, self.machines = rank // count, size // count
         control = dist.new_group(backend="gloo")
         watch = PeerWatch(default_store(), rank, size, control.group_name, machine=number)
         super().__init__(range(size), control, watch)
@@ -47,7 +50,9 @@ class Ranks(Peers):
         self._on_device: Any = _group(own, "nccl") if there else None
         column = range(rank % count, size, count)
         self._chain = MachineChain(column, _group(column, "gloo")) if count < size else None
-        """To those with this process's place on the other machines."""
+        """To those with this process's place on the other machines, for the thread that trains."""
+        self._beside = MachineChain(column, _group(column, "gloo")) if count < size else None
+        """The same for what is added up beside it."""
         self.letters = Letters(default_store(), control.group_name, watch.check)
 
     def close(self) -> None:
@@ -108,6 +113,42 @@ class Ranks(Peers):
         elif rows:
             aside = Aside(partial(self._chain.add_up, [[sums.flat(tensor) for tensor in row] for row in rows]))
             self.wait(aside)
+
+    def exchange(self, rows: Sequence[Sequence[Tensor]], op: int) -> None:
+        """Do the same for an ``op`` of a plan, from the thread that does nothing else; others are at the same op.
+
+        Raises:
+            ProcessError: if another process has failed, or is at another op.
+        """
+        assert self._beside is not None
+        flat = [[sums.flat(tensor) for tensor in row] for row in rows]
+        aside = Aside(partial(self._beside.add_up, flat, number=op))
+        while not aside.ends_within(_CHECKED_S):
+            self.watch.check()
+        self.translated(aside.wait)
+
+    def measure_network(self) -> tuple[float, float]:
+        """Return bytes per second of a machine's network in each direction, and seconds of a hop: the slowest ones.
+
+        All processes add up a few megabytes with those of other machines, as in training, at the same time.
+        """
+        assert self._chain is not None
+        hops = 2 * (self.machines - 1)
+        small, large = torch.zeros(1), torch.zeros(_MEASURED_BYTES // 4)
+        seconds = {}
+        for sample in (small, large):
+            self.exchange([[sample]], 0)  # connections are made
+            times = []
+            for _ in range(_MEASURED_TIMES):
+                self.barrier()
+                began = time.perf_counter()
+                self.exchange([[sample]], 0)
+                times.append(time.perf_counter() - began)
+            seconds[sample] = max(self.gather(min(times)))
+        hop = seconds[small] / hops
+        # The first part takes the way alone; with it gone, all machines are at work.
+        moved = min(2, self.machines - 1) * _MEASURED_BYTES + hops * PART_BYTES
+        return self.machine.size * moved / max(seconds[large] - seconds[small], _LEAST_S), hop
 
     def _add_up(self, tensors: Sequence[Tensor], group: Any) -> None:
         if tensors:

@@ -256,12 +256,12 @@ class Engine:
 
     def _join(self, others: Others, updates: Updates) -> None:
         """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
-        assert self._passes is not None and self.gradients is not None and self._window.delayed
+        common, gradients = self._common, self.gradients
+        assert self._passes and gradients and common and self._window.delayed
+        gradients.common = common
         rest = [param for _, param in self.structure.rest]
-        self._passes.of_all = SumsOfAll(others, self.device, self.weights, rest, self.residency, self.recorder)
-        if self._common is not None:
-            self.gradients.common = self._common
-            self._passes.common = CommonUpdates(self._common, updates, self.device)
+        sums = SumsOfAll(others, common, self.device, self.weights, rest, self.residency, self.recorder)
+        self._passes.join(sums, CommonUpdates(common, updates, self.device))
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""

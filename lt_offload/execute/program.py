@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
@@ -36,8 +36,11 @@ class Walk:
     ) -> None:
         self._programs: dict[Pass, list[StepOps]] = {which: program(plan, which) for which in plan.passes}
         self._steps = self._programs[plan.passes[0]]
-        self._updated = {op.id: [weights[t] for t in plan.tensors(op)] for op in plan.ops if op.uses_gradients}
+        used = [op for op in plan.ops if op.uses_gradients or op.kind == "reduce"]
+        self._updated = {op.id: [weights[t] for t in plan.tensors(op)] for op in used}
         """By op: the weights whose gradients it uses."""
+        self.reduce: Callable[[Op, Sequence[Weight]], None] = _alone
+        """Begins to add the sums of some weights to those of other machines, if they are complete."""
         self._residency, self._gradients = residency, gradients
         self._runs, self._recorder = runs, recorder
         runs.gradients = gradients
@@ -110,6 +113,8 @@ class Walk:
             self._residency.release_at(at if op.release_after is None else op.release_after, departure)
         for op in self._steps[at].updates:
             self._gradients.use_on_host(op, self._updated[op.id], self._urgency(op))
+        for op in self._steps[at].reduced:
+            self.reduce(op, self._updated[op.id])
         for op in self._steps[at].after:
             self._issue(op)
         self._residency.end_step(at)
@@ -140,6 +145,10 @@ class Walk:
             self._residency.leave(op, run.offloader)
 
 
+def _alone(op: Op, weights: Sequence[Weight]) -> None:
+    """Of one machine the sums are those of all."""
+
+
 @dataclass(slots=True)
 class StepOps:
     """What happens around one forward or backward, besides what gradients drive: see ``updates/gradients.py``."""
@@ -151,6 +160,8 @@ class StepOps:
     compute: Op | None = None
     updates: list[Op] = field(default_factory=list)
     """What the host does with gradients."""
+    reduced: list[Op] = field(default_factory=list)
+    """What machines add up."""
     settled: list[Op] = field(default_factory=list)
     """Updates on the device that no gradient drives."""
     after: list[Op] = field(default_factory=list)
@@ -181,6 +192,8 @@ def program(plan: Plan, which: Pass) -> list[StepOps]:
                 step.updates.append(op)
             elif which == "settling":
                 step.settled.append(op)
+        elif op.kind == "reduce":
+            step.reduced.append(op)
         # Copies of gradients are issued by `send`, as gradients are complete.
         elif op.payload != "grad":
             step.after.append(op)

@@ -19,7 +19,7 @@ from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.lanes import LANES, LaneName
+from lt_offload.schema.lanes import LANES, LaneName, shown
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import BlockProfile, Profile, ReadProfile, TensorProfile
 from lt_offload.schema.trace import Span, Trace
@@ -99,7 +99,7 @@ def compare(plan: Plan, profile: Profile, measured: Sequence[Trace]) -> Comparis
                 planned_s=sum(item.planned_s for item in items if item.op.lane == lane.name),
                 measured_s=sum(item.measured_s for item in items if item.op.lane == lane.name),
             )
-            for lane in LANES
+            for lane in shown(op.lane for op in plan.ops)
         ),
     )
 
@@ -315,7 +315,7 @@ def _keys(item: _MeasuredOp, plan: Plan, profile: Profile, run: Mapping[int, Com
         # scaled like those of their kind that did.
         yield op.kind, kind
         yield from ((f"read {op.kind}", tensor, op.block) for tensor in plan.zero_copy(op))
-    elif op.lane not in ("compute", "none"):
+    elif op.lane not in ("compute", "network", "none"):  # what crosses the network waits for other machines, too
         yield op.lane
     for other in (op, *item.within):
         if other.lane == "compute" and other.kind == "update":

@@ -117,6 +117,7 @@ _NAMES: dict[LaneName, str] = {
     "d2h": "copies to the host",
     "host": "updates on the host",
 }
+"""Those of each process."""
 _NETWORK = "copies between machines"
 
 
@@ -160,14 +161,17 @@ def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
     alone = one.samples_per_s * one.sequence_length
     profile = profile.with_host_threads(plan.host_threads)
     lanes = dict.fromkeys(_NAMES, 0.0)
+    reduced = 0.0
     for op, seconds, count in zip(plan.ops, durations(plan, profile), plan.counts, strict=True):
         if op.lane in lanes:
             lanes[op.lane] += seconds * count
+        reduced += seconds if op.kind == "reduce" else 0.0
     memory = sum(seconds * profile.contention.of(lane) for lane, seconds in lanes.items())
     network, gathering = network_s(plan, profile), _gathering_s(plan, profile)
+    between = exchange_s(plan, profile) + reduced
     lanes["host"] -= gathering
     busy = {_NAMES[lane]: seconds for lane, seconds in lanes.items()}
-    adding = exchange_s(plan, profile) - network + gathering
+    adding = between - network + gathering
     if memory:
         busy["the host's memory, with all of these"] = memory
     busy |= {"adding gradients": adding, _NETWORK: network}

@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 
 from lt_offload.plan.what_if import Gain
-from lt_offload.report.perfetto import TITLES
+from lt_offload.report.perfetto import TITLES, lanes_of
 from lt_offload.schema.explain import samples_of
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Payload, Plan, UpdatePlace
@@ -230,7 +230,7 @@ def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | No
     counted = list(zip(plan.ops, plan.counts, strict=True))
     reads = sum(count * op.bytes for op, count in counted if op.zero_copy)
     payloads = {name: title for name, title in _PAYLOADS.items() if name != "sum" or plan.adds_up}
-    for lane in TITLES:
+    for lane in lanes_of(predicted):
         on_lane = [(op, count) for op, count in counted if op.lane == lane]
         sizes = [sum(count * op.bytes for op, count in on_lane if op.payload == payload) for payload in payloads]
         # Of a table in two parts the first update stands for both.
@@ -238,7 +238,8 @@ def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | No
         updated = [t for op in changes for t in plan.tensors(op)]
         if reads:
             sizes.append(reads if lane == "compute" else 0)
-        sizes.append(sum(sizes) + sum(profile.tensors[t].bytes for t in updated))
+        exchanged = sum(count * op.bytes for op, count in on_lane if op.kind == "reduce")
+        sizes.append(sum(sizes) + exchanged + sum(profile.tensors[t].bytes for t in updated))
         busy = [_busy(trace, lane) for trace in (predicted, measured) if trace]
         rows.append([TITLES[lane], *(format_bytes(size) if size else NONE for size in sizes), *busy])
     read = ["weights read in place"] if reads else []

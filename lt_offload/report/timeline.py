@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.report.drawing import OUT_OF_VIEW, Drawing, axis, frame, layout
-from lt_offload.report.perfetto import TITLES
+from lt_offload.report.perfetto import TITLES, lanes_of
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
@@ -45,8 +45,9 @@ KINDS = {
     "offload-activation": "activations to host",
     "update": "update",
     "accumulate": "gradients added up",
+    "reduce": "sums between machines",
 }
-"""Kind of a bar, for which the style sheet has a colour, and what the legend calls it."""
+"""Kind of a bar, and what the legend calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,18 +181,18 @@ def iteration(trace: Trace, plan: Plan, blocks: Sequence[str], axis_s: float, *,
             anchor="y2", range=[0, end], ticksuffix=f" {unit}", nticks=7, showline=True, minallowed=0, maxallowed=end
         ),
         yaxis=axis(
-            domain=[_MEMORY + 0.07, 1], range=[len(TITLES) - 0.6, -0.75], showticklabels=False, showgrid=False,
+            domain=[_MEMORY + 0.07, 1], range=[len(lanes_of(trace)) - 0.6, -0.75], showticklabels=False, showgrid=False,
             fixedrange=True,
         ),
         yaxis2=axis(domain=[0, _MEMORY], range=[0, top], showticklabels=False, nticks=3, fixedrange=True),
     )  # fmt: skip
-    busy = ", ".join(f"{TITLES[lane]} {_busy(found, lane, trace)}" for lane in TITLES)
+    busy = ", ".join(f"{TITLES[lane]} {_busy(found, lane, trace)}" for lane in lanes_of(trace))
     label = f"{trace.source} iteration of {format_seconds(trace.iteration_time)}: {busy}; {_peak(trace)}"
     return frame(drawn, caption=caption, label=label, height=HEIGHT, kind="iteration")
 
 
 def _draw_lanes(drawn: Drawing, found: Sequence[Bar], trace: Trace, blocks: Sequence[str], scale: float) -> None:
-    height = {lane: number for number, lane in enumerate(TITLES)}
+    height = {lane: number for number, lane in enumerate(lanes_of(trace))}
     for lane, number in height.items():
         drawn.shapes.append(
             {
@@ -219,7 +220,7 @@ def _draw_lanes(drawn: Drawing, found: Sequence[Bar], trace: Trace, blocks: Sequ
                 # Neighbouring blocks differ in shade, so that they can be told apart without a gap that would read as
                 # waiting.
                 "marker": {
-                    "color": f"var(--{kind})" if kind in KINDS else "var(--faint)",
+                    "color": f"var(--{colour(kind)})" if kind in KINDS else "var(--faint)",
                     "opacity": [0.8 if bar.block is not None and bar.block % 2 else 1.0 for bar in some],
                     "line": {"width": 0},
                 },
@@ -348,10 +349,17 @@ def _title(bar: Bar, blocks: Sequence[str]) -> str:
     return " · ".join(parts)
 
 
+def colour(kind: str) -> str:
+    """Return the name in the style sheet of the colour of bars of a kind."""
+    return "grad" if kind == "reduce" else kind
+
+
 def legend(drawn: Iterable[Bar]) -> str:
     """Return the legend for the kinds of bars that appear."""
     present = {bar.kind for bar in drawn}
     entries = "".join(
-        f'<li><i style="background:var(--{kind})"></i>{name}</li>' for kind, name in KINDS.items() if kind in present
+        f'<li><i style="background:var(--{colour(kind)})"></i>{name}</li>'
+        for kind, name in KINDS.items()
+        if kind in present
     )
     return f'<ul class="legend">{entries}</ul>'

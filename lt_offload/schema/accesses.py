@@ -34,6 +34,7 @@ _IN_PLACE: Mapping[OpKind, tuple[tuple[Payload, How], ...]] = {
     "forward": (("weight", "reads"), ("activation", "writes")),
     "backward": (("weight", "reads"), ("grad", "writes"), ("activation", "reads")),
     "accumulate": (("grad", "reads"), ("sum", "writes")),
+    "reduce": (("sum", "writes"),),
     "update": (("grad", "reads"), ("weight", "writes"), ("state", "writes"), ("sum", "uses up")),
 }
 """The accesses of the other kinds, all in the memory of their lane."""

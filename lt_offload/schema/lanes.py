@@ -1,17 +1,17 @@
 """Lanes: what the ops of a plan occupy, one table for planning, execution and reports.
 
-A new tier of memory is a name here, a network or a drive a lane per direction, and a lane of the device
+A new tier of memory is a name here, a drive a lane per direction, and a lane of the device
 (``execute/device``). What ops do with memory follows from their lane: see ``accesses.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update", "accumulate"]
-LaneName = Literal["compute", "h2d", "d2h", "host", "none"]
+OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update", "accumulate", "reduce"]
+LaneName = Literal["compute", "h2d", "d2h", "host", "network", "none"]
 TierName = Literal["device", "host"]
 """The memories, the fastest first."""
 
@@ -31,6 +31,8 @@ class Lane:
     """The memory that its copies go to."""
     in_order: bool = True
     """Whether it works through its ops in the order of issue; else the most urgent that can begin comes first."""
+    between_machines: bool = False
+    """Whether it is idle where one machine trains alone: pictures and tables leave it out then."""
 
 
 LANES: tuple[Lane, ...] = (
@@ -47,8 +49,19 @@ LANES: tuple[Lane, ...] = (
     # Gradients come with the last block first, and the next forward needs the first block first: in order it would
     # wait.
     Lane(name="host", title="updates on host", kinds=("update", "accumulate"), source="host", in_order=False),
+    # In order on every machine, or two would wait for each other.
+    Lane(name="network", title="sums between machines", kinds=("reduce",), source="host", between_machines=True),
 )
 """All lanes, in the order in which they are drawn. A ``drop`` occupies none."""
 
 LANE: Mapping[LaneName, Lane] = {lane.name: lane for lane in LANES}
 """The same by name."""
+
+MACHINE_LANES = tuple(lane for lane in LANES if not lane.between_machines)
+"""Those of one machine, which share its links and its memory; the first ones of ``LANES``."""
+
+
+def shown(used: Iterable[str]) -> tuple[Lane, ...]:
+    """Return the lanes that pictures and tables show: all of a machine, and others that are ``used``."""
+    names = set(used)
+    return tuple(lane for lane in LANES if not lane.between_machines or lane.name in names)

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from lt_offload.schema.explain import brief
-from lt_offload.schema.lanes import LANES
+from lt_offload.schema.lanes import shown
 from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, float, str]]:
     busy: dict[str, float] = {}
     for op, count in zip(plan.ops, plan.counts, strict=True):
         busy[op.lane] = busy.get(op.lane, 0.0) + count * op.seconds
-    for lane in LANES:
+    for lane in shown(busy):
         seconds = busy.get(lane.name, 0.0)
         share = seconds / found.iteration_s if found.iteration_s else 0.0
         yield lane.title, f"{format_seconds(seconds)} of {format_seconds(found.iteration_s)}", share, "time"

@@ -12,7 +12,7 @@ them. Ops name groups.
 1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
 2. (backward) forwards that run again, ascending; then the step's one ``forward`` or ``backward`` op;
 3. (backward) ``offload`` of gradients and ``update`` or ``accumulate`` on the device, carried out tensor by tensor as
-   each gradient is complete, and the ops of the host that become possible with this step's gradients;
+   each gradient is complete, and the ops of the host and the network that become possible with this step's gradients;
 4. other ``offload`` ops (saved activations, updated weights, states), then ``drop`` ops.
 
 ``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own
@@ -53,6 +53,9 @@ issue of the other op, in whichever pass that was.
 Where updates wait until all gradients are there (``Plan.delayed``), because their norm decides about them, every
 micro-batch is a beginning or an accumulating pass, and a *settling* pass follows: updates, and copies of what they
 need, without computations and gradients. Its updates use the sums as they are, and wait for all of them.
+
+With several machines, the sums of each block for updates on the host go over the network as soon as they are complete:
+a ``reduce`` makes them those of all processes. It is listed in every pass that adds up, and carried out in the last.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
@@ -191,7 +194,7 @@ class Op:
     offsets: tuple[int, ...] = ()
     """Arena offset per group, for prefetches of weights and states."""
     bytes: int = 0
-    """What is copied or dropped; for computations, what they read directly in host memory."""
+    """What is copied or dropped; for computations, what they read directly in host memory; for reductions, the sums."""
     seconds: float = 0.0
     """Expected duration on its lane."""
     after: tuple[int, ...] = ()
@@ -442,7 +445,7 @@ class Plan:
         for which, numbers in self.programs.items():
             for number in numbers:
                 found[number] += times.get(which, 1)
-        return tuple(found)
+        return tuple(1 if op.kind == "reduce" else count for op, count in zip(self.ops, found, strict=True))
 
     @property
     def unit(self) -> str:

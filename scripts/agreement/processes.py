@@ -104,7 +104,7 @@ def of_engines() -> Iterator[Row]:
         group = Group(count, machines=machines, stock=True)
         for name in names.values():
             case, budget, settings = cases[name]
-            group.runs.append((name, case, plan(case, budget, settings), name == LATE))
+            group.runs.append((name, case, plan(case, budget, settings, machines), name == LATE))
         with tempfile.TemporaryDirectory() as given:
             folder = Path(given)
             (folder / "groups").write_bytes(pickle.dumps([group]))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import lt_offload
 from lt_offload.distributed import watch
+from lt_offload.distributed.chain import MachineChain
 from lt_offload.execute.updates import others
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.strategy.checkpoint import files, several
@@ -105,6 +106,9 @@ def train(kind: str, place: str, folder: Path, rank: int, machines: int) -> None
         injector = Injector(kind, folder)
         if place == "forward":
             module.injector = injector
+        elif place == "exchange" and machines > 1:
+            # On the network's lane, in the middle of a backward or behind it; the measuring of the network comes first.
+            MachineChain._pass_on = broken(MachineChain._pass_on, injector, at=44)  # type: ignore[method-assign]
         elif place == "exchange":
             # The others wait for all that are added up.
             others._complete = broken(others._complete, injector, at=40)

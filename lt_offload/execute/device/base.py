@@ -1,7 +1,8 @@
 """The device interface: an arena, asynchronous lanes beside the compute lane, and events that link them.
 
 The *compute lane* is whatever the calling thread runs (or launches). ``h2d`` and ``d2h`` copy; ``host`` runs updates.
-``peers`` waits for updates that other processes run, where several have host memory in common.
+``peers`` waits for updates that other processes run, where several have host memory in common; ``network`` adds up
+sums with those of other machines.
 Tasks of one lane run in the order of submission, those of ``host`` in the order of urgency. The interface never blocks
 the calling thread except in :meth:`Device.synchronize`, in :meth:`Device.wait` where the event's work has not been
 issued yet, and where an emulated device has no other way.
@@ -25,7 +26,7 @@ import torch
 from lt_offload.compat.torch import foreach_copy_
 from lt_offload.machine.pages import Pages
 
-Lane = Literal["h2d", "d2h", "host", "peers"]
+Lane = Literal["h2d", "d2h", "host", "peers", "network"]
 
 
 class Event(Protocol):

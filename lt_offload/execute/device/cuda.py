@@ -239,7 +239,7 @@ class CudaDevice(Device):
 
     def _blocks(self, lane: Lane) -> bool:
         """Return whether a task of ``lane`` may block the thread that runs it: then it gets the lane's own thread."""
-        if lane in ("host", "peers"):
+        if lane in ("host", "peers", "network"):
             return True
         if not self._host.has_pageable:
             return False

@@ -159,7 +159,7 @@ class TaskRunner:
     def __call__(self, task: Task) -> None:
         """Run ``task``, or issue it."""
         assert isinstance(task, CudaTask) and task.work is not None
-        if task.lane in ("host", "peers"):
+        if task.lane in ("host", "peers", "network"):
             self._run_on_host(task, task.work)
         else:
             self._issue(task, task.work)

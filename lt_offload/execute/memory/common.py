@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +97,10 @@ class Others(Protocol):
         Args:
             rows: what the processes of this machine have, in their order, of what this process owns.
         """
+        ...
+
+    def exchange(self, rows: Sequence[Sequence[Tensor]], op: int) -> None:
+        """Do the same for an ``op`` of a plan, from the thread that does nothing else."""
         ...
 
 
@@ -181,7 +186,8 @@ class Common:
         """By index: weights that a user has written here since all processes have met."""
         self._round = 0
         self._done: Any = self._counters(1 + max(op.id for op in plan.ops)) if plan is not None else None
-        """By process and op: the round of updates in which the process has last carried out its part."""
+        """By process and op: the round of updates in which the process has last carried out its part; of what machines
+        add up, the window."""
         self._own_updates: list[Event] = []
 
     def _counters(self, ops: int) -> Any:
@@ -345,6 +351,22 @@ class Common:
 
         return run
 
+    def contribute(self, op: int, number: int) -> None:
+        """Tell the others of this machine that this process has what it adds to ``op``, in the window ``number``."""
+        self._done[self.machine.rank, op] = number
+
+    def wait_for(self, ranks: Iterable[int], op: int, number: int) -> None:
+        """Wait until processes of this machine have carried out their part of ``op`` for the time ``number``.
+
+        Raises:
+            ProcessError: if another process has failed.
+        """
+        pause = _FIRST_POLL_S
+        while any(self._done[rank, op] < number for rank in ranks):
+            self.machine.check()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+
     def updated(self, op: int, weights: Sequence[Weight], own: Event, urgency: int) -> Event:
         """Let the groups of ``weights``, which others update, be complete when their owners have carried ``op`` out.
 
@@ -362,20 +384,11 @@ class Common:
             return own
         owners = sorted({weight.owner for weight in weights if weight.owner is not None})
         groups = list(dict.fromkeys(weight.group for weight in weights))
-        # An owner that adds up reads everybody's sums, and writes the first process's.
-        groups += dict.fromkeys(w.total.group for w in weights if w.total is not None and w.total.parted)
-        done, number, check = self._done, self._round, self.machine.check
-
-        def wait() -> None:
-            pause = _FIRST_POLL_S
-            while any(done[owner, op] < number for owner in owners):
-                check()
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_POLL_S)
-
+        # An owner that adds up reads everybody's sums, and writes the first process's, in its update or before.
+        groups += dict.fromkeys(w.total.group for w in weights if w.total is not None and w.total.elsewhere)
         event = self._device.submit(
             "peers",
-            wait,
+            partial(self.wait_for, owners, op, self._round),
             # All that reads them was over when these updates began, but for fetches of a settling pass, which count no
             # more when the update is over.
             after=distinct([own, self._device.mark(), *(e for g in groups for e in (g.host_ready, g.last_fetch))]),

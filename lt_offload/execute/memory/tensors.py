@@ -310,7 +310,7 @@ class States:
 class Sum(Viewed):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
-    __slots__ = ("_filled", "group", "label", "parted", "places", "weight")
+    __slots__ = ("_filled", "first", "group", "label", "parted", "places", "weight")
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
@@ -321,6 +321,8 @@ class Sum(Viewed):
         """Where every process has its sum, in the order of ranks, if all see them."""
         self.parted = False
         """Whether each place has its process's gradients only: the owner's update adds them up."""
+        self.first = False
+        """Whether the sum of all processes is in the first of ``places`` only."""
         self._filled = False
 
     @property
@@ -339,6 +341,11 @@ class Sum(Viewed):
         return ()
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether its owner uses the first process's place, which is another one perhaps."""
+        return self.parted or self.first
+
+    @property
     def filled(self) -> bool:
         """Whether there is a gradient in it; the first one of a window replaces what is there."""
         return self._filled
@@ -349,7 +356,7 @@ class Sum(Viewed):
 
     def use_up(self) -> None:
         """What is in it counts no more: the next gradient replaces it."""
-        self._filled = self.parted = False
+        self._filled = self.parted = self.first = False
 
 
 def add_in_order(places: Sequence[Tensor]) -> Tensor:

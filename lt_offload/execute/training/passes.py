@@ -35,7 +35,7 @@ from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.step_hooks import ManualLoop, OptimizerStepHook
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import tensors_of
-from lt_offload.schema.plan import Plan
+from lt_offload.schema.plan import Op, Plan
 
 
 class Passes:
@@ -99,12 +99,23 @@ class Passes:
         self._consumers = Consumers(lambda index: structure.blocks[index].name, runs.uses)
         self._own = [OwnParameters(block.name, block.module) for block in structure.blocks]
         self._deferred = DeferredForwards(plan, runs, streaming, blocks, self._consumers.watch)
+        self._to_follow = 0
+        """Passes of the same micro-batch behind the present one."""
         self._walk = Walk(plan, weights, residency=residency, gradients=gradients, runs=runs, recorder=recorder)
 
     @property
     def waiting(self) -> int:
         """Forwards that wait for others before their backward."""
         return self._deferred.waiting
+
+    def join(self, of_all: SumsOfAll, common: CommonUpdates | None) -> None:
+        """Other processes train the same model."""
+        self.of_all, self.common = of_all, common
+        self._walk.reduce = self._reduce
+
+    def _reduce(self, op: Op, weights: Sequence[Weight]) -> None:
+        if self.of_all is not None and self._window.last and not self._to_follow:
+            self.of_all.exchange.begin(op, weights)
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -172,6 +183,7 @@ class Passes:
     def _begin_pass(self, waiting: int) -> None:
         """A pass begins; so many of the same micro-batch follow it."""
         self._window.begin_pass(waiting)
+        self._to_follow = waiting
         self._iteration.enter(Transition.FORWARD)
         self._walk.start(self._window.which)
         if not self._residency.settled:
@@ -351,3 +363,5 @@ class Passes:
         self._step.restore()
         self._gradients.reset(self._weights)
         self._walk.cursor = 0
+        if self.of_all is not None:
+            self.of_all.exchange.forget()

@@ -393,7 +393,7 @@ class Gradients:
         total = weight.total
         if total is None or not total.filled:
             return self._host_grads[weight.index]
-        return total.places[0] if total.parted else total.host
+        return total.places[0] if total.elsewhere else total.host
 
     def _use_rows(self, op: Op, weight: Weight, urgency: int) -> Event:
         """Queue the update of a part of a table; return its event."""

@@ -4,8 +4,9 @@ Every process has the same plan, so that the sums are the same tensors in all. W
 gradient at all (an expert may have got no tokens), is asked each time: a process without one has zeros.
 
 Sums for weights in common memory are where all processes see them, and nothing is sent: the owner adds them up, in the
-order of ranks, as a part of its update. Where somebody looks at gradients before that, or at their norm, and where
-there are several machines, it adds them up at once and writes them to all places. Others go through a collective.
+order of ranks, as a part of its update. Where somebody looks at gradients before that, or at their norm, it adds them
+up at once and writes them to all places. With several machines, those of each block are added up beside the backward
+(``exchange.py``), and its update uses them as soon as they are there. Others go through a collective.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.memory.common import Others
+from lt_offload.execute.memory.common import Common, Others
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
+from lt_offload.execute.updates.exchange import Exchange
 
 _FILLED, _ON_DEVICE = 1, 2
 """What a process says of a sum: there is a gradient in it; it is on the device."""
@@ -31,6 +33,7 @@ class SumsOfAll:
 
     Args:
         others: the other processes.
+        common: what those of this machine have in common.
         device: has some of the sums.
         weights: of the engine, whose updates wait for their sums.
         rest: parameters outside the blocks, which have ordinary gradients.
@@ -41,6 +44,7 @@ class SumsOfAll:
     def __init__(
         self,
         others: Others,
+        common: Common,
         device: Device,
         weights: Sequence[Weight],
         rest: Sequence[nn.Parameter],
@@ -48,6 +52,8 @@ class SumsOfAll:
         recorder: Recorder,
     ) -> None:
         self._others, self._device, self._residency, self._recorder = others, device, residency, recorder
+        self.exchange = Exchange(others, common, device)
+        """Adds up beside the backward."""
         self._totals = [weight.total for weight in weights if weight.total is not None]
         self._rest = [param for param in rest if param.requires_grad]
 
@@ -57,6 +63,7 @@ class SumsOfAll:
         Args:
             by_updates: nobody reads them before updates use them, so that those of owners may add up what they see.
         """
+        exchanged = self.exchange.take()
         own = [_state(total) for total in self._totals] + [_FILLED * (p.grad is not None) for p in self._rest]
         with self._recorder.waiting():
             states = list(zip(*self._others.numbers_of_all(own), strict=True))
@@ -70,13 +77,21 @@ class SumsOfAll:
         for param in rest:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        groups = list(dict.fromkeys(total.group for total in there))
+        now = [total for total in there if total not in exchanged]
+        groups = list(dict.fromkeys(total.group for total in now))
         self._begin(groups)
         with torch.no_grad():
-            tensors = [(total, _complete(total)) for total in there]
+            tensors = [(total, _complete(total)) for total in now]
             apart = [tensor for total, tensor in tensors if not _in_common(total)]
             self._others.add_up([*apart, *(param.grad for param in rest if param.grad is not None)])
-            self._add_up_in_common([total for total in there if _in_common(total)], by_updates=by_updates)
+            self._add_up_in_common([total for total in now if _in_common(total)], by_updates=by_updates)
+        # No update waits for a sum that nobody has given a gradient.
+        if exchanged and not (by_updates and exchanged <= set(there)):
+            with self._recorder.waiting():
+                self.exchange.finish(exchanged)
+        else:
+            for total in exchanged:
+                total.first = True
         for group in groups:
             if group.buffer is not None:
                 group.changed_on_device()

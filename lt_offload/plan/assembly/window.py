@@ -149,6 +149,10 @@ class _Split:
         """By update of ``plan``: the op that adds up instead."""
         self._only: list[frozenset[Pass]] = []
         """By op: the kinds of passes that carry it out. Settling ones do a part of what updating ones do."""
+        self._reduced: dict[int, int] = {}
+        """By tensor: the op in which machines add up."""
+        self._between = delayed and profile.machines > 1 and profile.common_updates
+        """Whether there are such ops."""
         self._begins: set[int] = set()
         """The ops that copy gradients to where their sums are."""
         self._sent = {t for op in plan.ops if op.sends_gradients for t in plan.tensors(op)}
@@ -208,6 +212,8 @@ class _Split:
                     self._fetches[t].add(op.id)
         waits: dict[int, set[int]] = defaultdict(set)
         for op in self.ops:
+            if op.kind == "reduce":  # the sums of this machine are complete
+                waits[op.id] = {begins for begins in self._begins if self._overlap(op, self.ops[begins])} | {op.id - 2}
             if op.payload == "grad":  # the sums have taken what came in the pass before
                 found = users if op.id in self._begins else readers
                 waits[op.id] = {user for g in op.groups for t in self.groups[g].tensors for user in found[t]}
@@ -232,6 +238,8 @@ class _Split:
                 # And the same from the update's side: its sums are complete when the adding right before it, of the
                 # last pass, is.
                 after |= {op.id - 1}
+            if op.kind in ("accumulate", "update") or op.id in self._begins:
+                after |= {self._reduced[t] for g in op.groups for t in self.groups[g].tensors if t in self._reduced}
             yield replace(op, after=tuple(sorted(after)))
 
     def _before_settling(self, op: Op) -> set[int]:
@@ -300,6 +308,8 @@ class _Split:
                 # Its adding changes nothing on the device, so nobody there waits for it; copies of gradients do, see
                 # `linked`.
                 self._house_sums(op)
+                if self._between:
+                    self._reduce(op)
             else:
                 yield adds
             yield update
@@ -314,6 +324,17 @@ class _Split:
             yield self._add(op, only=_ALL - _BEGINNING)
         else:
             yield self._add(op)
+
+    def _reduce(self, op: Op) -> None:
+        """Write the op in which machines add up what ``op``, an update on the host, uses."""
+        nbytes = sum(self.profile.tensors[t].bytes for t in self.plan.tensors(op))
+        found = self._add(replace(op, kind="reduce", lane="network", bytes=nbytes, after=()), only=_ADDING)
+        self._reduced |= dict.fromkeys(self.plan.tensors(op), found)
+
+    def _overlap(self, op: Op, other: Op) -> bool:
+        """Return whether both name some tensor."""
+        one, two = ({t for g in each.groups for t in self.groups[g].tensors} for each in (op, other))
+        return not one.isdisjoint(two)
 
     def _updated_before(self, op: Op) -> bool:
         """Return whether what ``op`` copies was updated in the same pass, and not in the one before."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.computations import computations
-from lt_offload.schema.lanes import LANES, LaneName
+from lt_offload.schema.lanes import MACHINE_LANES, LaneName
 from lt_offload.schema.profile import Profile
 
 
@@ -29,12 +29,12 @@ class LaneWork:
     def least_s(self) -> float:
         """No schedule is shorter: the time of the lane with the most work, or of what all need of what they share."""
         shares, busy_s = self.profile.contention, self.busy_s
-        shared = (shares.of(lane.name) * seconds for lane, seconds in zip(LANES, busy_s, strict=True))
+        shared = (shares.of(lane.name) * seconds for lane, seconds in zip(MACHINE_LANES, busy_s, strict=True))
         return max(*busy_s, sum(shared))
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """The seconds of work of each lane, alone, in the order of ``LANES``; 0 of one for which sets have nothing."""
+        """The seconds of work of each lane of a machine, alone, in their order; 0 where sets have nothing."""
         sets, profile = self.sets, self.profile
         out = sum(sets.offloaded(block) for block in range(len(profile.blocks)))
         for parts in (*sets.gradients, *sets.write_backs, sets.written):
@@ -52,7 +52,7 @@ class LaneWork:
             "d2h": out / profile.hardware.d2h_bytes_per_s,
             "host": on_host / profile.optimizer.host_bytes_per_s,
         }
-        return tuple(work.get(lane.name, 0.0) for lane in LANES)
+        return tuple(work.get(lane.name, 0.0) for lane in MACHINE_LANES)
 
     def transfer_s(self, nbytes: int) -> float:
         """Return the seconds of a copy to the device."""

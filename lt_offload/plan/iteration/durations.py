@@ -29,25 +29,25 @@ def durations(plan: Plan, profile: Profile) -> list[float]:
 
 
 def exchange_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds per update in which processes add up their gradients, beside nothing else.
+    """Return the seconds per update in which processes add up gradients when all are there, beside nothing else.
 
     Measured speeds count, where there are any. The estimates are of bytes that are moved, for N processes and W bytes
     of gradients in each. In host memory, with a copy of everything in each process, a sum is made of copies into and
     out of a buffer (5 W), an exchange of parts and one of sums through sockets, which read and write twice each (8 W
     (N-1)/N), and additions (3 W (N-1)/N), all N times. With one host copy owners add up in their updates, see
-    :func:`gathered`. With several machines they do so before: N sums are added to what comes, and the result is written
-    to N places, 3 N W in all. Between devices the two exchanges cross each link: 2 W (N-1)/N in both directions.
-    Between machines see :func:`network_s`.
+    :func:`gathered`; with several machines in ops of the network's lane, which are not counted here. Where a plan has
+    none, N sums are added to what comes, and the result is written to N places, 3 N W in all. Between devices the two
+    exchanges cross each link: 2 W (N-1)/N in both directions. Between machines see :func:`between_s`.
     """
     machine, count = profile.hardware, profile.processes
     if count * profile.machines == 1:
         return 0.0
-    by_place, memory = _gradients(plan, profile), machine.host_memory_bytes_per_s
+    by_place, memory = _at_the_end(plan, profile), machine.host_memory_bytes_per_s
     others = (count - 1) / count
     moved = count * (5 + 11 * others)
     if profile.common_updates:
         moved = 3 * count if profile.machines > 1 else 0
-    seconds = network_s(plan, profile)
+    seconds = between_s(sum(by_place.values()), profile)
     if moved and machine.exchange_bytes_per_s and not profile.common_updates:
         seconds += by_place["host"] / machine.exchange_bytes_per_s
     elif memory:
@@ -59,19 +59,24 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
 
 
 def network_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds per update in which gradients, W bytes, are added up over the network, beside nothing else.
+    """Return the seconds per update in which gradients are on the network, each exchange alone."""
+    between = sum(between_s(op.bytes, profile) for op in plan.ops if op.kind == "reduce")
+    return between + between_s(sum(_at_the_end(plan, profile).values()), profile)
 
-    They go from machine to machine in parts, each of M machines adds its own, and the sums come back the same way: one
-    between others sends and receives 2 W over its network card, 2 W/B; the first part takes 2 (M-1) hops. Two machines
-    are counted like more, which send as much in each direction if both are used at the same time.
+
+def between_s(nbytes: int, profile: Profile) -> float:
+    """Return the seconds in which gradients of W bytes are added up over the network, beside nothing else.
+
+    They go from machine to machine in parts, each of M machines adds its own, and the sums come back the same way. One
+    machine between others sends 2 W and receives 2 W over its network card, of B bytes per second in each direction: 2
+    W/B. Of two machines each sends W and receives W at the same time: W/B. The first part takes 2 (M-1) hops.
     """
     machine, more = profile.hardware, profile.machines - 1
-    if not more:
+    if not more or not nbytes:
         return 0.0
     speed = machine.network_bytes_per_s
-    part = min(PART_BYTES, sum(_gradients(plan, profile).values()))
-    hops = 2 * more * (machine.network_s + part / speed)
-    return 2 * sum(_gradients(plan, profile).values()) / speed + hops
+    hops = 2 * more * (machine.network_s + min(PART_BYTES, nbytes) / speed)
+    return min(2, more) * nbytes / speed + hops
 
 
 def norm_s(plan: Plan, profile: Profile) -> float:
@@ -90,11 +95,12 @@ def norm_s(plan: Plan, profile: Profile) -> float:
     return found / 3
 
 
-def _gradients(plan: Plan, profile: Profile) -> dict[str, int]:
-    """Return the bytes of gradients for updates on the host and on the device."""
+def _at_the_end(plan: Plan, profile: Profile) -> dict[str, int]:
+    """Return the bytes of gradients for updates on the host and on the device that no op of the plan adds up before."""
     found = {"host": 0, "device": 0}
-    for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
-        if place != "none":
+    before = {t for op in plan.ops if op.kind == "reduce" for t in plan.tensors(op)}
+    for index, (tensor, place) in enumerate(zip(profile.tensors, plan.update_places, strict=True)):
+        if place != "none" and index not in before:
             found["host" if place == "host" else "device"] += tensor.bytes
     return found
 
@@ -131,6 +137,10 @@ def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
         return op.bytes / profile.hardware.h2d_bytes_per_s
     if op.lane == "d2h":
         return op.bytes / profile.hardware.d2h_bytes_per_s
+    if op.kind == "reduce":
+        memory = profile.hardware.host_memory_bytes_per_s
+        adding = 3 * profile.processes * op.bytes / memory if memory else 0.0  # a measured network has added, too
+        return between_s(op.bytes, profile) + adding
     if op.uses_gradients:
         rate = profile.optimizer.host_bytes_per_s if op.lane == "host" else profile.optimizer.device_bytes_per_s
         tensors = [profile.tensors[tensor] for tensor in plan.tensors(op)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lt_offload.schema.plan import Op, Pass, Plan
+from lt_offload.schema.plan import ADDING, Op, Pass, Plan
 
 _SHOWN = 2
 """In longer windows every pass that adds up but the first is like the second."""
@@ -32,11 +32,14 @@ def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[
     """Return the ops of ``passes`` in the order of issue, numbered anew, and which op of ``plan`` each is.
 
     In ``after``, an id that is not smaller than the op's own means the passes before, as in a plan. Nothing is said
-    about ops that none of ``passes`` carries out.
+    about ops that none of ``passes`` carries out. Machines add up in the last pass that adds only.
     """
     if not plan.adds_up:
         return plan.ops, tuple(range(len(plan.ops)))
-    issued = [op for which in passes for op in plan.program(which)]
+    last_adding = max((at for at, which in enumerate(passes) if which in ADDING), default=-1)
+    issued = [
+        op for at, which in enumerate(passes) for op in plan.program(which) if op.kind != "reduce" or at == last_adding
+    ]
     last = {op.id: new for new, op in enumerate(issued)}
     latest: dict[int, int] = {}
     """By op of the plan: its latest issue so far."""

@@ -13,13 +13,13 @@ from itertools import combinations
 import numpy as np
 
 from lt_offload.plan.verify.lanes import D2H, H2D, READ, WRITE, rates
-from lt_offload.schema.lanes import LANES, LaneName
+from lt_offload.schema.lanes import MACHINE_LANES, LaneName
 from lt_offload.schema.profile import Contention
 
 Row = Mapping[LaneName, float]
 """Factors of the seconds of work of lanes, alone; 0 of those that are not named."""
 
-_LANES = len(LANES)
+_LANES = len(MACHINE_LANES)
 _TOLERANCE = 1e-9
 
 
@@ -33,7 +33,7 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
             rows are tighter.
     """
     # All together do not need more than there is, so that no lane ever slows another.
-    if sum(contention.of(lane.name) for lane in LANES) <= 1:
+    if sum(contention.of(lane.name) for lane in MACHINE_LANES) <= 1:
         return ()
     rows: list[list[float]] = []
     points = _points(contention, direct=direct)
@@ -47,7 +47,7 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
                     row[lane] = float(factor)
                 if not any(all(a <= b + _TOLERANCE for a, b in zip(row, other, strict=True)) for other in rows):
                     rows.append(row)
-    return tuple({LANES[lane].name: factor for lane, factor in enumerate(row) if factor} for row in rows)
+    return tuple({MACHINE_LANES[lane].name: factor for lane, factor in enumerate(row) if factor} for row in rows)
 
 
 def _points(contention: Contention, *, direct: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

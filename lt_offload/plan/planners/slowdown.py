@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
-from lt_offload.schema.lanes import LANES
+from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -20,8 +20,8 @@ from lt_offload.schema.trace import Trace
 class LaneSlowdown:
     """How many times longer than alone the work of each lane takes."""
 
-    factors: tuple[float, ...] = (1.0,) * len(LANES)
-    """In the order of ``LANES``."""
+    factors: tuple[float, ...] = (1.0,) * len(MACHINE_LANES)
+    """In the order of ``MACHINE_LANES``."""
 
     def is_near(self, other: LaneSlowdown, part: float) -> bool:
         """Return whether no lane differs by more than ``part``."""
@@ -57,8 +57,8 @@ class LaneSlowdown:
 
 def at_worst(profile: Profile) -> LaneSlowdown:
     """Return how slow each lane is while all are busy."""
-    rate = rates(profile.contention, (1 << len(LANES)) - 1)
-    return LaneSlowdown(factors=tuple(1 / rate[lane] for lane in range(len(LANES))))
+    rate = rates(profile.contention, (1 << len(MACHINE_LANES)) - 1)
+    return LaneSlowdown(factors=tuple(1 / rate[lane] for lane in range(len(MACHINE_LANES))))
 
 
 def expected(profile: Profile, busy_s: tuple[float, ...]) -> LaneSlowdown:
@@ -66,10 +66,10 @@ def expected(profile: Profile, busy_s: tuple[float, ...]) -> LaneSlowdown:
 
     Args:
         profile: what lanes take from each other.
-        busy_s: seconds of work of each lane, alone, in the order of ``LANES``.
+        busy_s: seconds of work of each lane, alone, in the order of ``MACHINE_LANES``.
     """
-    slow = [1.0] * len(LANES)
-    busy = [rates(profile.contention, mask) for mask in range(1 << len(LANES))]
+    slow = [1.0] * len(MACHINE_LANES)
+    busy = [rates(profile.contention, mask) for mask in range(1 << len(MACHINE_LANES))]
     for _ in range(_ROUNDS):
         taken = [seconds * factor for seconds, factor in zip(busy_s, slow, strict=True)]
         part = [seconds / max(taken) if max(taken) else 0.0 for seconds in taken]
@@ -78,7 +78,7 @@ def expected(profile: Profile, busy_s: tuple[float, ...]) -> LaneSlowdown:
             for mask, rate in enumerate(busy):
                 if mask >> lane & 1:
                     # The chance that just these lanes are busy, if each is at moments of its own.
-                    others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(LANES)) if o != lane)
+                    others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(MACHINE_LANES)) if o != lane)
                     mean += rate[lane] * math.prod(others)
             slow[lane] = 1 / mean if alone else 1.0
     return LaneSlowdown(factors=tuple(slow))
@@ -86,7 +86,7 @@ def expected(profile: Profile, busy_s: tuple[float, ...]) -> LaneSlowdown:
 
 def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
     """Return how much longer the work of each lane took in ``trace``, a simulation of ``plan``."""
-    alone, taken = ({lane.name: 0.0 for lane in LANES} for _ in range(2))
+    alone, taken = ({lane.name: 0.0 for lane in MACHINE_LANES} for _ in range(2))
     for op in plan.ops:
         if op.lane in alone:
             alone[op.lane] += op.seconds

@@ -152,6 +152,8 @@ def _programs(plan: Plan) -> Iterator[str]:
             expected = computing
         elif op.payload == "grad":
             expected = computing - first
+        elif op.kind == "reduce":
+            expected = computing.intersection(ADDING)
         elif op.uses_gradients:
             expected = {plan.passes[-1]} if op.kind == "update" else computing.intersection(ADDING) - first
         else:
@@ -204,7 +206,7 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: save: only forwards that run again, in backward steps, say what they save"
     elif op.save is not None and op.block > block:
         yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
-    elif op.save is None and op.kind in ("forward", "backward", "update", "accumulate") and op.block != block:
+    elif op.save is None and op.kind in ("forward", "backward", "update", "accumulate", "reduce") and op.block != block:
         yield f"{name}: block: the step is one of block {block}"
     if op.zero_copy and (not op.computes or len(set(op.zero_copy)) < len(op.zero_copy)):
         yield f"{name}: zero_copy: only computations read weights in host memory, each once"
@@ -219,6 +221,8 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: zero_copy: it computes nothing"
     if op.uses_gradients and op.bytes:
         yield f"{name}: bytes: updates copy nothing"
+    if op.kind == "reduce" and op.bytes != (total := sum(profile.tensors[t].bytes for t in plan.tensors(op))):
+        yield f"{name}: bytes: {op.bytes} are given, its tensors have {total}"
 
 
 def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
@@ -283,7 +287,7 @@ def _order_of_issue(plan: Plan) -> Iterator[str]:
             count[op.step] += 1
             if op.kind != plan.timeline[op.step].kind:
                 yield f"{describe(op)}: order: the step is a {plan.timeline[op.step].kind}"
-        if op.uses_gradients and plan.timeline[op.step].kind == "forward":
+        if (op.uses_gradients or op.kind == "reduce") and plan.timeline[op.step].kind == "forward":
             yield f"{describe(op)}: order: there are no updates in forward steps"
     for step, computed in enumerate(count):
         if computed != 1:
@@ -308,6 +312,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     added: dict[int, Op] = {}
     sent: set[tuple[int, bool]] = set()
     yield from _in_rows(plan, profile)
+    yield from _between_machines(plan, profile)
     for op in plan.ops:
         for t in plan.tensors(op) if op.kind == "accumulate" else ():
             complete = _complete(profile.tensors[t], profile)
@@ -344,6 +349,25 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
                 yield f"{describe(seen[t])}: update: the gradient of {tensor.name} is complete in step {complete}"
             if place == "host" and (t, False) not in sent:
                 yield f"{describe(seen[t])}: update: no op sends the gradient of {tensor.name}"
+
+
+def _between_machines(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Sums for updates on the host go over the network once, when they are complete."""
+    seen: dict[int, Op] = {}
+    wanted = plan.delayed and profile.machines > 1 and profile.common_updates
+    for op in plan.ops:
+        for t in plan.tensors(op) if op.kind == "reduce" else ():
+            tensor, complete = profile.tensors[t], _complete(profile.tensors[t], profile)
+            if not wanted:
+                yield f"{describe(op)}: reduce: nothing goes between machines in the training of the profile"
+            elif t in seen:
+                yield f"{describe(op)}: reduce: op {seen[t].id} adds {tensor.name} up between machines already"
+            elif plan.update_places[t] != "host" or op.step != complete:
+                yield f"{describe(op)}: reduce: {tensor.name} is complete in step {complete}, if the host updates it"
+            seen[t] = op
+    for t, place in enumerate(plan.update_places):
+        if wanted and place == "host" and t not in seen:
+            yield f"tensor {profile.tensors[t].name}: reduce: no op adds its sums up between machines"
 
 
 def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:

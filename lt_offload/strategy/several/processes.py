@@ -67,6 +67,8 @@ class Processes:
     """Whose number of batches has been compared."""
     """Who handled SIGTERM before this process failed."""
     _children: tuple[subprocess.Popen[bytes], ...] = ()
+    _network: tuple[float, float] | None = None
+    """Bytes per second between machines and seconds of a hop, as measured."""
 
     # -- which one this is -------------------------------------------------------------------------------------------
 
@@ -211,6 +213,7 @@ class Processes:
         self._failing, self._children = None, ()
         if self.ranks is None:
             self.ranks = Ranks(per_machine=self.num_processes, on_device=device == "cuda")
+            self._network = self.ranks.measure_network() if self.num_nodes > 1 else None
         self._epoch = None
 
     def fail_with(self, error: BaseException) -> None:
@@ -307,7 +310,11 @@ class Processes:
             common_updates=in_place,
         )
         # Each one's part of a machine that was measured before has been taken by then.
-        return found if known is None else replace(found, hardware=known)
+        machine = found.hardware if known is None else known
+        if self._network is not None:
+            speed, hop = self._network
+            machine = replace(machine, network_bytes_per_s=speed, network_s=hop)
+        return replace(found, hardware=machine)
 
     def part_of_memory(self, free: int) -> int:
         """Return this process's part of device memory that is ``free``: an emulated device is in everybody's RAM."""

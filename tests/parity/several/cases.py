@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,16 +40,22 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "written, with adapters": (Case(model={"lora": True}, user=True), "tight", {}),
 }
 """Cases, budgets and settings of plans, for two processes."""
+LATE = "tight, one late"
+"""The first plan once more, with one process's copies late."""
+IS_LATE = ", one late"
+"""In the name of cases in which one process's copies, and what it sends to other machines, are late."""
+BETWEEN = ("tight", "tied", "accumulated", "clipped by norm", "clipped by value", "lora", "written between steps")
+"""Those of several machines."""
 MORE: dict[tuple[int, int], dict[str, tuple[Case, str, dict[str, Any]]]] = {
     (3, 1): {"three": (LLAMA, "tight", {})},
     (4, 1): {"four": (TIED, "middle", {}), "four, lora": (LORA, "tight", {})},
-    (2, 2): {f"{name}, 2 on 2": PAIRS[name] for name in ("tight", "resident", "updated on the device", "lora")},
-    (3, 3): {"three on three": (LLAMA, "tight", {})},
-    (4, 2): {f"{name}, 4 on 2": case for name, case in PAIRS.items()},
+    (2, 2): {f"{name}, 2 on 2": PAIRS[name] for name in ("tight", "resident", "updated on the device", "lora")}
+    | {f"{name}{IS_LATE}, 2 on 2": PAIRS[name] for name in BETWEEN[:3]},
+    (3, 3): {"three on three": (LLAMA, "tight", {}), f"three on three{IS_LATE}": (LLAMA, "tight", {})},
+    (4, 2): {f"{name}, 4 on 2": case for name, case in PAIRS.items()}
+    | {f"{name}{IS_LATE}, 4 on 2": PAIRS[name] for name in BETWEEN},
 }
 """The same for other numbers of processes, and of machines."""
-LATE = "tight, one late"
-"""The first plan once more, with one process's copies late."""
 
 
 def profile(case: Case) -> Profile:
@@ -71,8 +78,9 @@ BUDGETS = {"tight": (250_000, "l2l"), "middle": (400_000, "offmate"), "resident"
 """Bytes, and a planner: which one matters little, and few are quicker than all."""
 
 
-def plan(case: Case, budget: str, settings: dict[str, Any]) -> Plan:
+def plan(case: Case, budget: str, settings: dict[str, Any], machines: int = 1) -> Plan:
     """Plan for windows of the case whose updates wait."""
     memory, planner = BUDGETS[budget]
     settings = {"planner": planner, "accumulate": case.accumulate} | settings
-    return solve(profile(case), memory=memory, delayed=True, **settings)
+    found = replace(profile(case), machines=machines, common_updates=machines > 1)
+    return solve(found, memory=memory, delayed=True, **settings)

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.several.cases import LATE, MORE, PAIRS, plan
+from tests.parity.several.cases import IS_LATE, LATE, MORE, PAIRS, plan
 from tests.parity.several.training import Case, Group, in_turn, plainly, same, same_as_stock
 from tests.support.engines import Result, differences, make_optimizer
+
+ONE_LATE = {LATE: PAIRS["tight"]}
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     folder = tmp_path_factory.mktemp("several")
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     groups = []
-    for (ranks, machines), cases in {(2, 1): PAIRS | {LATE: PAIRS["tight"]}, **MORE}.items():
+    for (ranks, machines), cases in {(2, 1): PAIRS | ONE_LATE, **MORE}.items():
         group = Group(ranks, machines=machines, stock=(ranks, machines) == (2, 1))
         for name, (case, budget, settings) in cases.items():
             if any(one.get("name") == name or one == {"group": (ranks, machines)} for one in asked):
-                group.runs.append((name, case, plan(case, budget, settings), name == LATE))
+                group.runs.append((name, case, plan(case, budget, settings, machines), IS_LATE in name))
         if group.runs:
             groups.append(group)
     (folder / "groups").write_bytes(pickle.dumps(groups))
@@ -54,9 +56,9 @@ def require_equal(folder: Path, name: str, ranks: int, case: Case) -> None:
     assert differences(Result(in_turn([losses for losses, *_ in loaded], case), model, optimizer), expected) == []
 
 
-@pytest.mark.parametrize("name", [LATE, *PAIRS])
+@pytest.mark.parametrize("name", [*ONE_LATE, *PAIRS])
 def test_two_processes_train_like_one_that_takes_turns(folder: Path, name: str) -> None:
-    require_equal(folder, name, 2, (PAIRS | {LATE: PAIRS["tight"]})[name][0])
+    require_equal(folder, name, 2, (PAIRS | ONE_LATE)[name][0])
 
 
 @pytest.mark.parametrize("name", PAIRS)

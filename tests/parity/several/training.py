@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_offload
+from lt_offload.distributed.chain import MachineChain
 from lt_offload.distributed.ranks import Ranks
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
@@ -164,19 +165,25 @@ def meddle(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> tuple[Result, dict[str, int]]:
     """Train as one of several processes; ``delay`` lets copies of the last one be late, each by another time.
 
+    What it sends to other machines is, too, and all of them have threads then: sums go between them in the backward.
+
     Returns:
         What it comes to, and :func:`mapped_bytes` at its end.
     """
     model = case.build()
     optimizer = make_optimizer(model, case.optimizer)
     schedule = scheduler(optimizer)
-    threads = delay and ranks.rank == ranks.size - 1
+    late = delay and ranks.rank == ranks.size - 1
+    threads = delay and (late or ranks.machine is not ranks)
     device = EmulatedDevice(plan.budget_bytes, mode="thread" if threads else "lazy", check=not threads)
-    if threads:
+    sending: AbstractContextManager[None] = nullcontext()
+    if late:
         _delay(device)
+        sending = late_sends()
     engine = Engine(model, optimizer, plan, device, others=ranks)
     losses = []
     try:
+        sending.__enter__()
         engine.install()
         engine.follow(optimizer)
         engine.clip_value = case.clip_value
@@ -201,6 +208,7 @@ def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> tuple[Res
     finally:
         engine.remove()
         device.close()
+        sending.__exit__(None, None, None)
     return Result(losses, model, optimizer), memory
 
 
@@ -252,6 +260,22 @@ def _delay(device: EmulatedDevice) -> None:
         copy(target, source)
 
     device.copy = late  # type: ignore[method-assign]
+
+
+@contextmanager
+def late_sends() -> Iterator[None]:
+    """Let what this process sends to other machines be late, each part by another time."""
+    chance, send = random.Random(11), MachineChain._send
+
+    def late(self: MachineChain, tensor: Tensor, to: int) -> Any:
+        time.sleep(chance.random() * 5e-3)
+        return send(self, tensor, to)
+
+    MachineChain._send = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MachineChain._send = send  # type: ignore[method-assign]
 
 
 # -- groups of processes ----------------------------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.plan import Settings, simulate, solve
+from lt_offload.plan import Settings, check, simulate, solve
 from lt_offload.plan import make_plan as plans
-from lt_offload.plan.iteration.durations import PART_BYTES, durations, exchange_s, gathered, network_s
+from lt_offload.plan.iteration.durations import PART_BYTES, between_s, durations, exchange_s, gathered, network_s
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.several import check_cards, gain, one_of
+from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Contention, Profile
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.samples import MB, make_profile
@@ -164,19 +166,94 @@ def test_machines_that_are_alike_share_nothing_but_the_network() -> None:
     gradients = sum(tensor.bytes for tensor in profile.tensors)
     fabric = replace(four.hardware, network_bytes_per_s=10e9, network_s=1e-3)
     fast = replace(four, hardware=fabric)
-    part = min(PART_BYTES, gradients)
-    seconds = 2 * gradients / 10e9 + 2 * 3 * (1e-3 + part / 10e9)
-    assert network_s(plan, two) == 0.0
-    assert network_s(plan, fast) == pytest.approx(seconds)
     on_host = sum(t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place == "host")
     on_device = gradients - on_host
-    # Each machine adds its two sums to what comes, reading and writing it, and writes the result to both.
-    expected = seconds + 3 * 2 * on_host / MEMORY + on_device / 15e9
-    assert exchange_s(plan, fast) == pytest.approx(expected)
+    reduced = [op for op in plan.ops if op.kind == "reduce"]
+    assert sum(op.bytes for op in reduced) == on_host
+    hops = [2 * 3 * (1e-3 + min(PART_BYTES, nbytes) / 10e9) for nbytes in (*(op.bytes for op in reduced), on_device)]
+    seconds = 2 * gradients / 10e9 + sum(hops[: len(hops) if on_device else -1])
+    assert network_s(plan, fast) == pytest.approx(seconds)
+    # Each machine adds its two sums to what comes, reading and writing it.
+    times = durations(plan, fast)
+    for op, hop in zip(reduced, hops, strict=False):
+        assert times[op.id] == pytest.approx(2 * op.bytes / 10e9 + hop + 3 * 2 * op.bytes / MEMORY)
+    assert exchange_s(plan, fast) == pytest.approx((2 / 10e9 + 1 / 15e9) * on_device + (hops[-1] if on_device else 0))
     found = gain(plan, fast, plans(profile, Settings(memory=420 * MB, planner="l2l")))
     assert (found.devices, found.machines) == (8, 4)
     assert found.busy_s["copies between machines"] == pytest.approx(seconds)
     assert found.ram_bytes == 2 * plan.predicted.host_peak_bytes
+
+
+def machines(count: int) -> tuple[Profile, Plan]:
+    profile = one_of(machine(layers=6), 2, count)
+    return profile, plans(profile, Settings(memory=420 * MB, delayed=True, planner="l2l"))
+
+
+def test_of_two_machines_each_sends_as_much_as_it_receives_at_the_same_time() -> None:
+    two, three = (replace(machine(), machines=count) for count in (2, 3))
+    speed, hop = two.hardware.network_bytes_per_s, two.hardware.network_s
+    nbytes = 10 * PART_BYTES
+    first = hop + PART_BYTES / speed
+    assert between_s(nbytes, two) == pytest.approx(nbytes / speed + 2 * first)
+    assert between_s(nbytes, three) == pytest.approx(2 * nbytes / speed + 4 * first)
+    assert between_s(0, three) == between_s(nbytes, machine()) == 0.0
+
+
+def test_sums_go_between_machines_beside_the_backward() -> None:
+    profile, plan = machines(2)
+    assert check(plan, profile) == []
+    trace = simulate(plan, profile)
+    spans = [span for span in trace.spans if span.lane == "network"]
+    reduced = [op for op in plan.ops if op.kind == "reduce"]
+    assert [span.op for span in spans] == [op.id for op in reduced]
+    last = max(span.end for span in trace.spans if span.lane == "compute" and span.label.startswith("backward"))
+    assert sum(span.start < last for span in spans) > len(spans) / 2
+    updates = {t: span.start for span in trace.spans for t in plan.tensors(plan.ops[span.op]) if "update" in span.label}
+    ends = {t: span.end for span in spans for t in plan.tensors(plan.ops[span.op])}
+    # Of spans that began in the iteration before the figure shows the latest ones.
+    assert all(updates[t] >= ends[t] for t in ends)
+    # Where nothing overlaps, an update comes to all of it more.
+    alone = [op for op in plan.ops if op.kind != "reduce"]
+    assert len(alone) + len(reduced) == len(plan.ops)
+    network = network_s(plan, profile)
+    single, only = machines(1)
+    assert simulate(plan, profile).iteration_time < simulate(only, single).iteration_time + network
+
+
+def test_the_check_finds_what_would_go_wrong_between_machines() -> None:
+    profile, plan = machines(2)
+
+    def changed(change: Callable[[Op], Op]) -> list[str]:
+        return check(replace(plan, ops=tuple(change(op) for op in plan.ops)), profile)
+
+    adding = {op.id for op in plan.ops if op.kind == "accumulate" or plan.begins_sums(op)}
+    reducing = {op.id for op in plan.ops if op.kind == "reduce"}
+
+    def without(kind: str, left: set[int]) -> Callable[[Op], Op]:
+        return lambda op: replace(op, after=tuple(set(op.after) - left)) if op.kind == kind else op
+
+    early = changed(without("reduce", adding))
+    assert early
+    assert all("(reduce" in said and "it is not ordered after op" in said for said in early)
+    late = changed(without("update", reducing))
+    assert late
+    assert all("(update" in said and "(reduce" in said for said in late)
+    other = check(plan, replace(profile, machines=1))
+    assert other
+    assert all("nothing goes between machines" in said for said in other)
+    single, only = machines(1)
+    assert any("no op adds its sums up between machines" in said for said in check(only, profile))
+    assert check(only, single) == []
+    programs = {
+        which: tuple(n for n in numbers if n not in reducing or which == "beginning")
+        for which, numbers in plan.programs.items()
+    }
+    assert any(
+        "it belongs to accumulating and beginning passes" in s for s in check(replace(plan, programs=programs), profile)
+    )
+    wrong = changed(lambda op: replace(op, bytes=1) if op.kind == "reduce" else op)
+    assert wrong
+    assert all("bytes: 1 are given" in said for said in wrong)
 
 
 def test_what_cards_buy_and_what_limits_them() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lt_offload.plan.planners.sharing import Row, sharing_rows
 from lt_offload.plan.verify.lanes import D2H, H2D, READ, WRITE, rates
-from lt_offload.schema.lanes import LANES
+from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.profile import Contention
 
 ONE_MEMORY = Contention(h2d=0.36, d2h=0.36, host=1.0)
@@ -20,7 +20,7 @@ def work(contention: Contention, busy: int) -> tuple[float, ...]:
 
 
 def needed(row: Row, done: tuple[float, ...]) -> float:
-    return sum(row.get(lane.name, 0.0) * part for lane, part in zip(LANES, done, strict=True))
+    return sum(row.get(lane.name, 0.0) * part for lane, part in zip(MACHINE_LANES, done, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(20))

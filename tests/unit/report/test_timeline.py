@@ -60,8 +60,8 @@ def test_every_kind_of_op_has_its_colour_and_legend_entry() -> None:
         "gradients to host", "weights to host", "optimizer state to host", "activations to host",
     }  # fmt: skip
     for kind, name in timeline.KINDS.items():
-        assert f"--{kind}: " in style
-        assert (f'background:var(--{kind})"></i>{name}<' in legend) is (name in names)
+        assert f"--{timeline.colour(kind)}: " in style
+        assert (f'background:var(--{timeline.colour(kind)})"></i>{name}<' in legend) is (name in names)
 
 
 def test_merging_keeps_the_work_and_the_bytes() -> None:

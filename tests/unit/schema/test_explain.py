@@ -12,7 +12,7 @@ from lt_offload.plan import explain, solve
 from lt_offload.plan.assembly.plan import UNKNOWN
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.schema.explain import brief, headline
-from lt_offload.schema.lanes import LANES
+from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.fixtures import llama7b_b4
@@ -151,5 +151,5 @@ def test_a_notebook_shows_words_and_a_picture() -> None:
     page = plan._repr_html_()
     assert len(page) < 10_000
     assert "An iteration takes" in page
-    assert page.count("<rect") == 2 * (len(LANES) + 2)
+    assert page.count("<rect") == 2 * (len(MACHINE_LANES) + 2)
     ElementTree.fromstring(f"<div>{page}</div>")

@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import lt_offload.schema.lanes as lanes
 
-lanes.LANES = (*lanes.LANES, lanes.Lane(name="network", title="sums", kinds=("accumulate",), source="device"))
+lanes.LANES = (*lanes.LANES, lanes.Lane(name="more", title="sums", kinds=("accumulate",), source="device"))
 lanes.LANE = {lane.name: lane for lane in lanes.LANES}
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.support.profiles.small import small_profile
 profile = small_profile()
 plan = solve(profile, memory=60_000, accumulate=2, host_update=False)
 moved = next(op for op in plan.ops if op.kind == "accumulate")
-ops = [replace(op, lane="network") if op is moved else op for op in plan.ops]
+ops = [replace(op, lane="more") if op is moved else op for op in plan.ops]
 alone = replace(plan, ops=tuple(ops))
 found = check(alone, profile)
 assert all(f"not ordered after op {moved.id} (accumulate" in text for text in found), found
@@ -26,7 +26,7 @@ assert {text.split(",")[0].split("(")[1] for text in found} == {"backward 2", "u
 ops = [replace(op, after=tuple(sorted({*op.after, moved.id}))) if op.id in (3, 5) else op for op in ops]
 ordered = replace(plan, ops=tuple(ops))
 assert check(ordered, profile) == []
-assert abs(simulate(ordered, profile).busy("network") - moved.seconds) < 1e-9
+assert abs(simulate(ordered, profile).busy("more") - moved.seconds) < 1e-9
 """
 """It moves the sums of a tensor to a lane that the computations do not wait for, unless the plan says so."""
 

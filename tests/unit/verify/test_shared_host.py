@@ -29,16 +29,16 @@ def mask(*lanes: int) -> int:
 
 def test_who_asks_for_little_gets_it_and_the_others_share_the_rest() -> None:
     shared = Contention(h2d=0.25, d2h=0.2, host=0.9)
-    assert rates(shared, mask(COMPUTE, H2D, HOST)) == (1, 1, 0, pytest.approx(0.75 / 0.9), 0, 0)
-    assert rates(shared, mask(H2D, D2H, HOST)) == (0, 1, 1, pytest.approx(0.55 / 0.9), 0, 0)
+    assert rates(shared, mask(COMPUTE, H2D, HOST)) == (1, 1, 0, pytest.approx(0.75 / 0.9), 0, 0, 0)
+    assert rates(shared, mask(H2D, D2H, HOST)) == (0, 1, 1, pytest.approx(0.55 / 0.9), 0, 0, 0)
     both = Contention(compute=0.5, h2d=0.9, host=0.9)
     third = pytest.approx(1 / 3 / 0.9)
-    assert rates(both, mask(COMPUTE, H2D, HOST)) == (pytest.approx(2 / 3), third, 0, third, 0, 0)
+    assert rates(both, mask(COMPUTE, H2D, HOST)) == (pytest.approx(2 / 3), third, 0, third, 0, 0, 0)
 
 
 def test_what_computations_read_and_write_shares_the_links() -> None:
-    assert rates(Contention(), mask(COMPUTE, H2D, D2H, READ, WRITE)) == (1, 0.5, 0.5, 0, 0.5, 0.5)
-    assert rates(Contention(h2d=0.8), mask(H2D, READ)) == (0, 0.5, 0, 0, 0.5, 0)
+    assert rates(Contention(), mask(COMPUTE, H2D, D2H, READ, WRITE)) == (1, 0.5, 0.5, 0, 0, 0.5, 0.5)
+    assert rates(Contention(h2d=0.8), mask(H2D, READ)) == (0, 0.5, 0, 0, 0, 0.5, 0)
 
 
 @pytest.mark.parametrize("seed", range(24))
