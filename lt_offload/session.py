@@ -26,7 +26,7 @@ from lt_offload.model.parts import check_micro_batches
 from lt_offload.plan import Settings, check, make_plan
 from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.profiling.capture import Run
-from lt_offload.profiling.hardware import check_memory, free_memory
+from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
 from lt_offload.profiling.measure import check_use, extent
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
@@ -90,6 +90,7 @@ def offloaded(
     check_micro_batches(micro_batches, auto=True)
     settings = Settings(memory=memory, accumulate=accumulate, **switches)
     check_memory(settings.device.nbytes, torch_device)
+    check_host_memory(settings.host.nbytes)
     if plan is None:
         measured = partial(
             measure, model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run

@@ -40,7 +40,7 @@ class OpenFile:
             why = str(error)
         raise ConfigError(
             f"devices: the processes of this machine share memory, and {path} cannot be opened: {why}; start all of "
-            "them by the same user, in one container, with /proc mounted"
+            "them by the same user, in one container, with /proc mounted, or set devices=1"
         )
 
 

@@ -80,6 +80,15 @@ class Ranks(Peers):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    def warm_up(self, device: torch.device) -> None:
+        """Add zeros up on ``device``, as gradients are; all processes call this.
+
+        NCCL takes device memory of its own, as much as its channels need between these cards, with the first exchange
+        of each kind and size. What is measured afterwards includes that.
+        """
+        if self._on_device is not None:
+            self._add_up([torch.zeros(sums.BUCKET_BYTES // 4, device=device)], self._on_device)
+
     def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the small ``numbers`` of all processes, in the order of ranks; all give as many."""
         own = torch.tensor(numbers, dtype=torch.uint8)

@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 import uuid
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,8 @@ from lt_offload.errors import ConfigError, first_line
 TIMEOUT = timedelta(minutes=30)
 """For those that are late: they may be downloading. Whoever has failed is noticed by ``watch``."""
 _POLL_S = 0.05
+_LONG_S = 60.0
+"""Whoever has waited so long says for how many."""
 _LINGER_S = 3.0
 """The first process has the store: where something is wrong, the others have so long to read what."""
 
@@ -42,9 +45,8 @@ def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
         except ConfigError:
             raise
         except (RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise ConfigError(
-                f"process {rank} did not find the other {size - 1} of this run at {where}: {first_line(error)}; "
+                f"process {rank} did not find the other {size - 1} of this run at {_where()}: {first_line(error)}; "
                 "check that all were started and reach MASTER_ADDR and MASTER_PORT"
             ) from error
         atexit.register(_disconnect)
@@ -52,6 +54,21 @@ def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
         raise ConfigError(
             f"torch.distributed connects {dist.get_world_size()} processes already, and this run has {size}: use as "
             "many devices, or call torch.distributed.destroy_process_group() before"
+        )
+    else:
+        _check_backend(device)
+
+
+def _check_backend(device: str) -> None:
+    """Raise ``ConfigError`` if what a script has connected its processes with cannot send what is on ``device``."""
+    found = str(dist.get_backend_config())
+    backends = dict(pair.partition(":")[::2] for pair in found.split(","))
+    lacking = backends.get("cpu") in (None, "nccl") if device == "cpu" else backends.get(device) != "nccl"
+    if lacking and (device == "cpu" or dist.is_nccl_available()):
+        needed = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        raise ConfigError(
+            f"torch.distributed was initialised with backend={found!r}, which does not do for devices of type "
+            f"{device!r}: leave init_process_group to the Trainer, or call it with backend={needed!r}"
         )
 
 
@@ -125,6 +142,7 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
     if wrong:
         store.set("wrong", wrong)
     limit = time.monotonic() + TIMEOUT.total_seconds()
+    said = limit - TIMEOUT.total_seconds() + _LONG_S
     there = store.add("there", 0 if wrong else 1)
     while there < size and not wrong:
         if store.check(["wrong"]):
@@ -132,9 +150,24 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
         elif time.monotonic() > limit:
             raise RuntimeError(f"{there} of {size} came within {TIMEOUT}")
         else:
+            if time.monotonic() > said:
+                said = limit
+                _say_who_is_missing(rank, there, size)
             time.sleep(_POLL_S)
             there = store.add("there", 0)
     if wrong:
         if rank == 0:
             time.sleep(_LINGER_S)
         raise ConfigError(wrong)
+
+
+def _say_who_is_missing(rank: int, there: int, size: int) -> None:
+    warnings.warn(
+        f"offmate: process {rank} has waited {_LONG_S:g} s: {there} of the {size} processes of this run have come to "
+        f"{_where()}; start the others, with the same MASTER_ADDR and MASTER_PORT. It waits for half an hour",
+        stacklevel=3,
+    )
+
+
+def _where() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -10,13 +10,13 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.hf import evaluation
 from lt_offload.hf.step import TrainingStep
 from lt_offload.plan.iteration.memory import room_within
-from lt_offload.profiling.hardware import check_memory
+from lt_offload.profiling.hardware import check_host_memory, check_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.session import check_replay, prepare, solved
-from lt_offload.units import format_bytes
+from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
     from lt_offload.hf.run import Run
@@ -34,6 +34,7 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
     """
     settings, trainer = run.settings, run.trainer
     check_memory(settings.budget, run.device)
+    check_host_memory(Budget.of(settings.host_memory, setting="host_memory").nbytes)
     structure, device = prepare(run.model, run.optimizer, blocks=settings.blocks, accelerator=str(run.device))
     step = TrainingStep(trainer, run.model)
     if settings.plan is not None:

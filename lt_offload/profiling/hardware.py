@@ -233,6 +233,17 @@ def check_memory(memory: int | None, device: torch.device) -> None:
         )
 
 
+def check_host_memory(host_memory: int | None) -> None:
+    """Raise ``ConfigError`` if this machine, or the container of this process, can never have so many bytes of RAM."""
+    has = [("this machine has", total_host_bytes()), *(("its container may take", n) for n in _cgroup_limits(_CGROUP))]
+    where, most = min(has, key=lambda one: one[1])
+    if host_memory is not None and host_memory > most:
+        raise ConfigError(
+            f"host_memory={format_bytes(host_memory)} is more RAM than there is: {where} {format_bytes(most)}; lower "
+            "host_memory, or leave it out for all that is free"
+        )
+
+
 def free_memory(device: torch.device) -> int:
     """Return the device memory that this process could occupy, its context included; the emulated device is in RAM.
 
@@ -277,19 +288,33 @@ def total_host_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups of version 2, and of version 1: what is allowed, what is used, and what of that is page cache."""
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Return what the control group allows, per version that is mounted; empty without a limit."""
+    found = []
+    for limit_file, *_ in _MEMORY_FILES:
+        try:
+            found.append(int((root / limit_file).read_text()))
+        except (OSError, ValueError):  # there is none: "max"
+            continue
+    return found
+
+
 def _cgroup_bytes(root: Path) -> list[int]:
     """Return what the control group leaves, per version that is mounted; empty without a limit."""
     left: list[int] = []
-    # Control groups of version 2, and of version 1: containers may have either.
-    for limit_file, used_file, cache_key in (
-        (root / "memory.max", root / "memory.current", "inactive_file"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
+    for limit_name, used_name, cache_key in _MEMORY_FILES:
         try:
-            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
+            limit, used_file = int((root / limit_name).read_text()), root / used_name
+            used = int(used_file.read_text())
             statistics = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        if limit != "max":
-            left.append(int(limit) - used + int(statistics.get(cache_key, 0)))  # the page cache gives way
+        left.append(limit - used + int(statistics.get(cache_key, 0)))  # the page cache gives way
     return left

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import adds_up, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import ConfigError, OffloadError, OverBudget
+from lt_offload.errors import ConfigError, OffloadError, OverBudget, ProcessError
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
@@ -31,7 +31,7 @@ from lt_offload.execute.memory.groups import move_rest
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, make_plan
-from lt_offload.profiling.hardware import check_memory, free_memory
+from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
 from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
@@ -202,6 +202,7 @@ class OffmateStrategy(Records, Checkpoints):
         self.open_processes()
         self.check_checkpoint_io()
         check_memory(self.memory, self.root_device)
+        check_host_memory(self.host_memory)
         if windows.fitting(trainer):
             part = self.part_of_ram(self.host_memory)
             self.settings = replace(windows.settings_from_trainer(self.settings, trainer), host_memory=part)
@@ -212,6 +213,7 @@ class OffmateStrategy(Records, Checkpoints):
             if self.batch_size != "auto":
                 size.value = self.batch_size
         super().setup_environment()
+        self.warm_up_exchange()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -300,8 +302,10 @@ class OffmateStrategy(Records, Checkpoints):
             with sample.isolated(self.namespace):
                 batch = sample.SampleBatch.early(trainer)
             self._plan_for(batch)
-        except Exception as error:  # of a step that needs what hooks make, too
-            raise error if isinstance(error, OffloadError) else why from error
+        except Exception as error:
+            # Of a step that needs what hooks make, too; or others have heard of ``why``, and left.
+            clear = isinstance(error, OffloadError) and not isinstance(error, ProcessError)
+            raise error if clear else why from error
 
     def _plan_first_batch(self) -> None:
         """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""

@@ -1,11 +1,13 @@
-"""What is wrong with how the processes of several machines are started, as far as each of them can know by itself."""
+"""What is wrong with how the processes of a run are started, and where they are."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from lt_offload.distributed.peers import Peers
 from lt_offload.errors import ConfigError
+from lt_offload.machine.pages import make_file
 
 
 def require_rendezvous(environment: Any, *, machines: int, each: int) -> None:
@@ -43,3 +45,23 @@ def _require_variables(machines: int) -> None:
     number = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", ""))
     if not number.isdecimal() or int(number) >= machines:
         raise ConfigError(f"NODE_RANK={number} with {found}: machines have the numbers 0 to {machines - 1}")
+
+
+def require_common_memory(machine: Peers) -> None:
+    """Check that the processes of a machine can share memory; all of them call this, before anything is loaded.
+
+    Raises:
+        ConfigError: if the system does not let them.
+    """
+    if machine.size > 1:
+        os.close(machine.share_file(lambda: _trial_file(machine.size), by=0))
+
+
+def _trial_file(devices: int) -> int:
+    try:
+        return make_file(1, "trial")
+    except OSError as error:
+        raise ConfigError(
+            f"devices={devices}: the processes of this machine share memory that has no name (memfd_create), which the "
+            f"system does not give: {error}; start them in a container that allows it, or set devices=1"
+        ) from error

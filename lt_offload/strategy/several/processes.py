@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lt_offload.compat.lightning import ALL_GATHER, SCRIPT_LAUNCHER, is_last_batch
 from lt_offload.errors import ConfigError, ProcessError
-from lt_offload.strategy.several.machines import require_rendezvous
+from lt_offload.strategy.several.machines import require_common_memory, require_rendezvous
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -213,8 +213,14 @@ class Processes:
         self._failing, self._children = None, ()
         if self.ranks is None:
             self.ranks = Ranks(per_machine=self.num_processes, on_device=device == "cuda")
+            require_common_memory(self.ranks.machine)
             self._network = self.ranks.measure_network() if self.num_nodes > 1 else None
         self._epoch = None
+
+    def warm_up_exchange(self) -> None:
+        """Let what adds gradients up on devices take its memory, before anybody asks how much is free."""
+        if self.ranks is not None:
+            self.ranks.warm_up(self.root_device)
 
     def fail_with(self, error: BaseException) -> None:
         """Let the other processes know why this one ends, and the user which one was the first."""

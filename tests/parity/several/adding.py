@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lt_offload.distributed.chain import PART_BYTES
 from lt_offload.distributed.ranks import Ranks
+from lt_offload.distributed.sums import BUCKET_BYTES
 from tests.parity.several import training
 
 SIZES = (0, 1, 7, 1000, PART_BYTES // 4, 5 * PART_BYTES // 4 + 3)
@@ -46,12 +48,22 @@ def by_machines(dtype: torch.dtype) -> list[Tensor]:
     return [sum(row[1:], row[0]) for row in zip(*machines, strict=True)]
 
 
+def warms_up(ranks: Ranks) -> bool:
+    """Return whether a group on devices is asked once for what training asks for; here gloo is in NCCL's place."""
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        ranks.warm_up(torch.device("cpu"))
+        without = sent.call_count
+        with mock.patch.object(ranks, "_on_device", ranks._gradients):
+            ranks.warm_up(torch.device("cpu"))
+        return without == 0 and [call.args[0].nbytes for call in sent.call_args_list] == [BUCKET_BYTES]
+
+
 def work(folder: Path, rank: int) -> None:
     """Add up in both ways."""
     store = training.store_at(folder / "store", rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=MACHINES * EACH)
     ranks = Ranks(per_machine=EACH)
-    found = {}
+    found = {"warmed up": warms_up(ranks)}
     for dtype in DTYPES:
         expected = in_order(dtype)
         first = rank // EACH * EACH

@@ -18,13 +18,22 @@ from tests.support import trainers
 @pytest.mark.long
 def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.parity.several.trainers", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert ran.returncode == 0, ran.stderr
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for found in (first, second):
         assert found["differences"] == []
         assert found["resumed"] == []
         assert found["thawed"] == []
+        assert found["edited"] == []
+        assert "cannot be opened: [Errno 13] Permission denied" in found["closed"]
+        assert (
+            "start all of them by the same user, in one container, with /proc mounted, or set devices=1"
+            in (found["closed"])
+        )
+        assert "is too small for LlamaForCausalLM" in found["small"]
+        assert "need at least host_memory=" in found["small"]
+        assert "for 2 processes, which have frozen weights and those that the host updates in common" in found["small"]
         assert found["steps"] > 2
         assert (
             "memory differs between the processes of this run: process 0 has 40000000, process 1 41000000"
@@ -38,8 +47,12 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
         assert "training is at batch 4, the last one, at batch 4, in the order of ranks" in found["streamed"]
         assert found["chosen"] == (found["chosen"][0], [])
         assert found["seconds"] < 100
+    assert first["closed"].startswith("ProcessError: process 1 failed: ConfigError: devices: the processes of this")
+    assert second["closed"].startswith("ConfigError: devices: the processes of this machine share memory")
+    assert first["small"].startswith("InfeasibleError: host_memory=")
+    assert second["small"].startswith("ProcessError: process 0 failed: InfeasibleError: host_memory=")
     assert first["chosen"] == second["chosen"]
-    assert first["chosen"][0] > 1
+    assert first["chosen"][0] in (1, 2, 3)  # what is fastest depends on how busy the machine is
     assert first["broken"] == "ProcessError: process 1 failed: ValueError: broken here"
     assert second["broken"] == "ValueError: broken here"
     with pytest.warns(UserWarning, match="of 2 processes, this run has 1: random numbers begin anew"):

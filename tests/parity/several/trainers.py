@@ -6,12 +6,14 @@ folder what each of them saw.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -78,6 +80,18 @@ class Clamped(Synced):
                 param.clamp_(-0.04, 0.04)
 
 
+class Edited(Synced):
+    """Edits gradients where callbacks may: after a backward, and before a step."""
+
+    def on_after_backward(self) -> None:
+        for param in self.model.parameters():
+            param.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for param in self.model.parameters():
+            param.grad.clamp_(-1e-4, 1e-4)
+
+
 class Unfrozen(Synced):
     """Trains its first layer from the third step on."""
 
@@ -115,6 +129,9 @@ def main(folder: Path) -> None:
         found["resumed"] = resumed(folder, steps=found["steps"] + 3)
         found["thawed"] = thawed()
         found["chosen"] = chosen()
+        found["edited"] = edited()
+        found["closed"] = failing_early(rank)
+        found["small"] = failing(module(), memory=MEMORY, host_memory="3MB")[0]
         found["uneven"] = failing(module(Uneven), memory=MEMORY)[0]
         found["streamed"] = failing(module(Streamed), memory=MEMORY)[0]
         found["settings"] = failing(module(), memory=f"{40 + rank}MB")[0]
@@ -162,6 +179,33 @@ def chosen() -> tuple[int, list[str]]:
     other.batch_size = size
     found = trainers.differences(run, trainers.fit("ddp", other, devices=2, max_epochs=1))
     return size, [*found, *(["the plan"] if strategy.plan.batch_size != size else [])]
+
+
+def edited() -> list[str]:
+    """Return what differs from stock ``ddp`` where gradients are edited, with updates on the host."""
+    strategy = lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
+    run = trainers.fit(strategy, module(Edited), devices=2, max_epochs=1)
+    assert strategy.plan is not None
+    assert "host" in strategy.plan.update_places
+    return trainers.differences(run, trainers.fit("ddp", module(Edited), devices=2, max_epochs=1))
+
+
+def failing_early(rank: int) -> str:
+    """Return what is said where the second process may not open files of the first one; nothing is measured."""
+    opened = os.open
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> int:
+        if rank == 1 and str(path).startswith("/proc/") and "/fd/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, *args, **kwargs)
+
+    strategy = lt_offload.OffmateStrategy(memory=MEMORY)
+    with mock.patch("os.open", refused):
+        try:
+            trainers.fit(strategy, module(), devices=2)
+        except lt_offload.OffloadError as error:
+            return f"{type(error).__name__}: {error}" if strategy.profile is None else "too late"
+    return "nothing"
 
 
 def failing(seen: Any, **options: Any) -> tuple[str, float]:

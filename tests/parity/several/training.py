@@ -39,7 +39,7 @@ from tests.support import models
 from tests.support.engines import Result, make_optimizer, scheduler
 
 STEPS = 3
-PATIENCE = 300.0
+PATIENCE = 500.0
 """Seconds in which all processes of a group have to end."""
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch import Trainer
 
 import lt_offload  # noqa: F401  # registers the strategy
 from lt_offload.errors import ConfigError
-from lt_offload.strategy.several.machines import require_rendezvous
+from lt_offload.strategy.several import machines
+from lt_offload.strategy.several.machines import require_common_memory, require_rendezvous
 
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE")
 
@@ -44,3 +50,30 @@ def test_torchrun_with_another_number_of_processes(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="devices=2 with 1 processes on this machine: .* --nproc-per-node 2"):
         require_rendezvous(TorchElasticEnvironment(), machines=2, each=2)
     require_rendezvous(TorchElasticEnvironment(), machines=2, each=1)
+
+
+class Machine:
+    """Two processes, of which this is the first."""
+
+    size = 2
+
+    def share_file(self, make: Callable[[], int], by: int) -> int:
+        assert by == 0
+        self.made = make()
+        return self.made
+
+
+def test_memory_in_common_is_tried_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair: Any = Machine()
+    require_common_memory(pair)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pair.made)
+
+    def refused(nbytes: int, name: str) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(machines, "make_file", refused)
+    with pytest.raises(ConfigError, match=r"devices=2: .*memfd_create\), which the system does not give: .*devices=1"):
+        require_common_memory(pair)
+    pair.size = 1
+    require_common_memory(pair)

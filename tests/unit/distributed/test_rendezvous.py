@@ -63,3 +63,51 @@ def test_who_does_not_come_is_not_waited_for_without_an_end(monkeypatch: pytest.
     monkeypatch.setattr(rendezvous, "TIMEOUT", 0 * rendezvous.TIMEOUT)
     with pytest.raises(RuntimeError, match="1 of 2 came"):
         met((1, 2, 1), monkeypatch=monkeypatch)
+
+
+def test_who_waits_says_for_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LONG_S", 0.0)
+    monkeypatch.setattr(rendezvous, "TIMEOUT", rendezvous.TIMEOUT / 18_000)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with (
+        pytest.warns(
+            UserWarning, match="process 1 has waited 0 s: 1 of the 2 .* come to 10.0.0.1:29500; start the oth"
+        ),
+        pytest.raises(RuntimeError, match="1 of 2 came"),
+    ):
+        met((1, 2, 1), monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "needed"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo", "cuda", "cpu:gloo,cuda:nccl"),
+        ("cuda:nccl", "cpu", "gloo"),
+        ("cuda:nccl", "cuda", ""),
+        ("cpu:gloo,cuda:nccl", "cuda", ""),
+        ("cpu:gloo,cuda:nccl", "cpu", ""),
+        ("cpu:gloo,cuda:gloo", "cpu", ""),
+        ("cpu:mpi", "cpu", ""),
+    ],
+)
+def test_what_a_script_has_connected_with_has_to_do(
+    found: str, device: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: found)
+    if not needed:
+        rendezvous.initialize(device, rank=0, size=2, per_machine=2)
+        return
+    with pytest.raises(ConfigError, match=f"initialised with backend='{found}'.*'{device}': .*backend='{needed}'"):
+        rendezvous.initialize(device, rank=0, size=2, per_machine=2)
+
+
+def test_without_nccl_gradients_of_gpus_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    rendezvous._check_backend("cuda")

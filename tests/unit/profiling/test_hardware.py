@@ -12,6 +12,7 @@ from lt_offload.machine import driver
 from lt_offload.profiling.hardware import (
     _cgroup_bytes,
     available_host_bytes,
+    check_host_memory,
     free_memory,
     hardware_names,
     load_hardware,
@@ -123,6 +124,21 @@ def test_control_groups(tmp_path: Path) -> None:
     (old / "memory.usage_in_bytes").write_text("100\n")
     (old / "memory.stat").write_text("cache 5\n")
     assert _cgroup_bytes(tmp_path) == [450, 1900]
+
+
+def test_more_ram_than_the_machine_or_its_container_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lt_offload.profiling.hardware._CGROUP", tmp_path)
+    monkeypatch.setattr("lt_offload.profiling.hardware.total_host_bytes", lambda: 64 * 10**9)
+    check_host_memory(None)
+    check_host_memory(64 * 10**9)
+    with pytest.raises(ConfigError, match="host_memory=65 GB is more RAM than there is: this machine has 64 GB; lower"):
+        check_host_memory(65 * 10**9)
+    (tmp_path / "memory.max").write_text("max")
+    check_host_memory(64 * 10**9)
+    (tmp_path / "memory.max").write_text("32000000000")
+    check_host_memory(32 * 10**9)
+    with pytest.raises(ConfigError, match="host_memory=64 GB is more RAM .*: its container may take 32 GB; lower"):
+        check_host_memory(64 * 10**9)
 
 
 def test_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
