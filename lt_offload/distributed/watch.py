@@ -4,6 +4,9 @@ Each process writes a number that counts up to the store of the run, and, before
 of every other one reads both, and is told by the system when a process of the same machine has ended; then it writes
 that to the store, for other machines. Who waits for others asks what that thread has seen (:meth:`PeerWatch.check`), so
 that the first error is told by all and nobody waits for half an hour.
+
+The first process has the store, and answers all others: each asks it four times per beat, however many there are. One
+question is for the numbers of all, and one for how often anything else was written, which is read only if that is new.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,6 +94,8 @@ class PeerWatch:
         """The batch that this process is at."""
         self._here = f"{_here()} {machine}"
         """Other numbers of machines are other machines: they may be tried out on one."""
+        self._news = 0
+        """How often anything but a number had been written when this process last read all of it."""
         self._set("where", f"{os.getpid()} {self._here}")
         self._thread = threading.Thread(target=self._run, name="lt_offload-watch", daemon=True)
         self._thread.start()
@@ -99,7 +104,7 @@ class PeerWatch:
         """End the thread; the others need not wonder when this process ends."""
         if self._failure is None:
             with suppress(Exception):
-                self._set("closed", "")
+                self._tell_all("closed", "")
         self._closed.set()
         os.write(self._wake, b".")
         self._thread.join(timeout=_ANSWER_S)
@@ -115,7 +120,7 @@ class PeerWatch:
             return
         text = str(error) if isinstance(error, OffloadError) else f"{type(error).__name__}: {error}"
         with suppress(Exception):
-            self._set("error", text)
+            self._tell_all("error", text)
 
     def leave(self, patience: float) -> None:
         """Wait until all others that live know that this process fails, ``patience`` seconds at most."""
@@ -179,6 +184,23 @@ class PeerWatch:
         with self._alone():
             self._store.set(f"{self._run_name}/{what}/{self._rank if of is None else of}", value)
 
+    def _tell_all(self, what: str, value: str, of: int | None = None) -> None:
+        """Write what others read once they have seen that there is something new."""
+        self._set(what, value, of)
+        self._count(1)
+
+    def _count(self, more: int) -> int:
+        with self._alone():
+            return int(self._store.add(f"{self._run_name}/news", more))
+
+    def _of_all(self, what: str) -> dict[int, str]:
+        """Return what each other process has written; in one question once all have."""
+        keys = [f"{self._run_name}/{what}/{other}" for other in self._peers]
+        with self._alone():
+            if self._store.check(keys):
+                return dict(zip(self._peers, (value.decode() for value in self._store.multi_get(keys)), strict=True))
+        return {other: self._get(what, other) or "" for other in self._peers}
+
     def _get(self, what: str, rank: int) -> str | None:
         key = f"{self._run_name}/{what}/{rank}"
         with self._alone():
@@ -206,8 +228,7 @@ class PeerWatch:
             self._looked = self._asked = now
             try:
                 self._set("beat", f"{number} {self.batch}")
-                for other, peer in self._peers.items():
-                    self._look(other, peer)
+                self._look()
             except TimeoutError:
                 pass
             except Exception as error:
@@ -223,36 +244,53 @@ class PeerWatch:
         with suppress(OSError):
             select.select([self._woken, *known], [], [], BEAT_S)
 
-    def _look(self, other: int, peer: _Peer) -> None:
-        """See whether another process has said why it fails, has ended, or has been silent for too long."""
-        gone = self._is_gone(peer)  # before it is asked what it has said last
+    def _look(self) -> None:
+        """See whether other processes have said why they fail, have ended, or have been silent for too long."""
+        if not all(peer.where for peer in self._peers.values()):
+            self._meet(self._of_all("where"))
+        gone = {other for other, peer in self._peers.items() if self._is_gone(peer)}  # before they are asked
+        news, beats = self._count(0), self._of_all("beat")
+        for other, peer in self._peers.items():
+            if other in gone or news != self._news:
+                self._read(other, peer, gone=other in gone)
+            if other not in gone:
+                self._listen(other, peer, beats[other])
+        self._news = news
+
+    def _meet(self, told: Mapping[int, str]) -> None:
+        """Learn who the others are, as far as they have told, and be told by the system when one here ends."""
+        for other, peer in self._peers.items():
+            if peer.where or not told[other]:
+                continue
+            number, _, peer.where = told[other].partition(" ")
+            peer.pid = int(number)
+            if peer.where == self._here:
+                with suppress(OSError):
+                    peer.ended = os.pidfd_open(peer.pid)
+
+    def _read(self, other: int, peer: _Peer, *, gone: bool) -> None:
+        """Read what was written of another process, which may be ``gone``."""
         found = self._get("error", other)
         if found is not None:
             self._failed(f"process {other} failed: {found}")
         elif gone and self._get("closed", other) is None:
             self._ended(other, peer)
-        elif not gone:
-            self._listen(other, peer)
-            if peer.ended is None and (why := self._get("ended", other)) is not None:
-                peer.missing = True
-                self._failed(why)
+        elif not gone and peer.ended is None and (why := self._get("ended", other)) is not None:
+            peer.missing = True
+            self._failed(why)
 
     def _ended(self, other: int, peer: _Peer) -> None:
-        """Say, on other machines, too, that a process is not there any more."""
+        """Say, on other machines, too, that a process is not there any more, unless more has been said of it."""
+        if peer.missing:
+            return
         why = f"process {other} ({peer}) ended without a word, killed perhaps"
         peer.missing = True
         self._failed(why)
         with suppress(Exception):
-            self._set("ended", why, of=other)
+            self._tell_all("ended", why, of=other)
 
-    def _listen(self, other: int, peer: _Peer) -> None:
-        if not peer.where:
-            number, _, peer.where = (self._get("where", other) or "").partition(" ")
-            peer.pid = int(number or 0)
-            if peer.where == self._here:
-                with suppress(OSError):
-                    peer.ended = os.pidfd_open(peer.pid)
-        beat, now = self._get("beat", other) or "", time.monotonic()
+    def _listen(self, other: int, peer: _Peer, beat: str) -> None:
+        now = time.monotonic()
         if beat != peer.beat:
             peer.heard = now
         if beat != peer.beat or not self.strict:
@@ -262,8 +300,14 @@ class PeerWatch:
             self._silent(other, peer, now - peer.since)
 
     def _silent(self, other: int, peer: _Peer, seconds: float) -> None:
+        if peer.missing:
+            return
         peer.missing = True
-        self._failed(f"process {other} ({peer}) has not answered for {seconds:.0f} s: it is stopped, or its machine is")
+        why = f"process {other} ({peer}) has not answered for {seconds:.0f} s: it is stopped, or its machine is"
+        self._failed(why)
+        if other > 0:  # or nobody may answer, who has the store
+            with suppress(Exception):
+                self._tell_all("ended", why, of=other)
         # It holds its connections open while it is stopped, and whoever waits for them would never end.
         if peer.where == self._here and peer.pid:
             with suppress(ProcessLookupError, PermissionError):

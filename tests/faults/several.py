@@ -1,7 +1,8 @@
-"""Two processes of a run, in one of which something goes wrong: what each says, how long it stays, what is left.
+"""Processes of a run, in one of which something goes wrong: what each says, how long it stays, what is left.
 
-``python -m tests.faults.several FOLDER KIND`` imports everything once and forks two processes for each place where that
-kind of fault may come. A fault is injected by an object that counts calls; nobody sleeps until it is likely to happen.
+``python -m tests.faults.several FOLDER KIND COUNT MACHINES`` imports everything once and forks so many processes for
+each place where that kind of fault may come. A fault is injected by an object that counts calls; nobody sleeps until
+it is likely to happen.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from tests.support import trainers
 
 MEMORY = "40MB"
 KINDS = ("raise", "kill", "stop", "over budget")
-PLACES = {"forward": 1, "exchange": 1, "update": 1, "part": 1, "save": 0}
-"""Where a fault comes, and in which process: the first one writes, and has the run's store."""
+PLACES = ("forward", "exchange", "update", "part", "save")
+"""Where a fault comes: in the last process, or where the first one writes, which has the run's store."""
+SIZES = {(2, 1): PLACES, (2, 2): ("forward", "exchange", "update", "save"), (4, 2): ("forward", "exchange")}
+"""How many processes there are, on how many machines, and the places of faults that are tried there."""
 PIECES = 80
 """Of host copies that the second process has written into one file and a half."""
 LIMIT_S = 60.0
@@ -42,14 +45,17 @@ SILENCE_S = 12.0
 """Instead of ``watch.SILENCE_S`` where one is stopped: a process of a busy machine may be silent for seconds."""
 
 
-def places(kind: str, machines: int) -> tuple[str, ...]:
+def places(kind: str, count: int, machines: int) -> tuple[str, ...]:
     """Return where this kind of fault can come.
 
     Nothing but a forward takes device memory, and processes of one machine have parts of a checkpoint.
     """
-    if kind == "over budget":
-        return ("forward",)
-    return tuple(place for place in PLACES if machines == 1 or place != "part")
+    return ("forward",) if kind == "over budget" else SIZES[count, machines]
+
+
+def at_fault(place: str, count: int) -> int:
+    """Return in which process the fault comes: the last one has neighbours on its machine, where there are four."""
+    return 0 if place == "save" else count - 1
 
 
 class Injector:
@@ -93,8 +99,8 @@ def broken(before: Callable[..., Any], injector: Injector, at: int) -> Callable[
     return call
 
 
-def train(kind: str, place: str, folder: Path, rank: int, machines: int) -> None:
-    """Train as one of two processes, of which one fails at ``place``."""
+def train(kind: str, place: str, folder: Path, rank: int, count: int, machines: int) -> None:
+    """Train as one of some processes, of which one fails at ``place``."""
     import lightning.pytorch
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -102,7 +108,7 @@ def train(kind: str, place: str, folder: Path, rank: int, machines: int) -> None
     if kind == "stop":
         watch.SILENCE_S = SILENCE_S
     module = Module(shuffle=False, batch_size=1)
-    if rank == PLACES[place]:
+    if rank == at_fault(place, count):
         injector = Injector(kind, folder)
         if place == "forward":
             module.injector = injector
@@ -123,7 +129,7 @@ def train(kind: str, place: str, folder: Path, rank: int, machines: int) -> None
     trainers.fit(
         lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l"),
         module,
-        devices=2 // machines,
+        devices=count // machines,
         num_nodes=machines,
         max_epochs=1,
         num_sanity_val_steps=0,
@@ -133,16 +139,16 @@ def train(kind: str, place: str, folder: Path, rank: int, machines: int) -> None
     )
 
 
-def forked(kind: str, place: str, folder: Path, rank: int, port: int, machines: int) -> int:
+def forked(kind: str, place: str, folder: Path, rank: int, count: int, port: int, machines: int) -> int:
     """Fork one process, which ends as a script does: with what is registered for its end."""
     child = os.fork()
     if child:
         return child
     begin_forked()
-    os.environ.update(environment(rank, 2, port, machines))
+    os.environ.update(environment(rank, count, port, machines))
     code, said = 1, "nothing"
     try:
-        train(kind, place, folder, rank, machines)
+        train(kind, place, folder, rank, count, machines)
         code = 0
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
@@ -153,12 +159,12 @@ def forked(kind: str, place: str, folder: Path, rank: int, port: int, machines: 
     os._exit(code)
 
 
-def case(kind: str, place: str, folder: Path, machines: int) -> dict[str, Any]:
-    """Return what became of both processes."""
+def case(kind: str, place: str, folder: Path, count: int, machines: int) -> dict[str, Any]:
+    """Return what became of all processes."""
     folder.mkdir()
     port = free_port()
     shared = set(os.listdir("/dev/shm"))
-    children = [forked(kind, place, folder, rank, port, machines) for rank in range(2)]
+    children = [forked(kind, place, folder, rank, count, port, machines) for rank in range(count)]
     ended: dict[int, float] = {}
     codes: dict[int, int] = {}
     fault, limit = folder / "fault", time.monotonic() + 2 * LIMIT_S
@@ -171,15 +177,16 @@ def case(kind: str, place: str, folder: Path, machines: int) -> dict[str, Any]:
             found, status = os.waitpid(child, os.WNOHANG)
             if found:
                 ended[rank], codes[rank] = time.monotonic(), os.waitstatus_to_exitcode(status)
-        if machines > 1 and kind == "stop" and list(ended) == [1 - PLACES[place]]:
-            os.kill(children[PLACES[place]], signal.SIGCONT)  # on its machine there is nobody who would kill it
+        stopped = at_fault(place, count)
+        if machines == count and kind == "stop" and len(ended) == count - 1 and stopped not in ended:
+            os.kill(children[stopped], signal.SIGCONT)  # on its machine there is nobody who would kill it
         time.sleep(0.02)
-    alive = [rank for rank in range(2) if rank not in ended]
+    alive = [rank for rank in range(count) if rank not in ended]
     for rank in alive:
         os.kill(children[rank], signal.SIGKILL)
         os.waitpid(children[rank], 0)
     fault_at = float(fault.read_text()) if fault.exists() else None
-    said = [folder / f"said-{rank}" for rank in range(2)]
+    said = [folder / f"said-{rank}" for rank in range(count)]
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))  # raises if somebody listens there
@@ -188,9 +195,9 @@ def case(kind: str, place: str, folder: Path, machines: int) -> dict[str, Any]:
     return {
         "fault": fault_at is not None,
         "said": [path.read_text() if path.exists() else None for path in said],
-        "codes": [codes.get(rank) for rank in range(2)],
+        "codes": [codes.get(rank) for rank in range(count)],
         "alive": alive,
-        "seconds": [round(ended[rank] - fault_at, 2) if fault_at and rank in ended else None for rank in range(2)],
+        "seconds": [round(ended[rank] - fault_at, 2) if fault_at and rank in ended else None for rank in range(count)],
         "left in shared memory": sorted(set(os.listdir("/dev/shm")) - shared),
         "checkpoints": kept,
         "cleaned": sorted(path.name for path in (folder / "kept").glob(".*")) == [],
@@ -198,13 +205,13 @@ def case(kind: str, place: str, folder: Path, machines: int) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, kind: str, machines: int) -> None:
+def main(folder: Path, kind: str, count: int, machines: int) -> None:
     """Carry out all cases of a kind."""
     torch.set_num_threads(1)
     trainers.models.build()  # transformers is imported once
-    found = {place: case(kind, place, folder / place, machines) for place in places(kind, machines)}
+    found = {place: case(kind, place, folder / place, count, machines) for place in places(kind, count, machines)}
     (folder / "found.json").write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,4 +1,4 @@
-"""Something goes wrong in one of two processes: all leave, the first error is what all say, and nothing is left."""
+"""Something goes wrong in one of several processes: all leave, the first error is what all say, and nothing is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.several import KINDS, PLACES, places
+from tests.faults.several import KINDS, SIZES, at_fault, places
 
 ROOT = Path(__file__).parents[2]
 OWN = {"raise": r"ValueError: broken here", "over budget": r"OverBudget: .+"}
@@ -29,10 +29,10 @@ KILLED = -9
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize(("count", "machines"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_in_one_process_ends_all(tmp_path: Path, kind: str, machines: int) -> None:
-    command = [sys.executable, "-m", "tests.faults.several", str(tmp_path), kind, str(machines)]
+def test_a_fault_in_one_process_ends_all(tmp_path: Path, kind: str, count: int, machines: int) -> None:
+    command = [sys.executable, "-m", "tests.faults.several", str(tmp_path), kind, str(count), str(machines)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
         _, said = run.communicate(timeout=400)
@@ -40,27 +40,30 @@ def test_a_fault_in_one_process_ends_all(tmp_path: Path, kind: str, machines: in
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert tuple(found) == places(kind, machines)
+    assert tuple(found) == places(kind, count, machines)
     for place, case in found.items():
-        require(kind, PLACES[place], case, machines)
+        require(kind, at_fault(place, count), case, count, machines)
     if "part" in found:
         # The second file was being written, and is not there.
         assert [name for name in found["part"]["checkpoints"] if not name.startswith(".")] == ["step=1.ckpt"]
 
 
-def require(kind: str, rank: int, case: dict[str, Any], machines: int) -> None:
-    """Check what became of two processes, of which ``rank`` had the fault."""
+def require(kind: str, rank: int, case: dict[str, Any], count: int, machines: int) -> None:
+    """Check what became of all processes, of which ``rank`` had the fault."""
     assert case["fault"], case
     assert case["alive"] == [], case
-    own, other = case["said"][rank], case["said"][1 - rank]
+    own = case["said"][rank]
     expected = GONE if machines > 1 and (kind, rank) == ("kill", 0) else OTHERS[kind]
-    assert re.fullmatch(expected.format(rank=rank), other), case
+    for other in range(count):
+        if other != rank:
+            assert re.fullmatch(expected.format(rank=rank), case["said"][other]), case
+            assert case["codes"][other] == 1
     if kind in OWN:
         assert re.fullmatch(OWN[kind], own), case
-        assert case["codes"] == [1, 1]
-    elif machines > 1 and kind == "stop":  # it went on when all was over
+        assert case["codes"][rank] == 1
+    elif machines == count and kind == "stop":  # it went on when all was over
         assert own.startswith("ProcessError: process "), case
-        assert case["codes"] == [1, 1]
+        assert case["codes"][rank] == 1
     else:
         assert own is None, case
         assert case["codes"][rank] == KILLED
