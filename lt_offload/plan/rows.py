@@ -10,18 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan, TensorGroup
+from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan, TensorGroup
 from lt_offload.schema.profile import BlockProfile, Profile, ReadProfile
 
 
 def table_of(profile: Profile) -> int | None:
-    """Return the table that may be updated by rows; None if there is none, or several processes share it."""
+    """Return the table that may be updated by rows; None if there is none, or several processes share it.
+
+    Args:
+        profile: without sums of gradients, also for plans that add them up.
+    """
     found = [
         index
         for index, tensor in enumerate(profile.tensors)
@@ -47,16 +52,18 @@ def as_head(profile: Profile, table: int) -> Profile:
     first = _reading(profile.blocks[0], tensor.read(0), tensor.bytes + tensor.lookup_bytes)
     tensors = (*profile.tensors[:table], head, *profile.tensors[table + 1 :])
     machine = profile.hardware
-    machine = replace(machine, host_bytes=max(1, machine.host_bytes - room_of_rows(profile, table)))
+    room = room_of_rows(profile, table, sums=tensor.sum_bytes > 0)
+    machine = replace(machine, host_bytes=max(1, machine.host_bytes - room))
     return replace(profile, tensors=tensors, blocks=(first, *profile.blocks[1:]), hardware=machine)
 
 
-def room_of_rows(profile: Profile, table: int) -> int:
-    """Return the RAM that :func:`split` adds to a plan."""
+def room_of_rows(profile: Profile, table: int, *, sums: bool = False) -> int:
+    """Return the RAM that :func:`split` adds to a plan; ``sums``: to one that adds gradients up."""
     tensor = profile.tensors[table]
     tokens = tensor.lookup_bytes * tensor.shape[0] // tensor.bytes
-    # One place for what arrives, one for what the last block's gradient has at these rows, and their numbers.
-    return 2 * aligned(tensor.lookup_bytes) + aligned(8 * tokens) + ALIGNMENT
+    # One place for what arrives, one for what the last block's gradient has at these rows, one for what their sums
+    # have, and their numbers.
+    return (2 + sums) * aligned(tensor.lookup_bytes) + aligned(8 * tokens) + ALIGNMENT
 
 
 def _reading(block: BlockProfile, read: ReadProfile, more: int) -> BlockProfile:
@@ -75,10 +82,30 @@ def _reading(block: BlockProfile, read: ReadProfile, more: int) -> BlockProfile:
 
 
 def split(plan: Plan, profile: Profile, table: int, *, host_budget: int | None = None) -> Plan | None:
-    """Return ``plan``, made for :func:`as_head`, as one for ``profile``, checked and priced.
+    """Return ``plan``, made for :func:`as_head`, as one for ``profile``, checked; see :func:`two_parts`.
+
+    A plan for one micro-batch per update is priced, too.
+    """
+    found = two_parts(plan, profile, table, host_budget=host_budget)
+    if found is None:
+        return None
+    trace = simulate(found, profile)
+    predicted = replace(
+        plan.predicted,
+        iteration_s=trace.iteration_time,
+        lower_bound_s=min(plan.predicted.lower_bound_s, trace.iteration_time),
+        no_offload_s=no_offload_s(profile),
+        device_peak_bytes=trace.device_peak,
+        host_peak_bytes=trace.host_peak,
+    )
+    return replace(found, predicted=predicted)
+
+
+def two_parts(plan: Plan, profile: Profile, table: int, *, host_budget: int | None = None) -> Plan | None:
+    """Return ``plan``, made for :func:`as_head`, as one for ``profile``, checked, with the prediction of ``plan``.
 
     Args:
-        plan: made with less RAM, see :func:`room_of_rows`.
+        plan: made with less RAM, see :func:`room_of_rows`; for one micro-batch per update or more.
         profile: what it is for.
         table: see :func:`table_of`.
         host_budget: RAM that it may take; None: as much more than ``plan`` may as the rows take.
@@ -90,94 +117,95 @@ def split(plan: Plan, profile: Profile, table: int, *, host_budget: int | None =
     found = _TwoParts(plan, profile, table)
     if not found.possible:
         return None
-    ops, groups = found.ops(), found.groups()
     changed = replace(
         plan,
         fingerprint=profile.fingerprint,
-        host_budget_bytes=host_budget or plan.host_budget_bytes + room_of_rows(profile, table),
-        groups=groups,
-        ops=ops,
-        programs={"updating": tuple(range(len(ops)))},
-        gradient_bytes=found.end,
+        host_budget_bytes=host_budget or plan.host_budget_bytes + found.room,
+        groups=found.groups(),
+        ops=found.ops(),
+        programs=found.programs(),
+        gradient_bytes=plan.gradient_bytes + found.room,
         notes=(*plan.notes, f"{profile.tensors[table].name} is updated in two parts: {_PARTS}"),
     )
     timed = zip(changed.ops, durations(changed, profile.with_host_threads(plan.host_threads)), strict=True)
     changed = replace(changed, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
-    if check(changed, profile):
-        return None
-    trace = simulate(changed, profile)
-    predicted = replace(
-        plan.predicted,
-        iteration_s=trace.iteration_time,
-        lower_bound_s=min(plan.predicted.lower_bound_s, trace.iteration_time),
-        no_offload_s=no_offload_s(profile),
-        device_peak_bytes=trace.device_peak,
-        host_peak_bytes=trace.host_peak,
-    )
-    return replace(changed, predicted=predicted)
+    return None if check(changed, profile) else changed
 
 
 _PARTS = "rows that the batch does not look up as soon as the last block's gradient is there, the others at the end"
 
 
 class _TwoParts:
-    """The ops of a plan for :func:`as_head`, and two more: what sends the rows' gradient, and what updates them."""
+    """The ops of a plan for :func:`as_head`, and more: what sends the rows' gradient, adds it up, and updates them."""
 
     def __init__(self, plan: Plan, profile: Profile, table: int) -> None:
         self.plan, self.profile, self.table = plan, profile, table
         mine = [op for op in plan.ops if table in plan.tensors(op)]
         self.sends = [op for op in mine if op.sends_gradients]
+        """In plans that add gradients up two: the first begins a sum."""
+        self.adds = [op for op in mine if op.kind == "accumulate"]
         self.updates = [op for op in mine if op.updates_on_host]
         self.reads = {op.id for op in plan.ops if op.computes and op.block == 0}
         self.backward = next((op.id for op in plan.ops if op.kind == "backward" and op.block == 0), -1)
         step = plan.ops[self.backward].step
         last = [op.id for op in plan.ops if op.step == step and (op.computes or op.payload == "grad" or not op.payload)]
         self.at = max(last) + 1
-        """Where the two new ops are put in."""
-        self.rows = aligned(profile.tensors[table].lookup_bytes)
-        self.end = plan.gradient_bytes + room_of_rows(profile, table)
+        """Where new ops are put in."""
+        self.uses = range(self.at + 1, self.at + 2 + len(self.adds))
+        """Those of them that add up and update; the first one sends."""
+        self.room = room_of_rows(profile, table, sums=plan.adds_up)
 
     @property
     def possible(self) -> bool:
         """Whether it can be done."""
-        if len(self.sends) != 1 or len(self.updates) != 1 or self.plan.programs.keys() != {"updating"}:
+        plan, sums = self.plan, self.plan.adds_up
+        if plan.delayed or (len(self.sends), len(self.adds), len(self.updates)) != (1 + sums, sums, 1):
             return False
-        if any(op.block == 0 and op.save is not None for op in self.plan.ops):
+        if any(op.block == 0 and op.save is not None for op in plan.ops):
             return False  # a forward that ran again in the backward would look rows up that have been updated
-        named = (*self.sends[0].groups, *self.updates[0].groups)
-        alone = all(self.plan.groups[group].tensors == (self.table,) for group in named)
+        named = [group for op in (*self.sends, *self.adds, *self.updates) for group in op.groups]
+        alone = all(plan.groups[group].tensors == (self.table,) for group in named)
         update = self.updates[0].id
         # What waits for the update within the iteration would come before the last rows are updated.
-        early = (op for op in self.plan.ops if update < op.id and update in op.after and not op.sends_gradients)
+        early = (op for op in plan.ops if update < op.id and update in op.after and not op.sends_gradients)
         return alone and not any(early)
 
     def groups(self) -> tuple[TensorGroup, ...]:
         """Return the groups, that of the rows last."""
-        rows = TensorGroup(
-            payload="grad", tensors=(self.table,), sizes=(self.rows,), host_offset=self.plan.gradient_bytes
-        )
-        return (*self.plan.groups, rows)
+        size = aligned(self.profile.tensors[self.table].lookup_bytes)
+        at = self.plan.gradient_bytes
+        return (*self.plan.groups, TensorGroup(payload="grad", tensors=(self.table,), sizes=(size,), host_offset=at))
 
     def ops(self) -> tuple[Op, ...]:
         """Return the ops."""
         changed = [self._changed(op) for op in self.plan.ops]
         return (*changed[: self.at], *self._new(), *changed[self.at :])
 
+    def programs(self) -> dict[Pass, tuple[int, ...]]:
+        """Return the ops of each kind of pass."""
+        found: dict[Pass, tuple[int, ...]] = {}
+        for which, numbers in self.plan.programs.items():
+            more = self.at, (self.uses[-1] if which == "updating" else self.uses[0])
+            found[which] = tuple(sorted((*map(self._number, numbers), *more)))
+        return found
+
     def _number(self, op: int) -> int:
-        return op + 2 * (op >= self.at)
+        return op + (1 + len(self.uses)) * (op >= self.at)
 
     def _changed(self, op: Op) -> Op:
         (weight,) = self.updates[0].groups
-        first, last = self.updates[0].id, self.at + 1
+        first, last = self.updates[0].id, self.uses[-1]
         after = {self._number(other) for other in op.after}
         if op.id in self.reads:
             # A backward of the first block reads nothing of the table, but the framework holds it meanwhile.
             after |= {first} if op.id == self.backward else {first, last}
+            if self.adds and op.id != self.backward:
+                after.add(self.at)  # a pass that only adds up makes no update that has waited for it
             read = self.profile.tensors[self.table].read(0)
             nbytes = read.backward_bytes if op.id == self.backward else read.forward_bytes
             op = replace(op, zero_copy=(*op.zero_copy, weight), bytes=op.bytes + nbytes)
-        elif op.id in (self.sends[0].id, first):
-            after.add(last)
+        elif op in self.sends or op in self.adds or op in self.updates:
+            after.update(self.uses)  # of the pass before
             op = replace(op, rows="others")
         elif first in op.after and op.payload == "weight":
             after.add(last)
@@ -185,22 +213,18 @@ class _TwoParts:
 
     def _new(self) -> Iterator[Op]:
         tensor, backward = self.profile.tensors[self.table], self.plan.ops[self.backward]
-        yield replace(
-            self.sends[0],
+        sends, adds, updates = ({op.id for op in ops} for ops in (self.sends, self.adds, self.updates))
+        new = partial(replace, step=backward.step, block=0, rows="looked up")
+        yield new(
+            self.sends[-1],
             id=self.at,
-            step=backward.step,
-            block=0,
             groups=(len(self.plan.groups),),
             bytes=tensor.lookup_bytes,
-            after=tuple(sorted({self._number(self.backward), self.at + 1})),
+            after=tuple(sorted({self._number(self.backward), *self.uses})),
             release_after=backward.step,
-            rows="looked up",
         )
-        yield replace(
-            self.updates[0],
-            id=self.at + 1,
-            step=backward.step,
-            block=0,
-            after=tuple(sorted({self.at, self.updates[0].id})),
-            rows="looked up",
-        )
+        for op in self.adds:
+            # Sums have the last block's gradient, and those of the passes before.
+            yield new(op, id=self.uses[0], after=tuple(sorted({self.at, *sends, *adds, *self.uses})))
+        for op in self.updates:
+            yield new(op, id=self.uses[-1], after=tuple(sorted({self.at, *updates})))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.window import UNCOUNTED, windowed, with_sums
 from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.rows import as_head, room_of_rows, table_of, two_parts
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
@@ -50,8 +52,10 @@ def plan_windows(
         plan_one: plans for one micro-batch per update; its errors are passed on.
         least: returns the seconds that no plan for windows can beat; asked when there is one.
     """
-    # Two plans share the user's time.
-    window, half = settings.accumulate, replace(for_one(settings), time_limit=settings.time_limit / 2)
+    # Two plans share the user's time, or three.
+    table = _table(profile, settings)
+    window = settings.accumulate
+    half = replace(for_one(settings), time_limit=settings.time_limit / (2 if table is None else 3))
     mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
     least_s = least()
     if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * least_s:
@@ -59,11 +63,33 @@ def plan_windows(
     other = (
         _settling(with_sums(profile, window), window) if settings.delayed else with_sums(profile, window, mean=False)
     )
-    try:
-        second = for_windows(plan_one(other, half), profile, settings)
-    except (ConfigError, InfeasibleError, UnsupportedError):  # there is a plan: no other was found in time
-        return _bounded(mean, least_s)
-    return _bounded(min(mean, second, key=lambda plan: plan.predicted.iteration_s), least_s)
+    plans = [mean]
+    with suppress(ConfigError, InfeasibleError, UnsupportedError):  # there is a plan: no other was found in time
+        plans.append(for_windows(plan_one(other, half), profile, settings))
+    if table is not None:
+        plans += _by_rows(profile, table, replace(settings, time_limit=half.time_limit), plan_one)
+    return _bounded(min(plans, key=lambda plan: plan.predicted.iteration_s), least_s)
+
+
+def _table(profile: Profile, settings: Settings) -> int | None:
+    """Return the table that may be updated by rows; updates that wait are of whole tensors."""
+    if settings.planner not in ("auto", "offmate") or not settings.host_update or settings.delayed:
+        return None
+    return table_of(profile)
+
+
+def _by_rows(
+    profile: Profile, table: int, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]
+) -> Iterator[Plan]:
+    """Yield the plan that updates ``table`` in two parts, if one is found."""
+    less = for_one(settings)
+    less = replace(less, host_memory=less.host.less(room_of_rows(profile, table, sums=True)))
+    with suppress(ConfigError, InfeasibleError, UnsupportedError):
+        found = plan_one(as_head(with_sums(profile, settings.accumulate), table), less)
+        found = windowed(found, as_head(profile, table), settings.accumulate)
+        parted = two_parts(found, profile, table, host_budget=settings.host_budget(profile.hardware))
+        if parted is not None:
+            yield priced(parted, profile)
 
 
 def _bounded(plan: Plan, least_s: float) -> Plan:

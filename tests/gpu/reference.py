@@ -12,8 +12,8 @@ from lt_offload.schema.plan import Plan
 from tests.support.engines import Case, Result, batches, build, make_optimizer, scheduler
 
 
-def trained_plainly(case: Case, plan: Plan, device: torch.device) -> Result:
-    """Return the model trained without the engine.
+def trained_plainly(case: Case, plan: Plan, device: torch.device, window: int = 1) -> Result:
+    """Return the model trained without the engine, with an update per ``window`` batches and one after the last.
 
     Forward and backward run on ``device``. Weights whose place is the host have their gradients moved there, are
     updated there by the same optimizer, and moved back.
@@ -28,9 +28,13 @@ def trained_plainly(case: Case, plan: Plan, device: torch.device) -> Result:
     schedule = scheduler(optimizer)
     torch.manual_seed(case.seed + 1)
     losses = []
-    for batch in batches(case, master, device):
+    made = batches(case, master, device)
+    for number, batch in enumerate(made, start=1):
         loss = twin(**batch).loss
         loss.backward()
+        losses.append(loss.detach())
+        if number % window and number < len(made):
+            continue
         for name in on_host:
             gradient, weights[name].grad = weights[name].grad, None
             masters[name].grad = None if gradient is None else gradient.cpu()
@@ -40,5 +44,4 @@ def trained_plainly(case: Case, plan: Plan, device: torch.device) -> Result:
             for name in on_host:
                 weights[name].copy_(masters[name])
         schedule.step()
-        losses.append(loss.detach())
     return Result(losses, twin, optimizer)

@@ -128,6 +128,19 @@ def test_tied_embeddings_in_two_parts(optimizer: Any, target: Target, monkeypatc
     assert differences(expected, actual) == []
 
 
+@pytest.mark.parametrize("optimizer", ["adamw-fused", AdamW])
+def test_tied_embeddings_in_two_parts_in_windows(
+    optimizer: Any, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "VOCAB", 512)
+    monkeypatch.setattr(models, "_built", {})
+    case = Case(family="llama-tied", optimizer=optimizer, shapes=((2, 12), (3, 12), (2, 7), (2, 12), (1, 5)))
+    plan = in_two_parts(case, window=2)
+    expected = trained_plainly(case, plan, target.torch_device, window=2)
+    actual, _ = trained_on(target.open(), case, plan, window=2)
+    assert differences(expected, actual) == []
+
+
 @pytest.mark.quick
 def test_plain_loop(target: Target) -> None:
     """A plan made here for less memory, in the loop that the README shows."""

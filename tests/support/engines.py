@@ -128,12 +128,16 @@ def offloaded(case: Case, **device_options: Any) -> Result:
     return trained_on(device, case, planned(case))[0]
 
 
-def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
-    """Return the model trained by ``plan``, and the peak of device memory; closes ``device``."""
+def trained_on(device: Device, case: Case, plan: Plan, window: int = 1) -> tuple[Result, int]:
+    """Return the model trained by ``plan``, ``window`` batches per update, and the peak of device memory.
+
+    Closes ``device``.
+    """
     model = build(case)
     optimizer = make_optimizer(model, case.optimizer)
     made = batches(case, model, device.torch_device)
-    return trained_by(device, plan, model, optimizer, made, seed=case.seed + 1, after=scheduler(optimizer).step)
+    after = scheduler(optimizer).step
+    return trained_by(device, plan, model, optimizer, made, seed=case.seed + 1, after=after, window=window)
 
 
 def trained_by(
@@ -145,19 +149,27 @@ def trained_by(
     *,
     seed: int = 0,
     after: Callable[[], None] = lambda: None,
+    window: int = 1,
 ) -> tuple[Result, int]:
-    """Train ``model``, an iteration per batch and ``after`` each; return it and the peak of device memory."""
+    """Train ``model``, an update per ``window`` batches and one after the last, and ``after`` each.
+
+    Returns:
+        It, and the peak of device memory.
+    """
     engine = Engine(model, optimizer, plan, device)
     losses, peak = [], 0
     try:
         engine.install()
         torch.manual_seed(seed)
-        for batch in batches:
-            with engine.iteration():
+        for number, batch in enumerate(batches, start=1):
+            last = number % window == 0 or number == len(batches)
+            with engine.iteration(last=last):
                 loss = model(**batch).loss
                 loss.backward()
-                optimizer.step()
-            after()
+                if last:
+                    optimizer.step()
+            if last:
+                after()
             losses.append(loss.detach().clone())
             peak = max(peak, engine.stats.device_peak_bytes)
         engine.drain()

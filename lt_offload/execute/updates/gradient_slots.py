@@ -50,7 +50,8 @@ class Slots:
         self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
         self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
         """By op."""
-        self._box_of = {t: box for box in self._boxes for t in plan.tensors(box.op)}
+        self.box_of = {t: box for box in self._boxes if box.op.rows != "looked up" for t in plan.tensors(box.op)}
+        """By tensor; of a table in two parts that of the last block's gradient."""
         for low, high in _islands(ranges.values()):
             island = device.host_empty((high - low,), torch.uint8)
             for box in self._boxes:
@@ -68,14 +69,28 @@ class Slots:
         """Queue the copies of ``items`` to their slot, and those of ``more``, as one task."""
         return box.send(items, self._freed(box.op), more)
 
-    def begin_sums(self, op: Op, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
-        """Queue the copies of ``items``, the first gradients of a window, to where their sums are, as one task."""
+    def begin_sums(
+        self,
+        op: Op,
+        items: Sequence[tuple[Weight, Tensor]],
+        more: Sequence[tuple[Tensor, Tensor]] = (),
+        cells: Sequence[Cell] = (),
+    ) -> GradientOffload:
+        """Queue the copies of ``items``, the first gradients of a window, to where their sums are, as one task.
+
+        Args:
+            op: says so.
+            items: complete gradients.
+            more: is copied with them.
+            cells: of where that goes.
+        """
         totals = [total for weight, _ in items if (total := weight.total) is not None]
         groups = list(dict.fromkeys(total.group for total in totals))
         pairs = [(total.host, grad) for total, (_, grad) in zip(totals, items, strict=True)]
         # The last update has used them up.
         freed = [group.host_ready for group in groups]
-        offload = _queued(self._device, op, items, pairs, freed, writes=[group.host_cell for group in groups])
+        writes = [*(group.host_cell for group in groups), *cells]
+        offload = _queued(self._device, op, items, [*pairs, *more], freed, writes=writes)
         for total in totals:
             total.fill()
         for group in groups:
@@ -88,7 +103,7 @@ class Slots:
 
     def skipped(self, op: int, weights: Iterable[Weight]) -> None:
         """Note that nothing has arrived for ``op`` of the host: what was at its addresses before may be there still."""
-        boxes = dict.fromkeys(self._box_of[w.index] for w in weights if w.index in self._box_of)
+        boxes = dict.fromkeys(self.box_of[w.index] for w in weights if w.index in self.box_of)
         self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
 
     def _freed(self, op: Op) -> list[Event]:

@@ -28,7 +28,7 @@ from lt_offload.execute.memory.tensors import Weight, add_in_order
 from lt_offload.execute.updates.clipping import Clipping
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.execute.updates.tables import Pairs, Table, square_sum
+from lt_offload.execute.updates.tables import Pairs, RowUse, Table, square_sum
 from lt_offload.schema.plan import Op, Pass, Plan
 from lt_offload.schema.profile import COLLECTED_BELOW
 
@@ -65,10 +65,9 @@ class Gradients:
                 continue
             for index, host in box.hosts.items():
                 self._tables[index].arrived, self._tables[index].cell = host, box.cell
-        self._others = {
-            t: op.id for op in plan.ops if op.payload == "grad" and op.rows == "others" for t in plan.tensors(op)
-        }
-        """By such a table: the op that sends the last block's gradient."""
+        for index, table in self._tables.items():
+            self._slots.box_of[index].cells.append(table.aside)
+        self._others = {which: _last_blocks(plan, which) for which in plan.passes}
         self._last = len(plan.options) - 1
         self._takers: dict[Pass, dict[int, Op]] = {
             which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
@@ -219,7 +218,7 @@ class Gradients:
 
     def end_backward_of(self, block: int) -> None:
         """A block's backward has ended, in all its parts: gradients of the last one for tables are complete."""
-        for index, op in self._others.items() if block == self._last else ():
+        for index, op in self._others[self._which].items() if block == self._last else ():
             self._complete[op].append((self._weights[index], self._tables[index].end_last_block()))
 
     def use_on_device(self) -> None:
@@ -316,7 +315,7 @@ class Gradients:
             members = [(weight, grad) for weight, grad in taken if grad is not None]
             beginning = self._slots.beginning.get(op)
             if beginning is not None:
-                sent.append((beginning, self._slots.begin_sums(beginning, members)))
+                sent.append((beginning, self._begin_sums(beginning, members)))
                 continue
             box = self._slots.of[op]
             more: Pairs = []
@@ -329,6 +328,14 @@ class Gradients:
             sent.append((box.op, offload))
             self._arrived.update([(weight.index, offload.event) for weight, _ in members or taken])
         return sent
+
+    def _begin_sums(self, op: Op, members: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
+        """Queue the copies of the first gradients of a window to where their sums are."""
+        if op.rows is None:
+            return self._slots.begin_sums(op, members)
+        table = self._tables[members[0][0].index]
+        table.begun, table.filled = True, False
+        return self._slots.begin_sums(op, members, table.tokens(), [table.aside])
 
     def use_on_host(self, op: Op, weights: Sequence[Weight], urgency: int) -> Event | None:
         """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
@@ -396,25 +403,36 @@ class Gradients:
         return total.places[0] if total.elsewhere else total.host
 
     def _use_rows(self, op: Op, weight: Weight, urgency: int) -> Event:
-        """Queue the update of a part of a table; return its event."""
-        table, first = self._tables[weight.index], op.rows == "others"
-        update, edit = self.updates.prepare_rows(weight, begins=first), self.clipping.edit()
+        """Queue what the host does with the gradient of a part of a table; return its event."""
+        table, first, updating = self._tables[weight.index], op.rows == "others", op.kind == "update"
+        total = weight.total
+        if first:
+            table.begun, table.filled = False, _filled(weight)
+        sums = total if total is not None and (table.filled or not updating) else None
+        use = RowUse(
+            sums=sums.host if sums is not None else None,
+            update=self.updates.prepare_rows(weight, begins=first) if updating else None,
+            edit=self.clipping.edit(),
+            squares=self.square_sums,
+        )
+        groups = [weight.group] * updating + ([sums.group] if sums is not None else [])
         arrived = self._arrived.pop(weight.index, None)
         event = self.device.submit(
             "host",
-            table.other_rows(self._host_grads[weight.index], update, edit, self.square_sums)
-            if first
-            else table.looked_up(update, edit, self.square_sums),
-            after=distinct([self.device.mark() if arrived is None else arrived, weight.group.host_ready]),
+            table.other_rows(self._host_grads[weight.index], use) if first else table.looked_up(use),
+            after=distinct([self.device.mark() if arrived is None else arrived, *(g.host_ready for g in groups)]),
             reads=[weight.grad_cell if first else table.cell],
-            writes=[weight.group.host_cell],
+            writes=[table.aside, *(group.host_cell for group in groups)],
             label=op.label,
             op=op.id,
             urgency=urgency,
         )
         self._slots.updated(op.id, event)
-        weight.group.updated_on_host_by(event)
-        self.updated += not first
+        for group in groups:
+            group.updated_on_host_by(event)
+        if total is not None and not (updating and first):
+            total.use_up() if updating else total.fill()
+        self.updated += updating and not first
         return event
 
     def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
@@ -473,6 +491,12 @@ def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]
         if weight.param.requires_grad and weight.index not in takers:
             raise PlanError(f"no op of the plan takes the gradient of {weight.label}; plan again")
     return takers
+
+
+def _last_blocks(plan: Plan, which: Pass) -> dict[int, int]:
+    """Return, by table in two parts, the op that sends the last block's gradient in a pass."""
+    sends = [op for op in plan.program(which) if op.payload == "grad" and op.rows == "others"]
+    return {t: op.id for op in sends for t in plan.tensors(op)}
 
 
 def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:

@@ -3,12 +3,17 @@
 The last block's gradient arrives first, with the tokens of the batch. The host sets aside what it has for the rows of
 these tokens and updates all other rows. At the end come the first block's gradients, as one row per token. They are
 added in the order of the backward, as plain PyTorch adds them to the table's gradient, and these rows are updated.
+
+In windows of several micro-batches both parts are added to the sum of those before as soon as they are complete: to
+``p.grad`` plain PyTorch adds the gradient of a backward, not one use after the other. So what the sum has for the rows
+of a micro-batch's tokens is set aside, too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +31,21 @@ RowUpdate = Callable[[Tensor, Sequence[tuple[int, int]], bool], None]
 Pairs = list[tuple[Tensor, Tensor]]
 """What is copied to the host: where to, and what."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowUse:
+    """What the host does with a part of a table's gradient."""
+
+    sums: Tensor | None
+    """What it is added to; None: it is used as it is."""
+    update: RowUpdate | None
+    """None: it is added up only."""
+    edit: Callable[[Tensor], None] | None
+    """Clips what an update uses."""
+    squares: list[Tensor] | None
+    """Gets the sum of squares of what an update uses, if that is asked for."""
+
+
 _ADDED = 256
 """Rows that are added at a time."""
 
@@ -33,7 +53,8 @@ _ADDED = 256
 def tables_of(plan: Plan, structure: Structure, weights: Sequence[Weight], device: Device) -> list[Table]:
     """Return the tables that ``plan`` updates in two parts."""
     sends = [op for op in plan.ops if op.sends_gradients and op.rows == "looked up"]
-    return [Table(device, weights[t], op, structure.blocks[0].module) for op in sends for t in plan.tensors(op)]
+    first, sums = structure.blocks[0].module, plan.adds_up
+    return [Table(device, weights[t], op, first, sums=sums) for op in sends for t in plan.tensors(op)]
 
 
 class Table:
@@ -44,17 +65,26 @@ class Table:
         weight: the table.
         sends: the op that sends the first block's gradient.
         first: the first block.
+        sums: gradients are added up.
     """
 
-    def __init__(self, device: Device, weight: Weight, sends: Op, first: nn.Module) -> None:
+    def __init__(self, device: Device, weight: Weight, sends: Op, first: nn.Module, *, sums: bool) -> None:
         self.weight, self.sends, self._device = weight, sends, device
         self.cell = Cell(f"host rows {sends.block}")
+        self.aside = Cell(f"rows set aside {sends.block}")
+        """Tokens, and what has been set aside for their rows."""
+        self.begun = False
+        """In this pass the last block's gradient is where the sum is: it has begun one."""
+        self.filled = False
+        """There was a sum when the last block's gradient came."""
         self.arrived: Tensor
         """Where the first block's gradient arrives."""
         width = weight.nbytes // weight.host.shape[0]
         self._most = sends.bytes // width
         """Tokens that there is memory for."""
-        self._kept = device.host_empty((self._most, weight.host.shape[1]), weight.host.dtype)
+        shape, dtype = (self._most, weight.host.shape[1]), weight.host.dtype
+        self._kept = device.host_empty(shape, dtype)
+        self._kept_sums = device.host_empty(shape if sums else (0, shape[1]), dtype)
         self._ids = device.host_empty((self._most,), torch.int64)
         self._outside = device.host_empty((1,), torch.bool)
         self._calls: list[Tensor] = []
@@ -120,6 +150,8 @@ class Table:
         self._device.drain()
         self._most, shape, dtype = tokens, (tokens, self.weight.host.shape[1]), self.weight.host.dtype
         self._kept, self.arrived = (self._device.host_empty(shape, dtype) for _ in range(2))
+        if len(self._kept_sums):
+            self._kept_sums = self._device.host_empty(shape, dtype)
         self._ids = self._device.host_empty((tokens,), torch.int64)
 
     def tokens(self) -> Pairs:
@@ -162,36 +194,45 @@ class Table:
 
     # -- on the host -------------------------------------------------------------------------------------------------
 
-    def other_rows(
-        self, grad: Tensor, update: RowUpdate, edit: Callable[[Tensor], None] | None, squares: list[Tensor] | None
-    ) -> Callable[[], None]:
-        """Return what sets the gradient of rows aside that are looked up, and updates all others."""
-        count = sum(self._sizes)
+    def other_rows(self, grad: Tensor, use: RowUse) -> Callable[[], None]:
+        """Return what sets aside what there is for rows that are looked up, and uses all others of ``grad``."""
+        count, filled = sum(self._sizes), self.filled
 
         def run() -> None:
-            self._unique = torch.unique(self._ids[:count])
-            torch.index_select(grad, 0, self._unique, out=self._kept[: len(self._unique)])
-            if squares is not None:
-                grad.index_fill_(0, self._unique, 0)
-                squares.append(square_sum(grad))
-            if edit is not None:
-                edit(grad)
-            update(grad, _between(self._unique.tolist(), len(grad)), True)
+            self._set_aside(self._kept, grad, count)
+            used = grad
+            if use.sums is not None:
+                if filled:
+                    torch.index_select(use.sums, 0, self._unique, out=self._kept_sums[: len(self._unique)])
+                used = use.sums.add_(grad) if filled else use.sums.copy_(grad)
+            if use.update is None:
+                return
+            if use.squares is not None:
+                used.index_fill_(0, self._unique, 0)
+                use.squares.append(square_sum(used))
+            if use.edit is not None:
+                use.edit(used)
+            use.update(used, _between(self._unique.tolist(), len(used)), True)
 
         return run
 
-    def looked_up(
-        self, update: RowUpdate, edit: Callable[[Tensor], None] | None, squares: list[Tensor] | None
-    ) -> Callable[[], None]:
-        """Return what adds the first block's gradient of the rows, and updates them."""
+    def _set_aside(self, kept: Tensor, grad: Tensor, count: int) -> None:
+        self._unique = torch.unique(self._ids[:count])
+        torch.index_select(grad, 0, self._unique, out=kept[: len(self._unique)])
+
+    def looked_up(self, use: RowUse) -> Callable[[], None]:
+        """Return what adds the first block's gradient of the rows, and uses them."""
         parts = [part for part, _ in self._found]
-        sizes = list(self._sizes)
+        sizes, filled, begun = list(self._sizes), self.filled, self.begun
         uses = max(self.weight.uses - self._before, 1)
         each = len(sizes) // uses
 
         def run() -> None:
             if parts and self._outside.item():
                 raise _elsewhere(self.weight)
+            if begun:
+                assert use.sums is not None
+                self._set_aside(self._kept, use.sums, sum(sizes))
             kept = self._kept[: len(self._unique)]
             begin = 0
             for part in parts:
@@ -199,11 +240,17 @@ class Table:
                 count = sum(sizes[part * each : (part + 1) * each])
                 _add(kept, self._unique, self._ids[before : before + count], self.arrived[begin : begin + count])
                 begin += count
-            if squares is not None:
-                squares.append(square_sum(kept))
-            if edit is not None:
-                edit(kept)
-            update(kept, _runs(self._unique.tolist()), False)
+            if filled:
+                kept = self._kept_sums[: len(self._unique)].add_(kept)
+            if use.update is None:
+                assert use.sums is not None
+                use.sums.index_copy_(0, self._unique, kept)
+                return
+            if use.squares is not None:
+                use.squares.append(square_sum(kept))
+            if use.edit is not None:
+                use.edit(kept)
+            use.update(kept, _runs(self._unique.tolist()), False)
 
         return run
 

@@ -144,7 +144,9 @@ def _programs(plan: Plan) -> Iterator[str]:
             yield f"{describe(op)}: programs: no pass carries it out"
             continue
         # What begins a sum takes the place of the copy and the adding of later passes.
-        first: set[Pass] = {"beginning"} if not begun.isdisjoint(plan.tensors(op)) else set()
+        # Rows that are looked up are sent and added up in all of them: what begins a sum is the last block's gradient.
+        begins = op.rows != "looked up" and not begun.isdisjoint(plan.tensors(op))
+        first: set[Pass] = {"beginning"} if begins else set()
         expected: set[Pass]
         if plan.begins_sums(op):
             expected = first
@@ -314,7 +316,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     yield from _in_rows(plan, profile)
     yield from _between_machines(plan, profile)
     for op in plan.ops:
-        for t in plan.tensors(op) if op.kind == "accumulate" else ():
+        for t in plan.tensors(op) if op.kind == "accumulate" and op.rows != "others" else ():
             complete = _complete(profile.tensors[t], profile)
             if t in added or op.step != complete or (op.lane == "host") != (plan.update_places[t] == "host"):
                 name = profile.tensors[t].name
@@ -376,14 +378,17 @@ def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:
     for op in plan.ops:
         if op.rows is None:
             continue
-        if not (op.sends_gradients or op.updates_on_host) or plan.adds_up:
-            yield f"{describe(op)}: rows: only copies of gradients and updates on the host have them, without sums"
+        if not (op.sends_gradients or (op.uses_gradients and op.lane == "host")) or plan.delayed:
+            yield f"{describe(op)}: rows: only what the host gets and does has them, where no update waits for all"
         for t in plan.tensors(op):
             parts[t].append((op.kind, op.rows, op.step))
     for t, found in parts.items():
         tensor = profile.tensors[t]
         first, last = (backward_steps(tensor.blocks, profile) + [-1, -1])[:2]
-        expected = [(kind, rows, step) for rows, step in (("others", first), ("looked up", last)) for kind in _SENT]
+        used = [(kind, rows, step) for rows, step in (("others", first), ("looked up", last)) for kind in _SENT]
+        expected = [one for one in used if plan.adds_up or one[0] != "accumulate"]
+        if plan.adds_up:
+            expected.insert(0, expected[0])  # begins the sum
         if found != expected or len(tensor.blocks) != 2 or not tensor.lookup_bytes:
             yield f"tensor {tensor.name}: rows: not the ops of a table in two parts, in steps {first} and {last}"
         for op in plan.ops:
@@ -394,7 +399,7 @@ def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"tensor {tensor.name}: rows: it is updated as a whole, too"
 
 
-_SENT = ("offload", "update")
+_SENT = ("offload", "accumulate", "update")
 
 
 def _uses_all(op: Op) -> bool:

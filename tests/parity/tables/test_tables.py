@@ -17,10 +17,12 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.optim import AdamW
+from lt_offload.plan.assembly.window import windowed, with_sums
 from lt_offload.plan.rows import as_head, split, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
 from lt_offload.plan.verify.check import check
+from lt_offload.plan.windows import for_one
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import Op, Plan
@@ -105,8 +107,8 @@ def planned(
     return plan, budget
 
 
-def in_two_parts(case: Case) -> Plan:
-    """A plan for a case with tied embeddings, whatever the budget."""
+def in_two_parts(case: Case, window: int = 1) -> Plan:
+    """A plan for a case with tied embeddings and windows of so many micro-batches, whatever the budget."""
     model = engines.build(case)
     batch = engines.batches(case, model)[0]
     found = profile(
@@ -120,10 +122,11 @@ def in_two_parts(case: Case) -> Plan:
     found = with_fixed_times(found)
     table = table_of(found)
     assert table is not None
-    head = as_head(found, table)
-    low = make_plan(head, Settings(planner="stream")).predicted.device_peak_bytes
+    head = as_head(with_sums(found, window) if window > 1 else found, table)
+    low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
     # With all the room there is, the table would be fetched again within the iteration.
-    plan = split(make_plan(head, Settings(planner="greedy", memory=int(1.1 * low))), found, table)
+    made = make_plan(head, for_one(Settings(planner="greedy", memory=int(1.1 * low))))
+    plan = split(windowed(made, as_head(found, table), window) if window > 1 else made, found, table)
     assert plan is not None
     return plan
 
@@ -280,9 +283,10 @@ def test_the_planner_takes_two_parts_where_that_is_faster(tmp_path: Path) -> Non
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
 
 
-@pytest.mark.parametrize("many", [{"accumulate": 2}, {"delayed": True}])
-def test_plans_with_sums_update_whole_tensors(many: dict[str, Any]) -> None:
-    plan = make_plan(measured("masters"), Settings(memory=planned("masters", 1.0)[1] * 2, **many))
+@pytest.mark.parametrize("many", [1, 2])
+def test_updates_that_wait_are_of_whole_tensors(many: int) -> None:
+    settings = Settings(memory=planned("masters", 1.0)[1] * 2, delayed=True, accumulate=many)
+    plan = make_plan(measured("masters"), settings)
     assert not any(op.rows for op in plan.ops)
 
 

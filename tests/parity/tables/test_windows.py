@@ -1,0 +1,380 @@
+"""Tied embeddings updated in two parts in windows of several micro-batches, whose gradients are added up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_value_
+
+from lt_offload.errors import UnsupportedError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.plan.assembly.window import windowed, with_sums
+from lt_offload.plan.rows import as_head, room_of_rows, table_of, two_parts
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import make_plan
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.windows import for_one, priced
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import Profile
+from tests.parity.tables.test_tables import MAKERS, VOCABULARY, build, measured, optimizer_of
+from tests.support import models
+from tests.support.engines import Result, differences
+
+Shape = tuple[int, int]
+"""Samples and tokens; a plan is for (5, 24)."""
+WINDOWS: Sequence[Sequence[Shape]] = (
+    ((5, 24), (5, 24), (5, 24)),
+    ((5, 24), (2, 9), (5, 24)),
+    ((2, 9),),
+    ((5, 24), (3, 24)),
+    ((5, 24), (2, 7), (1, 5), (5, 24)),
+)
+"""They are planned for three micro-batches; others are shorter, one is longer."""
+
+
+def batches(windows: Sequence[Sequence[Shape]], rows: int = VOCABULARY) -> list[list[dict[str, Any]]]:
+    """Micro-batches by window; some tokens are in several of them, or several times in one, others in one alone."""
+    model = build("torch", rows=rows)
+    seeds = iter(range(1000))
+    made = [[models.batch(model, batch_size=b, sequence_length=s, seed=next(seeds)) for b, s in w] for w in windows]
+    for window in made:
+        for batch in window:
+            batch["input_ids"][:, 2] = 7
+        window[-1]["input_ids"][:, 3:5] = 11
+    return made
+
+
+@cache
+def planned(
+    maker: str,
+    part_of_budget: float,
+    family: str = "llama-tied",
+    parts: int = 1,
+    rows: int = VOCABULARY,
+    window: int = 3,
+) -> tuple[Plan, int]:
+    """A plan in two parts, with so much of what is between the smallest budget and the largest; and the budget."""
+    found = measured(maker, family, parts, rows)
+    table = table_of(found)
+    assert table is not None
+    head = as_head(with_sums(found, window), table)
+    low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
+    high = make_plan(head, for_one(Settings())).predicted.device_peak_bytes
+    budget = int(low + part_of_budget * (high - low))
+    made = make_plan(head, for_one(Settings(memory=budget)))
+    plan = two_parts(windowed(made, as_head(found, table), window), found, table)
+    assert plan is not None
+    return priced(plan, found), budget
+
+
+def plain(
+    maker: str,
+    windows: Sequence[Sequence[Shape]] = WINDOWS,
+    family: str = "llama-tied",
+    rows: int = VOCABULARY,
+    clip_value: float | None = None,
+) -> Result:
+    """Train without the engine."""
+    model = build(maker, family, rows)
+    optimizer = optimizer_of(model, maker)
+    torch.manual_seed(0)
+    losses = []
+    for window in batches(windows, rows):
+        for batch in window:
+            loss = model(**batch).loss / len(window)
+            loss.backward()
+            losses.append(loss.detach())
+        if clip_value is not None:
+            clip_grad_value_(model.parameters(), clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Result(losses, model, optimizer)
+
+
+class Training:
+    """One training in windows, which several engines may carry out one after the other."""
+
+    def __init__(self, maker: str, family: str = "llama-tied", rows: int = VOCABULARY) -> None:
+        self.model = build(maker, family, rows)
+        self.optimizer = optimizer_of(self.model, maker)
+        self.losses: list[torch.Tensor] = []
+        self.peak = 0
+        self.clip_value: float | None = None
+        self.norms: list[float | None] | None = None
+        self.between: Callable[[nn.Module], None] = lambda model: None
+        torch.manual_seed(0)
+
+    def run(
+        self,
+        plan: Plan,
+        budget: int,
+        micro_batches: Sequence[tuple[dict[str, Any], int, bool]],
+        begun: CarriedWindow | None = None,
+        mode: str = "lazy",
+    ) -> CarriedWindow | None:
+        """Carry out micro-batches, of windows of so many, of which some are the last; return what they have left."""
+        device = EmulatedDevice(budget, mode, check=True, accounting="always")
+        engine = Engine(self.model, self.optimizer, plan, device)
+        left = None
+        try:
+            engine.install()
+            engine.clip_value = self.clip_value
+            if begun is not None:
+                engine.handover.enter_window(begun)
+            for batch, size, last in micro_batches:
+                with engine.iteration(last=last, grad_norm=self.norms is not None):
+                    loss = self.model(**batch).loss / size
+                    loss.backward()
+                    if last:
+                        self.optimizer.step()
+                self.losses.append(loss.detach().clone())
+                self.peak = max(self.peak, engine.stats.device_peak_bytes)
+                self.between(self.model)
+                if last and self.norms is not None:
+                    self.norms.append(engine.stats.grad_norm)
+            if engine.added:
+                left = engine.handover.leave_window(self.optimizer)
+            engine.drain()
+        finally:
+            engine.remove()
+            device.close()
+        return left
+
+    @property
+    def result(self) -> Result:
+        """What has become of it."""
+        return Result(self.losses, self.model, self.optimizer)
+
+
+def flat(
+    windows: Sequence[Sequence[Shape]] = WINDOWS, rows: int = VOCABULARY
+) -> list[tuple[dict[str, Any], int, bool]]:
+    """All micro-batches, with the size of their window, and whether they are its last."""
+    return [(b, len(w), b is w[-1]) for w in batches(windows, rows) for b in w]
+
+
+@pytest.mark.parametrize("part_of_budget", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_windows_in_two_parts_have_the_numbers_of_plain_pytorch(maker: str, part_of_budget: float) -> None:
+    plan, budget = planned(maker, part_of_budget)
+    uses = [(op.kind, op.rows) for op in plan.ops if op.uses_gradients and op.rows]
+    assert uses == [(kind, rows) for rows in ("others", "looked up") for kind in ("accumulate", "update")]
+    training = Training(maker)
+    training.run(plan, budget, flat())
+    assert training.peak <= budget
+    assert differences(plain(maker), training.result) == []
+
+
+@pytest.mark.parametrize("mode", ["thread", "random"])
+@pytest.mark.parametrize("family", ["bloom", "gemma3"])
+def test_other_models_and_orders_of_lanes_give_the_same_numbers(family: str, mode: str) -> None:
+    plan, budget = planned("torch", 0.3, family)
+    training = Training("torch", family)
+    training.run(plan, budget, flat(), mode=mode)
+    assert differences(plain("torch", family=family), training.result) == []
+
+
+@pytest.mark.parametrize("maker", ["torch", "noise"])
+def test_gradients_are_clipped_by_value_when_they_are_complete(maker: str) -> None:
+    plan, budget = planned(maker, 0.3)
+    training = Training(maker)
+    training.clip_value = 1e-3
+    training.run(plan, budget, flat())
+    expected = plain(maker, clip_value=1e-3)
+    assert differences(expected, training.result) == []
+    assert differences(expected, plain(maker)) != []
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_another_plan_goes_on_in_the_midst_of_a_window(at: int) -> None:
+    plan, budget = planned("masters", 0.3)
+    whole = make_plan(measured("masters"), Settings(planner="greedy", memory=2 * budget, accumulate=3))
+    assert not any(op.rows for op in whole.ops)
+    for first, then in ((plan, whole), (whole, plan), (plan, plan)):
+        training, all_of_them = Training("masters"), flat()
+        left = training.run(first, 2 * budget, all_of_them[:at])
+        training.run(then, 2 * budget, all_of_them[at:], left)
+        assert differences(plain("masters"), training.result) == []
+
+
+def test_training_goes_on_from_what_was_saved_between_windows() -> None:
+    plan, budget = planned("masters", 0.3)
+    first, then = Training("masters"), Training("masters")
+    first.run(plan, budget, flat()[:6])
+    then.model.load_state_dict(first.model.state_dict())
+    then.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    then.losses = first.losses
+    then.run(plan, budget, flat()[6:])
+    assert differences(plain("masters"), then.result) == []
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_window_begins_anew_after_an_error(complete: bool) -> None:
+    plan, budget = planned("torch", 0.3)
+    training = Training("torch")
+    model, optimizer = training.model, training.optimizer
+    engine = Engine(model, optimizer, plan, device := EmulatedDevice(budget, "lazy", check=True))
+    engine.install()
+    first, second = batches([((5, 24), (5, 24))])[0]
+    with engine.iteration(last=False):
+        model(**first).loss.backward()
+    with pytest.raises(RuntimeError, match="by the user"), engine.iteration(last=False):  # noqa: PT012
+        loss = model(**second).loss
+        if complete:
+            loss.backward()
+        raise RuntimeError("by the user")
+    assert engine.added == 0
+    optimizer.zero_grad()
+    torch.manual_seed(0)
+    for batch, size, last in flat():
+        with engine.iteration(last=last):
+            loss = model(**batch).loss / size
+            loss.backward()
+            if last:
+                optimizer.step()
+        training.losses.append(loss.detach().clone())
+    engine.remove()
+    device.close()
+    assert differences(plain("torch"), training.result) == []
+
+
+def test_validations_between_micro_batches_leave_no_tokens() -> None:
+    plan, budget = planned("torch", 0.3)
+    training = Training("torch")
+    other = batches([((5, 24),)])[0][0]
+
+    def validate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(**other)
+
+    training.between = validate
+    training.run(plan, 2 * budget, flat())
+    assert differences(plain("torch"), training.result) == []
+
+
+LARGE: Sequence[Sequence[Shape]] = (((5, 24), (6, 24)), ((7, 24),), ((8, 24), (2, 9), (9, 24)))
+
+
+def test_batches_with_more_tokens_than_planned_find_room() -> None:
+    plan, budget = planned("torch", 1.0)
+    training = Training("torch")
+    training.run(plan, 8 * budget, flat(LARGE))
+    assert differences(plain("torch", LARGE), training.result) == []
+
+
+def test_a_batch_may_have_more_tokens_than_the_table_has_rows() -> None:
+    plan, budget = planned("torch", 0.3, rows=models.VOCAB)
+    training = Training("torch", rows=models.VOCAB)
+    training.run(plan, budget, flat(rows=models.VOCAB))
+    assert differences(plain("torch", rows=models.VOCAB), training.result) == []
+
+
+@pytest.mark.parametrize("maker", ["torch", "noise"])
+def test_parts_of_micro_batches_add_their_gradients_as_in_a_plan_for_whole_tensors(maker: str) -> None:
+    plan, budget = planned(maker, 0.3, parts=2)
+    settings = Settings(planner="greedy", memory=2 * budget, accumulate=3)
+    whole = make_plan(measured(maker, parts=2), settings)
+    assert plan.parts == 2
+    assert not any(op.rows for op in whole.ops)
+    windows = (((5, 24), (5, 24), (4, 24)), ((5, 24),))
+    results = []
+    for found in (whole, plan):
+        training = Training(maker)
+        training.run(found, 2 * budget, flat(windows))
+        results.append(training.result)
+    assert differences(*results) == []
+
+
+def test_squares_of_gradients_are_those_of_sums() -> None:
+    plan, budget = planned("torch", 0.3)
+    whole = make_plan(measured("torch"), Settings(planner="greedy", memory=2 * budget, accumulate=3))
+    norms = []
+    for found in (plan, whole):
+        training = Training("torch")
+        training.norms = []
+        training.run(found, 2 * budget, flat())
+        norms.append(training.norms)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert len(norms[0]) == len(WINDOWS)
+
+
+def test_a_use_of_other_rows_in_one_micro_batch_is_an_error() -> None:
+    plan, budget = planned("torch", 1.0)
+    training, calls = Training("torch"), 0
+    table = training.model.get_input_embeddings()
+    plainly = type(table).forward
+
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        x: torch.Tensor = plainly(self, ids)
+        return x + self.weight[-1] if calls == 2 else x
+
+    table.forward = forward.__get__(table)
+    with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight is used in another way.*planner='greedy'"):
+        training.run(plan, budget, flat())
+
+
+def slow(found: Profile) -> Profile:
+    """The same model beside slow links and a slow host."""
+    hardware = replace(found.hardware, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)
+    return replace(found, hardware=hardware, optimizer=replace(found.optimizer, host_bytes_per_s=3e7))
+
+
+def test_the_planner_takes_two_parts_where_that_is_faster() -> None:
+    found, budget = slow(measured("masters")), planned("masters", 0.3)[1]
+    settings = Settings(memory=budget, accumulate=2)
+    plan = make_plan(found, settings)
+    whole = make_plan(replace(found, tensors=tuple(replace(t, lookup_bytes=0) for t in found.tensors)), settings)
+    assert any(op.rows for op in plan.ops)
+    assert plan.predicted.iteration_s < whole.predicted.iteration_s
+    assert check(plan, found) == []
+    assert plan.predicted.host_peak_bytes <= plan.host_budget_bytes
+    training = Training("masters")
+    training.run(plan, budget, flat())
+    assert differences(plain("masters"), training.result) == []
+
+
+def test_sums_of_rows_that_are_looked_up_have_room_in_the_plan() -> None:
+    plan, _ = planned("torch", 0.3)
+    found = measured("torch")
+    table = table_of(found)
+    assert table is not None
+    assert room_of_rows(found, table, sums=True) > room_of_rows(found, table) + found.tensors[table].lookup_bytes - 1
+    places = [plan.groups[g] for op in plan.ops if op.sends_gradients and op.rows == "looked up" for g in op.groups]
+    assert plan.gradient_bytes == places[0].host_offset + room_of_rows(found, table, sums=True)  # type: ignore[operator]
+
+
+BROKEN: dict[str, Callable[[Op], Op]] = {
+    "rows that are added up as a whole": lambda op: replace(op, rows=None) if op.kind == "accumulate" else op,
+    "not after the sum of other rows": lambda op: (
+        replace(op, after=()) if op.kind == "accumulate" and op.rows == "looked up" else op
+    ),
+    "a sum that begins before the last update of rows": lambda op: (
+        replace(op, after=()) if op.rows == "others" and op.sends_gradients else op
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_plan_in_two_parts_that_is_broken_is_refused(what: str) -> None:
+    plan, _ = planned("torch", 0.3)
+    assert check(plan, measured("torch")) == []
+    assert check(replace(plan, ops=tuple(map(BROKEN[what], plan.ops))), measured("torch"))
+
+
+@pytest.mark.parametrize("which", ["beginning", "accumulating"])
+def test_a_pass_that_adds_no_rows_up_is_refused(which: Any) -> None:
+    plan, _ = planned("torch", 0.3)
+    rows = next(op.id for op in plan.ops if op.kind == "accumulate" and op.rows == "looked up")
+    without = tuple(number for number in plan.programs[which] if number != rows)
+    assert check(replace(plan, programs=plan.programs | {which: without}), measured("torch"))
