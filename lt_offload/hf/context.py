@@ -40,6 +40,7 @@ def hf_trainer(
     host_update: bool = True,
     activation_offload: bool = True,
     recompute: bool = True,
+    chunked_loss: bool = False,
     gradient_reserve: float | None = None,
     plan: str | Path | None = None,
     solver_time_limit: float = 30.0,
@@ -63,6 +64,8 @@ def hf_trainer(
         host_update: allow optimizer updates on the host.
         activation_offload: allow activations to travel to the host and back.
         recompute: allow activations to be computed again.
+        chunked_loss: let the output projection and the loss take a few tokens at a time wherever they can, with the
+            sums of ``lt_offload.chunked_loss_reference``; by default only where nothing else fits.
         gradient_reserve: for ``planner="memferry"``: the part of all gradient bytes that the device may hold.
         plan: path of a saved plan to replay instead of planning.
         solver_time_limit: seconds that planning may take.

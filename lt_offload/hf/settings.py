@@ -28,6 +28,7 @@ class HFSettings:
     host_update: bool = True
     activation_offload: bool = True
     recompute: bool = True
+    chunked_loss: bool = False
     gradient_reserve: float | None = None
     plan: str | Path | None = None
     solver_time_limit: float = 30.0
@@ -60,6 +61,7 @@ class HFSettings:
             host_update=self.host_update,
             activation_offload=self.activation_offload,
             recompute=self.recompute,
+            chunked_loss=self.chunked_loss,
             gradient_reserve=self.gradient_reserve,
             time_limit=self.solver_time_limit,
             accumulate=accumulate,

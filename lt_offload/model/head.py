@@ -7,9 +7,11 @@ tokens are taken at a time, in one of two ways:
     All logits exist, once: their logarithms are computed again in the backward, where gradients take the logits' place.
     Products are those of the whole model, everything else treats every token on its own: bit for bit plain PyTorch.
 ``chunked``
-    The projection takes a few tokens at a time, too, so that no two chunks of logits exist together. The gradient of
-    the weight is then a sum over chunks, in another order than plain PyTorch's: :func:`chunked_loss_reference` says in
-    which.
+    The projection takes a few tokens at a time, too, so that no two chunks of logits exist together. The forward makes
+    the gradients of a chunk as soon as it has its logits, as Liger Kernel's fused linear cross entropy does (Hsu et
+    al., 2024), so that the backward has no logits to compute again: it multiplies by the gradient of the loss, which
+    only it knows. The gradient of the weight is then a sum over chunks, in another order than plain PyTorch's:
+    :func:`chunked_loss_reference` says in which.
 
 Between projection and loss a model may scale its logits (Cohere, Granite) or cap them softly (Gemma): both are steps
 that treat every logit on its own.
@@ -35,12 +37,12 @@ LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """What a model may tell its loss beside logits, labels and the size of the vocabulary; it takes no notice of others."""
 _PART_BYTES = 32 << 20
 """Bytes of logits in fp32 that are treated together, more or less."""
-_LEAST_TOKENS = 128
-"""Products of fewer rows read the weight more often than their arithmetic takes."""
+_LEAST_TOKENS = 512
+"""With fewer rows, reading the weight, and reading and writing its gradient, takes longer than their arithmetic."""
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Return how many tokens a chunk should have: a power of two, with logits of 32 MiB in fp32 or 128 tokens."""
+    """Return how many tokens a chunk should have: a power of two, with logits of 32 MiB in fp32 or 512 tokens."""
     return max(_LEAST_TOKENS, 1 << (_PART_BYTES // (4 * vocabulary)).bit_length() >> 1)
 
 
@@ -67,6 +69,9 @@ def chunked_loss_reference(
     4. Gradients of ``hidden`` are those of each chunk. Gradients of ``weight`` and ``bias`` are summed over the chunks
        in their order, in the dtype of the weight: the first chunk's, plus the second's, and so on; for ``weight`` by
        ``addmm``.
+    5. If the gradient of the loss is another number than 1 (a loss that is divided by the batches of an update, a
+       weighted sum of losses), the gradients are those of 4 multiplied by it, in fp32 if they have less, and rounded
+       once: nothing changes but the exponent if it is a power of two.
 
     Args:
         hidden: input of the projection, ``[..., features]``.
@@ -145,15 +150,14 @@ def _scale(logits: Tensor, scaling: Scaling) -> tuple[Tensor, list[Tensor]]:
     return logits, kept
 
 
-def _unscale(slope: Tensor, scaling: Scaling, kept: list[Tensor]) -> Tensor:
-    """Return the gradient of the logits from that of what :func:`_scale` made of them, by plain PyTorch's kernels."""
+def _unscale(slope: Tensor, scaling: Scaling, kept: list[Tensor]) -> None:
+    """Make of the gradient of what :func:`_scale` made that of the logits, in place, by plain PyTorch's kernels."""
     for name, number in reversed(scaling):
         if name == "tanh":
-            slope = torch.ops.aten.tanh_backward(slope, kept.pop())
+            torch.ops.aten.tanh_backward.grad_input(slope, kept.pop(), grad_input=slope)
         else:
             assert number is not None
-            slope = slope / number if name == "div" else slope * number
-    return slope
+            slope.div_(number) if name == "div" else slope.mul_(number)
 
 
 class HeadLoss(nn.Module):
@@ -195,11 +199,13 @@ class HeadLoss(nn.Module):
         weight, bias = self.head.weight, self.head.bias
         if self.chunk:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            picked = _ChunkedPicks.apply(rows, weight, bias, targets, self.chunk, scaling)  # type: ignore[no-untyped-call]
-        else:
-            logits = functional.linear(hidden, weight, bias)
-            picked = _Picks.apply(logits, targets, scaling)  # type: ignore[no-untyped-call]
-            del logits
+            made = _Chunks(
+                chunk=self.chunk, scaling=scaling, items=num_items_in_batch, backward=torch.is_grad_enabled()
+            )
+            return _ChunkedLoss.apply(rows, weight, bias, targets, counts, made)  # type: ignore[no-any-return,no-untyped-call]
+        logits = functional.linear(hidden, weight, bias)
+        picked = _Picks.apply(logits, targets, scaling)  # type: ignore[no-untyped-call]
+        del logits
         return _mean(picked, counts, num_items_in_batch)
 
 
@@ -266,12 +272,18 @@ def _logarithms(logits: Tensor, scaling: Scaling) -> Tensor:
     return functional.log_softmax(_scale(logits, scaling)[0].float(), dim=1)
 
 
-def _slopes(logits: Tensor, target: Tensor, grad: Tensor, scaling: Scaling) -> Tensor:
-    """Return the gradient of ``logits`` from that of the labels' log-probabilities, by plain PyTorch's kernels."""
+def _slopes(logits: Tensor, target: Tensor, grad: Tensor, scaling: Scaling, picked: Tensor | None = None) -> None:
+    """Replace ``logits`` by their gradient, from that of the labels' log-probabilities, by plain PyTorch's kernels.
+
+    The latter are written to ``picked``, if that is given.
+    """
     scaled, kept = _scale(logits, scaling)
     output = functional.log_softmax(scaled.float(), dim=1)
+    if picked is not None:
+        torch.gather(output, 1, target, out=picked)
     slope = torch.zeros_like(output).scatter_(1, target, grad)
-    return _unscale(log_softmax_backward(slope, output, 1, torch.float32).to(scaled.dtype), scaling, kept)
+    logits.copy_(log_softmax_backward(slope, output, 1, torch.float32))
+    _unscale(logits, scaling, kept)
 
 
 class _Picks(torch.autograd.Function):
@@ -294,7 +306,7 @@ class _Picks(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
         for part in _row_slices(rows):
-            rows[part] = _slopes(rows[part], targets[part], grads[0][part], ctx.scaling)
+            _slopes(rows[part], targets[part], grads[0][part], ctx.scaling)
         return logits, None, None
 
 
@@ -307,40 +319,100 @@ def _slices(length: int, size: int) -> list[slice]:
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
-class _ChunkedPicks(torch.autograd.Function):
-    """Log-probabilities of the labels, from hidden states; saves nothing but those."""
+class _Chunks(NamedTuple):
+    """How a chunked loss is computed."""
+
+    chunk: int
+    """Tokens at a time."""
+    scaling: Scaling
+    items: Tensor | int | None
+    """What the sum of all labels is divided by; None: their number."""
+    backward: bool
+    """Whether there may be one."""
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss from hidden states; keeps nothing for the backward but the gradients, which the forward makes."""
 
     @staticmethod
     @override
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, scaling: Scaling
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, counts: Tensor, made: _Chunks
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.chunk, ctx.scaling = chunk, scaling
+        wanted = [made.backward and need for need in ctx.needs_input_grad[:3]]
+        sums = _GradientSums(hidden, weight, bias, wanted)
         picked = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        for part in _slices(len(hidden), chunk):
+        grad = _grad_of_picked(picked, counts, made.items)
+        for part in _slices(len(hidden), made.chunk):
             logits = functional.linear(hidden[part], weight, bias)
-            picked[part] = _logarithms(logits, scaling).gather(1, targets[part])
-        return picked
+            _take(logits, targets[part], grad[part], made.scaling, picked[part], slopes=any(wanted))
+            if any(wanted):
+                sums.add(part, logits)
+            del logits  # or it would lie beside the next chunk's
+        ctx.gradients = sums.found
+        return _mean(picked, counts, made.items)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, bias, targets = ctx.saved_tensors
-        need_hidden, need_weight, need_bias, *_ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.empty_like(weight) if need_weight else None
-        grad_bias: Tensor | None = None
-        for part in _slices(len(hidden), ctx.chunk):
-            rows = hidden[part]
-            slope = _slopes(functional.linear(rows, weight, bias), targets[part], grads[0][part], ctx.scaling)
-            if grad_hidden is not None:
-                torch.mm(slope, weight, out=grad_hidden[part])
-            if grad_weight is not None and part.start:
-                torch.addmm(grad_weight, slope.t(), rows, out=grad_weight)
-            elif grad_weight is not None:
-                torch.mm(slope.t(), rows, out=grad_weight)
-            if need_bias:
-                grad_bias = slope.sum(0) if grad_bias is None else grad_bias + slope.sum(0)
-            del slope  # or it would lie beside the next chunk's
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise RuntimeError(
+                "a loss of chunks has one backward, as its gradients are made once; call the model again"
+            )
+        hidden, weight, bias = (None if tensor is None else _times(tensor, grads[0]) for tensor in found)
+        del found  # nobody else may hold a gradient that is to become a parameter's without a copy
+        return hidden, weight, bias, None, None, None
+
+
+class _GradientSums:
+    """The gradients of hidden states, weight and bias, chunk by chunk; None of what is not ``wanted``."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._of_bias = wanted[2] and bias is not None
+        self.found: list[Tensor | None] = [
+            torch.empty_like(hidden) if wanted[0] else None,
+            torch.empty_like(weight) if wanted[1] else None,
+            None,
+        ]
+
+    def add(self, part: slice, slope: Tensor) -> None:
+        """Add those of one chunk, from the gradient of its logits; chunks come in their order."""
+        rows = self._hidden[part]
+        of_hidden, of_weight, of_bias = self.found
+        if of_hidden is not None:
+            torch.mm(slope, self._weight, out=of_hidden[part])
+        if of_weight is not None and part.start:
+            torch.addmm(of_weight, slope.t(), rows, out=of_weight)
+        elif of_weight is not None:
+            torch.mm(slope.t(), rows, out=of_weight)
+        if self._of_bias:
+            self.found[2] = slope.sum(0) if of_bias is None else of_bias + slope.sum(0)
+
+
+def _grad_of_picked(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:
+    """Return the gradient of every label's log-probability in the loss, which does not depend on their values."""
+    with torch.enable_grad():
+        like = torch.zeros_like(picked, requires_grad=True)
+        (grad,) = torch.autograd.grad(_mean(like, counts, items), like)
+    return grad
+
+
+def _take(logits: Tensor, targets: Tensor, grad: Tensor, scaling: Scaling, picked: Tensor, *, slopes: bool) -> None:
+    """Write the labels' log-probabilities to ``picked`` and, if ``slopes``, the gradient of ``logits`` over them."""
+    for part in _row_slices(logits):
+        if slopes:
+            _slopes(logits[part], targets[part], grad[part], scaling, picked[part])
+        else:
+            picked[part] = _logarithms(logits[part], scaling).gather(1, targets[part])
+
+
+def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply ``gradient`` in place by ``factor``, a number in fp32 on the device, which nobody waits for."""
+    if gradient.element_size() >= factor.element_size():
+        return gradient.mul_(factor)
+    # As a vector it decides about the type of the product, too: a factor like 1/3 would be rounded to bf16 first.
+    for part in _row_slices(gradient.view(len(gradient), -1)):
+        torch.mul(gradient[part], factor.view(1), out=gradient[part])
+    return gradient

@@ -19,8 +19,8 @@ The activation options:
     for the output projection: the block is projection and loss, and treats a few tokens at a time (``head.py``). Logits
     stay, once; the same numbers.
 ``chunked``
-    the same with a projection of a few tokens at a time, so that all logits never exist: another order of summation in
-    the gradient of its weight.
+    the same with a projection of a few tokens at a time, so that all logits never exist. The forward makes all
+    gradients, which stay until the backward: another order of summation in that of its weight.
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@ class Settings:
     """Whether activations may be copied to the host."""
     recompute: bool = True
     """Whether activations may be computed again."""
+    chunked_loss: bool = False
+    """Whether the output projection and the loss take a few tokens at a time wherever they can: its sums are those of
+    ``lt_offload.chunked_loss_reference`` then. Otherwise they do so only where nothing else fits."""
     gradient_reserve: float | None = None
     """For ``memferry``: the part of all gradient bytes, 0 to 1, that the device may hold at a time; None: what fits."""
     accumulate: int = 1
@@ -59,6 +62,11 @@ class Settings:
         if reserve is not None and not 0 <= reserve <= 1:
             raise ConfigError(
                 f"gradient_reserve={reserve} is not a part of the gradients; choose a number from 0 to 1, or None"
+            )
+        if self.chunked_loss and not self.recompute:
+            raise ConfigError(
+                "chunked_loss=True lets no logits exist, and recompute=False keeps them for your code; leave out one "
+                "of the two"
             )
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise ConfigError(f"accumulate={self.accumulate!r} must be at least 1: micro-batches per update")

@@ -57,6 +57,7 @@ def solve(
     host_update: bool = True,
     activation_offload: bool = True,
     recompute: bool = True,
+    chunked_loss: bool = False,
     gradient_reserve: float | None = None,
     accumulate: int = 1,
     delayed: bool = False,
@@ -78,6 +79,8 @@ def solve(
         host_update: whether the host may update parameters.
         activation_offload: whether activations may be copied to the host.
         recompute: whether activations may be computed again.
+        chunked_loss: whether the output projection and the loss take a few tokens at a time wherever they can, with the
+            sums of :func:`lt_offload.chunked_loss_reference`, and not only where nothing else fits.
         gradient_reserve: for ``memferry``: the part of all gradient bytes that the device may hold at a time, between
             0 and 1; the others are written to host memory by the backward itself. None: as much as fits.
         accumulate: micro-batches whose gradients are added up for one update.
@@ -98,6 +101,7 @@ def solve(
         host_update=host_update,
         activation_offload=activation_offload,
         recompute=recompute,
+        chunked_loss=chunked_loss,
         gradient_reserve=gradient_reserve,
         accumulate=accumulate,
         delayed=delayed,
@@ -123,9 +127,11 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False, boun
         # A plan for windows has a bound of its own.
         one = partial(make_plan, exact=exact, bounded=False)
         return plan_windows(profile, settings, one, partial(least_s, profile, settings))
+    if settings.chunked_loss:
+        return _as_asked(profile, settings, bounded=bounded)
     began = time.monotonic()
     # Plain PyTorch's numbers come first: only if nothing else fits may sums be in another order.
-    first = without_chunks(profile)
+    first = with_planned_head(profile, settings)
     try:
         return _plan(first, settings, bounded=bounded)
     except InfeasibleError as error:
@@ -140,8 +146,30 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False, boun
             if (other.needed_bytes or math.inf) < (error.needed_bytes or math.inf):
                 raise other from None
             raise error from None
+    return _chunked(plan, profile, "nothing else fits")
+
+
+def _as_asked(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
+    """Return the plan whose last block is ``chunked``, as ``chunked_loss`` asks; if it cannot be, a note says so."""
+    plan = _plan(with_planned_head(profile, settings), settings, bounded=bounded)
+    if plan.chunk_tokens:
+        return _chunked(plan, profile, "chunked_loss=True")
+    note = (
+        "chunked_loss=True has no effect: it needs a step that calls the model once, without autocast, and uses the "
+        "logits for the model's own loss alone, weights of float32 or bfloat16, and more tokens than a chunk has"
+    )
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _chunked(plan: Plan, profile: Profile, why: str) -> Plan:
+    """Return ``plan``, whose last block is ``chunked``, with what it says about its numbers."""
     predicted = replace(plan.predicted, no_offload_s=no_offload_s(profile))
-    return replace(plan, predicted=predicted, notes=(*plan.notes, _order(plan, profile)))
+    note = (
+        f"{why}: {profile.blocks[-1].name} and the loss take {plan.chunk_tokens} tokens at a time. Its gradient is "
+        "summed chunk by chunk, so that its last bits are not those of plain PyTorch; "
+        "lt_offload.chunked_loss_reference defines them"
+    )
+    return replace(plan, predicted=predicted, notes=(*plan.notes, note))
 
 
 def least_s(profile: Profile, settings: Settings) -> float:
@@ -151,6 +179,8 @@ def least_s(profile: Profile, settings: Settings) -> float:
     the plan chooses which.
     """
     passes = settings.accumulate * profile.forwards
+    if settings.chunked_loss:
+        profile = with_planned_head(profile, settings)
     if profile.forwards > 1 or has_windows(settings):
         profile, settings = without_gradients(profile), for_one(settings)
     request = _request(profile, settings)
@@ -158,9 +188,15 @@ def least_s(profile: Profile, settings: Settings) -> float:
     return passes * selection.least_s
 
 
-def without_chunks(profile: Profile) -> Profile:
-    """Return ``profile`` with the options that give plain PyTorch's numbers: all but ``chunked``."""
-    return _with_head(profile, tuple(option for option in profile.blocks[-1].options if option.name != "chunked"))
+def with_planned_head(profile: Profile, settings: Settings) -> Profile:
+    """Return ``profile`` with the options of its last block that are planned with first.
+
+    They give plain PyTorch's numbers: all but ``chunked``. With ``chunked_loss`` that one alone, if it is offered.
+    """
+    chunked = _with_chunks_only(profile) if settings.chunked_loss else None
+    return chunked or _with_head(
+        profile, tuple(option for option in profile.blocks[-1].options if option.name != "chunked")
+    )
 
 
 def _with_chunks_only(profile: Profile) -> Profile | None:
@@ -171,15 +207,6 @@ def _with_chunks_only(profile: Profile) -> Profile | None:
 
 def _with_head(profile: Profile, options: tuple[OptionProfile, ...]) -> Profile:
     return replace(profile, blocks=(*profile.blocks[:-1], replace(profile.blocks[-1], options=options)))
-
-
-def _order(plan: Plan, profile: Profile) -> str:
-    """Return what a plan with option ``chunked`` says about its numbers."""
-    return (
-        f"nothing else fits: {profile.blocks[-1].name} and the loss take {plan.chunk_tokens} tokens at a time. Its "
-        "gradient is summed chunk by chunk, so that its last bits are not those of plain PyTorch; "
-        "lt_offload.chunked_loss_reference defines them"
-    )
 
 
 def _fits(profile: Profile, settings: Settings) -> bool:

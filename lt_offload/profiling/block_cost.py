@@ -145,13 +145,16 @@ def _fullest(call: Call) -> list[Tensor]:
 def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Meter) -> BlockCost:
     """Run ``call``, of the last block and the loss together, and return what it costs under its only option."""
     found = _measure(call, "keep", meter, timed=True)
+    # Gradients of weights that the forward has made count as those of the backward, which follows at once.
+    made = sum(p.nbytes for p in call.module.parameters() if p.requires_grad) if chunk_tokens else 0
     option = replace(
         _keep(found),
         name=name,
         # The loss stays until the backward has begun with a gradient of its size.
-        saved_bytes=found.live + found.output_bytes,
+        saved_bytes=found.live + found.output_bytes - made,
+        forward_peak_bytes=found.forward_peak + made,
         backward_peak_bytes=found.backward_peak + found.output_bytes,
-        held_peak_bytes=found.held_peak + found.output_bytes,
+        held_peak_bytes=found.held_peak + found.output_bytes + made,
         chunk_tokens=chunk_tokens,
     )
     return BlockCost(

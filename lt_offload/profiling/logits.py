@@ -101,8 +101,11 @@ class LogitsWatch(TorchFunctionMode):
         if vocabulary != head.out_features or call.contexts.autocasts:
             return {}
         chunk = chunk_tokens(vocabulary)
-        # With one chunk all logits would exist after all, in another order of sums for nothing.
-        sizes: dict[OptionName, int] = {"fused": 0, "chunked": chunk} if rows > chunk else {"fused": 0}
+        sizes: dict[OptionName, int] = {"fused": 0}
+        # With one chunk all logits would exist after all, in another order of sums for nothing. In float16, gradients
+        # that do not know yet by how much a loss is scaled up would come to nothing.
+        if rows > chunk and head.weight.dtype is not torch.float16:
+            sizes["chunked"] = chunk
         leaves, spec = tree_flatten(((call.leaves[0], labels), others | {"scaling": self._scaling}))
         return {
             name: Call(

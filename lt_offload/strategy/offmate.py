@@ -78,6 +78,8 @@ class OffmateStrategy(Records, Checkpoints):
         host_update: allow optimizer updates on the host.
         activation_offload: allow activations to travel to the host and back.
         recompute: allow activations to be computed again.
+        chunked_loss: let the output projection and the loss take a few tokens at a time wherever they can, with the
+            sums of ``lt_offload.chunked_loss_reference``; by default only where nothing else fits.
         gradient_reserve: for ``planner="memferry"``: the part of all gradient bytes, 0 to 1, that the device may hold;
             None: as much as fits.
         plan: path of a saved plan to replay instead of planning.
@@ -107,6 +109,7 @@ class OffmateStrategy(Records, Checkpoints):
         host_update: bool = True,
         activation_offload: bool = True,
         recompute: bool = True,
+        chunked_loss: bool = False,
         gradient_reserve: float | None = None,
         plan: str | Path | None = None,
         solver_time_limit: float = 30.0,
@@ -125,6 +128,7 @@ class OffmateStrategy(Records, Checkpoints):
             host_update=host_update,
             activation_offload=activation_offload,
             recompute=recompute,
+            chunked_loss=chunked_loss,
             gradient_reserve=gradient_reserve,
             time_limit=solver_time_limit,
         )

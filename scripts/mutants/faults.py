@@ -19,6 +19,7 @@ GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
     f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "sample", "checkpoint/sums", "batch_size")
 )
+HEAD = "model/head.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
 PACKING, LOSS, ROWS = "finetune/data/batches/packing.py", "finetune/loss.py", "finetune/data/rows.py"
 BATCHES, RUN = "hf/batches.py", "hf/run.py"
@@ -548,6 +549,30 @@ AROUND = (
     ),
 )
 
+HEADS = (
+    _mutant(
+        "gradients of a loss in chunks are those of the loss alone",
+        HEAD,
+        "None if tensor is None else _times(tensor, grads[0])",
+        "tensor",
+        "unit/model/test_head.py",
+    ),
+    _mutant(
+        "a factor is rounded to the gradient's dtype",
+        HEAD,
+        "factor.view(1), out=gradient[part]",
+        "factor, out=gradient[part]",
+        "unit/model/test_head.py",
+    ),
+    _mutant(
+        "gradients that a forward has made do not count",
+        COST,
+        "forward_peak_bytes=found.forward_peak + made,",
+        "forward_peak_bytes=found.forward_peak,",
+        "parity/engine/test_head_budgets.py",
+    ),
+)
+
 EQUIVALENT = (
     (
         WINDOW,
@@ -559,4 +584,4 @@ EQUIVALENT = (
 )
 """Changes that no test can notice: the file, what was there, what is there then, and which order says the same."""
 
-MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *BLOCKS, *AROUND)
+MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *BLOCKS, *AROUND, *HEADS)

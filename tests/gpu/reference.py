@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Plan
 from tests.support.engines import Case, Result, batches, build, make_optimizer, scheduler
 
 
-def trained_plainly(case: Case, plan: Plan, device: torch.device, window: int = 1) -> Result:
+def trained_plainly(
+    case: Case,
+    plan: Plan,
+    device: torch.device,
+    window: int = 1,
+    *,
+    change: Callable[[nn.Module], None] = lambda _model: None,
+) -> Result:
     """Return the model trained without the engine, with an update per ``window`` batches and one after the last.
 
     Forward and backward run on ``device``. Weights whose place is the host have their gradients moved there, are
-    updated there by the same optimizer, and moved back.
+    updated there by the same optimizer, and moved back. ``change`` is done to the model first.
     """
     master = build(case)
     twin = build(case).to(device)  # a copy would have forgotten that its blocks are compiled
+    change(twin)
     places = {name: place for (name, _), place in zip(find_blocks(master).tensors, plan.update_places, strict=True)}
     on_host = {name for name, place in places.items() if place == "host"}
     weights, masters = dict(twin.named_parameters()), dict(master.named_parameters())

@@ -22,6 +22,7 @@ from tests.gpu.reference import trained_plainly
 from tests.gpu.target import ROOM, Target, delayed
 from tests.parity.engine import test_zero_copy_plans as zero_copy
 from tests.parity.engine.test_engine import OPTIONS, PLACES
+from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.parity.tables.test_tables import in_two_parts
 from tests.support import models, trainers
 from tests.support.engines import Case, changed, differences, equal, make_optimizer, planned, trained_on
@@ -89,6 +90,18 @@ def test_logits_that_are_capped_between_projection_and_loss(target: Target) -> N
     """Both are one block, which takes the cap in."""
     options = ("recompute", "mixed")
     compare(Case(options=options, places=("paged", "host"), family="gemma2", last_option="fused", seed=7), target)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_losses_in_chunks(dtype: str, target: Target) -> None:
+    """Whose gradients the forward makes: those of the reference on the same device."""
+    layout = {"options": ("recompute", "mixed"), "places": ("paged", "host"), "last_option": "chunked"}
+    case = Case(family="gemma2", dtype=dtype, chunk_tokens=CHUNK, seed=8, **layout)
+    plan = planned(case)
+    expected = trained_plainly(case, plan, target.torch_device, change=use_reference)
+    actual, _ = trained_on(target.open(seed=case.seed), case, plan)
+    assert differences(expected, actual) == []
 
 
 @pytest.mark.parametrize("case", sample(36), ids=str)

@@ -18,7 +18,7 @@ from lt_offload.plan.assembly.window import with_sums
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import make_plan, offmate_config, without_chunks
+from lt_offload.plan.solve import make_plan, offmate_config, with_planned_head
 from lt_offload.plan.windows import for_one, for_windows, has_windows
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
@@ -352,7 +352,7 @@ class _BatchSearch:
             # Profiles do not count: what a choice may take is counted in plans.
             self.started += time.monotonic() - began
         assert profile.batch_size == size, f"asked for batch_size={size}, got {profile.batch_size}"
-        self.whole[size], self.profiles[size] = profile, without_chunks(profile)
+        self.whole[size], self.profiles[size] = profile, with_planned_head(profile, self.settings)
         self.relaxed.pop(size, None)  # it was an estimate: what a plan adds to that is no measure for other sizes
         return True
 

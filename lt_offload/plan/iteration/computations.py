@@ -26,7 +26,7 @@ SAVED: Mapping[OptionName, Save] = {
 }
 """What the first forward of a block saves, by option."""
 
-_REBUILDS = ("recompute", "reload", "mixed", "chunked")
+_REBUILDS = ("recompute", "reload", "mixed")
 """Options whose backward runs (part of) the forward again itself."""
 
 

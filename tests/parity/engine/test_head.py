@@ -59,7 +59,7 @@ class _Reference(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        found = [None if grad is None else grads[0] * grad for grad in ctx.grads]
+        found = [None if grad is None else (grads[0] * grad.float()).to(grad.dtype) for grad in ctx.grads]
         wanted = (grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False))
         return *wanted, None, None, None
 

@@ -18,8 +18,10 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.profile import Profile
 from tests.parity.engine.test_head import use_reference
+from tests.parity.windows.training import Training, budgets
 from tests.support import models
-from tests.support.engines import Result, differences, make_optimizer, trained_by
+from tests.support.engines import Case, Result, differences, make_optimizer, trained_by
+from tests.support.engines import build as build_case
 
 VOCABULARY = 4096
 CHUNK = 32
@@ -61,9 +63,9 @@ def only(*names: str) -> Profile:
     return replace(found, blocks=(*found.blocks[:-1], replace(last, options=options)))
 
 
-def least(found: Profile) -> int:
+def least(found: Profile, **settings: Any) -> int:
     with pytest.raises(InfeasibleError) as error:
-        make_plan(found, Settings(memory=1))
+        make_plan(found, Settings(memory=1, **settings))
     assert error.value.needed_bytes
     return error.value.needed_bytes
 
@@ -83,9 +85,9 @@ def plainly(*, in_chunks: bool) -> Result:
     return Result(losses, model, optimizer)
 
 
-def within(memory: int) -> tuple[Result, str]:
+def within(memory: int, **settings: Any) -> tuple[Result, str]:
     """Train in ``memory``; return the result and the last block's option."""
-    plan = make_plan(measured(), Settings(memory=memory, time_limit=5.0))
+    plan = make_plan(measured(), Settings(memory=memory, time_limit=5.0, **settings))
     notes = " ".join(plan.notes)
     assert ("chunked_loss_reference" in notes) == (plan.options[-1] == "chunked")
     model = build()
@@ -115,6 +117,54 @@ def test_budgets() -> None:
         assert differences(reference, found) == []
     with pytest.raises(InfeasibleError, match="is the smallest that works"):
         within(chunked - 1)
+
+
+@pytest.mark.slow
+def test_chunks_as_asked() -> None:
+    """With ``chunked_loss`` at any budget, from the smallest, which is that of the last resort."""
+    reference = plainly(in_chunks=True)
+    least_chunked = least(measured(), chunked_loss=True)
+    assert least_chunked == least(measured())
+    for memory in (least_chunked, 2 * least_chunked, 4 * least(only("keep", "offload"))):
+        found, used = within(memory, chunked_loss=True)
+        assert used == "chunked"
+        assert differences(reference, found) == []
+
+
+def test_chunks_that_cannot_be() -> None:
+    plan = make_plan(only("keep", "fused"), Settings(memory="1GB", chunked_loss=True, time_limit=5.0))
+    assert plan.options[-1] != "chunked"
+    assert any("chunked_loss=True has no effect" in note for note in plan.notes)
+
+
+WINDOWS = [
+    Case(family="llama-tied"),
+    Case(family="llama", dtype="bfloat16"),
+    Case(family="gemma2", dtype="bfloat16", lora=True),
+    Case(family="gemma2"),
+]
+
+
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_chunks_in_windows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three batches per update: the gradient of each loss is a third, which no dtype has."""
+    monkeypatch.setattr(head, "_LEAST_TOKENS", 16)
+    monkeypatch.setattr(head, "_PART_BYTES", 16 * 4 * models.VOCAB)
+    windows = [[(2, 12)] * 3, [(2, 12)] * 3, [(2, 9), (2, 12)]]
+    start = build_case(case)
+    training = Training(start=start, windows=windows)
+    settings = {"accumulate": 3, "chunked_loss": True}
+    optimizer, batch = make_optimizer(start, "adamw-fused"), models.batch(start, batch_size=2, sequence_length=12)
+    card = replace(load_hardware("rtx-3060-12gb"), context_bytes=0)
+    found = profile(
+        start, batch, optimizer=optimizer, device="cpu", hardware=card, run=lambda batch: start(**batch).loss
+    )
+    for memory in budgets(found, **settings):
+        plan = make_plan(found, Settings(memory=memory, time_limit=5.0, **settings))
+        assert plan.options[-1] == "chunked"
+        assert plan.chunk_tokens == 16
+        trained, _ = training.by(plan)
+        assert differences(training.plainly(lambda model: use_reference(model, 16)), trained) == []
 
 
 def test_no_chunks_without_recomputation_nor_where_another_planner_fits() -> None:

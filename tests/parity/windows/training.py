@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +49,10 @@ class Training:
         batch = models.batch(model, batch_size=largest[0], sequence_length=largest[1], seed=99)
         return lt_offload.profile(model, batch, optimizer=make_optimizer(model, self.optimizer))
 
-    def plainly(self) -> Result:
-        """Train without the engine."""
+    def plainly(self, changed: Callable[[nn.Module], None] = lambda _model: None) -> Result:
+        """Train without the engine; ``changed``: is done to the model before."""
         model = copy.deepcopy(self.start)
+        changed(model)
         optimizer = make_optimizer(model, self.optimizer)
         torch.manual_seed(7)
         losses = []

@@ -48,6 +48,7 @@ def test_what_the_strategy_is_given_arrives() -> None:
         "gradient_reserve": 0.5,
     }
     assert OffmateStrategy(solver_time_limit=7.0, **given).settings == Settings(time_limit=7.0, **given)
+    assert OffmateStrategy(chunked_loss=True).settings == Settings(chunked_loss=True)
 
 
 def test_budgets_are_those_of_the_machine_unless_given() -> None:
@@ -91,6 +92,7 @@ def test_a_budget_is_parsed_once_and_resolved_once(monkeypatch: pytest.MonkeyPat
         ({"host_memory": 0}, ConfigError, "host_memory=0 is not a size"),
         ({"planner": "magic"}, UnsupportedError, "planner='magic' does not exist; choose one of auto, offmate"),
         ({"gradient_reserve": -0.1}, ConfigError, "gradient_reserve=-0.1 .* from 0 to 1, or None"),
+        ({"chunked_loss": True, "recompute": False}, ConfigError, "chunked_loss=True .* recompute=False .* one of"),
         ({"time_limit": 0}, ConfigError, "solver_time_limit=0 must be a positive number of seconds"),
     ],
 )

@@ -80,6 +80,7 @@ OPTIONS = {
     "host_update": True,
     "activation_offload": True,
     "recompute": True,
+    "chunked_loss": False,
     "gradient_reserve": None,
     "plan": None,
     "solver_time_limit": 30.0,
