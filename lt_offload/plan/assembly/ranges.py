@@ -6,9 +6,9 @@ common. Seconds say when: what is on its way out is gone for the order of issue,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import insort
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Key = tuple[int, int]
 """Names a stay: its number and the step of its first use."""
@@ -17,8 +17,7 @@ Policy = Literal["oldest", "next", "lowest"]
 behind the last one, round and round; or as low as possible where nothing has to be awaited."""
 
 
-@dataclass(slots=True)
-class _Taken:
+class _Taken(NamedTuple):
     low: int
     high: int
     last: int
@@ -44,8 +43,16 @@ class Reserved:
     last: int
 
 
+_Range = tuple[int, int]
+_Place = tuple[tuple[float, ...], int, float]
+"""What it is chosen by, the least first; where it begins, and when it is free."""
+
+
 class ArenaRanges:
-    """The moving part of an arena of ``size`` bytes."""
+    """The moving part of an arena of ``size`` bytes.
+
+    Planning spends much of its time here: a plan takes some ten thousand searches for a place.
+    """
 
     def __init__(self, size: int, policy: Policy) -> None:
         self.size, self.policy = size, policy
@@ -53,59 +60,101 @@ class ArenaRanges:
         """In ascending order."""
         self._leaving: list[_Leaving] = []
         self._reserved: dict[Key, Reserved] = {}
+        self._closed: dict[int, tuple[list[_Taken], list[_Range]]] = {}
+        """By the last step of a stay: the reserved ranges that it cannot have, and those that it had better not."""
         self._cursor = 0
 
     def reserve(self, reserved: Reserved) -> None:
         """Keep a range free for a stay that comes; a later reservation for the same stay replaces the earlier one."""
         self._reserved[reserved.key] = reserved
+        self._closed.clear()
 
     def advance(self, step: int, now: float) -> None:
         """Forget the stays that ended before ``step``, and those that were gone by ``now``."""
-        self.taken = [taken for taken in self.taken if taken.last >= step]
+        self.taken = [taken for taken in self.taken if taken[2] >= step]
         self._leaving = [leaving for leaving in self._leaving if leaving[2] > now]
-        if any(item.last < step for item in self._reserved.values()):
-            self._reserved = {key: item for key, item in self._reserved.items() if item.last >= step}
+        over = [key for key, item in self._reserved.items() if item.last < step]
+        for key in over:
+            del self._reserved[key]
+        if over:
+            self._closed.clear()
 
     def find(self, key: Key, size: int, step: int, last: int) -> tuple[int, float] | None:
         """Return where a buffer that stays from ``step`` to ``last`` goes, and when that is free; None if nowhere."""
         own = self._reserved.get(key)
         if own is not None:
-            taken = [(taken.low, taken.high) for taken in self.taken]
-            taken += [(item.low, item.high) for item in self._reserved.values() if step <= item.needed < own.needed]
-            if any(low < own.high and own.low < high for low, high in taken):
-                return None
-            return own.low, self._free_at(own.low, own.high)
-        hard, soft = [], []
-        for item in self._reserved.values():
-            if item.needed <= last:
-                hard.append((item.low, item.high))
-            elif item.wanted <= last:
-                soft.append((item.low, item.high))
-        best: tuple[tuple[float, ...], int, float] | None = None
-        for low, high in self._gaps(hard):
-            if high - low < size:
-                continue
-            leaving = [item for item in self._leaving if item[0] < high and low < item[1]]
-            wanted = [item for item in soft if item[0] < high and low < item[1]]
-            for place in sorted(self._places(low, high - size, size, leaving, wanted)):
-                end = place + size
-                free_at = max([until for begin, over, until in leaving if begin < end and place < over], default=0.0)
-                in_the_way = sum(
-                    [min(over, end) - max(begin, place) for begin, over in wanted if begin < end and place < over]
-                )
-                rank = self._rank(place, size, low, high, free_at, in_the_way)
-                if best is None or rank < best[0]:
-                    best = rank, place, free_at
-                    if rank[:2] == (0, 0) and self.policy != "oldest":
-                        return place, free_at  # none is better: places are looked at in ascending order
+            return self._own(own, step)
+        hard, soft = self._closed_to(last)
+        blocked = sorted([*self.taken, *hard]) if hard else self.taken
+        best: _Place | None = None
+        at = 0
+        for low, high, _, _ in (*blocked, _Taken(self.size, self.size, 0, key)):
+            if low > at and low - at >= size:
+                best = self._within(at, low, size, soft, best)
+                if best is not None and best[0][:2] == (0, 0) and self.policy != "oldest":
+                    break  # none is better: gaps are looked at in ascending order
+            if high > at:
+                at = high
         return None if best is None else (best[1], best[2])
+
+    def _own(self, own: Reserved, step: int) -> tuple[int, float] | None:
+        """Return the reserved place of a stay, if it is free from ``step`` on."""
+        for taken in self.taken:
+            if taken[0] < own.high and own.low < taken[1]:
+                return None
+        for item in self._reserved.values():
+            if step <= item.needed < own.needed and item.low < own.high and own.low < item.high:
+                return None
+        return own.low, max([out[2] for out in self._leaving if out[0] < own.high and own.low < out[1]], default=0.0)
+
+    def _closed_to(self, last: int) -> tuple[list[_Taken], list[_Range]]:
+        found = self._closed.get(last)
+        if found is None:
+            items = self._reserved.values()
+            found = self._closed[last] = (
+                sorted(_Taken(item.low, item.high, item.last, item.key) for item in items if item.needed <= last),
+                [(item.low, item.high) for item in items if item.wanted <= last < item.needed],
+            )
+        return found
+
+    def _within(self, low: int, high: int, size: int, soft: list[_Range], best: _Place | None) -> _Place | None:
+        """Return the best place of the gap from ``low`` to ``high``, or ``best``, of another gap, if that is better."""
+        oldest = self.policy == "oldest"
+        if oldest and best is not None and best[0] < (0, 0.0, high - low):
+            return best
+        leaving = [item for item in self._leaving if item[0] < high and low < item[1]]
+        wanted = [item for item in soft if item[0] < high and low < item[1]] if soft else soft
+        if leaving or wanted:
+            places = self._places(low, high - size, size, leaving, wanted)
+        elif self.policy == "next" and low < self._cursor <= high - size:
+            places = {self._cursor}
+        else:
+            places = {low}  # all are alike, and the lowest is the first
+        for place in places:
+            end, free_at, in_the_way = place + size, 0.0, 0
+            for begin, over, until in leaving:
+                if begin < end and place < over and until > free_at:
+                    free_at = until
+            for begin, over in wanted:
+                if begin < end and place < over:
+                    in_the_way += min(over, end) - max(begin, place)
+            rank: tuple[float, ...]
+            if oldest:
+                rank = in_the_way, free_at, high - low, min(place - low, high - end), place
+            elif self.policy == "next":
+                rank = in_the_way, (place - self._cursor) % self.size
+            else:
+                rank = in_the_way, free_at, place
+            if best is None or rank < best[0]:
+                best = rank, place, free_at
+        return best
 
     def take(self, key: Key, low: int, size: int, last: int) -> None:
         """Put a buffer at ``low`` that stays until the end of step ``last``."""
         high = low + size
-        at = next((index for index, taken in enumerate(self.taken) if taken.low > low), len(self.taken))
-        self.taken.insert(at, _Taken(low, high, last, key))
-        self._reserved.pop(key, None)
+        insort(self.taken, _Taken(low, high, last, key))
+        if self._reserved.pop(key, None) is not None:
+            self._closed.clear()
         self._cursor = high
         kept = []
         for leaving in self._leaving:
@@ -123,38 +172,19 @@ class ArenaRanges:
         """Note that the buffer at ``low`` is used, or copied to the host, until then."""
         self._leaving.append((low, low + size, until))
 
-    def _gaps(self, hard: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        blocked = [(taken.low, taken.high) for taken in self.taken]
-        if hard:
-            blocked = sorted(blocked + hard)
-        at = 0
-        for low, high in blocked:
-            if low > at:
-                yield at, low
-            at = max(at, high)
-        if self.size > at:
-            yield at, self.size
-
-    def _places(
-        self, low: int, high: int, size: int, leaving: list[_Leaving], wanted: list[tuple[int, int]]
-    ) -> set[int]:
+    def _places(self, low: int, high: int, size: int, leaving: list[_Leaving], wanted: list[_Range]) -> set[int]:
         """Return places from ``low`` to ``high`` that touch something."""
         found = {low, high}
         if low < self._cursor < high:
             found.add(self._cursor)
-        for begin, end in (*[item[:2] for item in leaving], *wanted):
+        for begin, end, _ in leaving:
+            if low < end < high:
+                found.add(end)
+            if low < begin - size < high:
+                found.add(begin - size)
+        for begin, end in wanted:
             if low < end < high:
                 found.add(end)
             if low < begin - size < high:
                 found.add(begin - size)
         return found
-
-    def _free_at(self, low: int, high: int) -> float:
-        return max([until for begin, end, until in self._leaving if begin < high and low < end], default=0.0)
-
-    def _rank(self, place: int, size: int, low: int, high: int, free_at: float, in_the_way: int) -> tuple[float, ...]:
-        if self.policy == "oldest":
-            return in_the_way, free_at, high - low, min(place - low, high - place - size), place
-        if self.policy == "next":
-            return in_the_way, (place - self._cursor) % self.size
-        return in_the_way, free_at, place

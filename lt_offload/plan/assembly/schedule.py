@@ -19,9 +19,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lt_offload.plan.assembly.copies import CopyGroup, DeviceCopy, PlacedCopy
 from lt_offload.plan.assembly.placement import place
 from lt_offload.plan.assembly.ranges import ArenaRanges, Key, Policy, Reserved
@@ -37,7 +34,7 @@ _REPAIRS = 4
 """How often what is crowded in some step gets its place before all others, too."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _WaitingUpdate:
     """An update on the host that has not begun."""
 
@@ -129,10 +126,11 @@ class _ScheduleRun:
         self.always, self.moving, self.limit, self.framework = always, moving, part * moving, framework
         self.end = _ITERATIONS * self.steps
         self.ranges = ArenaRanges(moving, policy)
-        self.ahead = np.zeros(self.end + self.steps + 1)
-        """Per step: arena bytes of what came before its first use."""
-        self.fetched = np.zeros(self.end + self.steps + 1)
-        """The same of the framework: activations."""
+        turns = _ITERATIONS + 2
+        self.arena = [int(nbytes) for nbytes in sets.needed] * turns
+        """Per step: arena bytes of what has to be there, and of what came before its first use."""
+        self.taken = [int(nbytes) for nbytes in sets.framework] * turns
+        """The same of the framework; what came early are activations."""
         self.link = self.back = self.host = 0.0
         """When the copies to the device, those to the host and the updates are done that were queued so far."""
         self.current: dict[int, float] = {}
@@ -259,7 +257,9 @@ class _ScheduleRun:
         self.link = begin + self.work.transfer_s(stay.bytes)
         self.issued[key] = step, self.link, self.turn
         # Only until its use: from then on the needs of the sets count it.
-        (self.fetched if stay.group is None else self.ahead)[step:need] += stay.room
+        taken = self.taken if stay.group is None else self.arena
+        for before in range(step, need):
+            taken[before] += stay.room
         return True
 
     def _issue_ahead(self, queue: list[tuple[int, Stay]], step: int) -> list[tuple[int, Stay]]:
@@ -290,15 +290,10 @@ class _ScheduleRun:
     def _fits(self, stay: Stay, step: int, need: int) -> bool:
         """Return whether there is room for it from ``step`` until its use."""
         if stay.group is not None:
-            taken = self.ahead[step:need] + self._cyclic(self.sets.needed, step, need)
-            return bool(taken.max() + stay.room <= self.limit)
-        taken = self.fetched[step:need] + self._cyclic(self.sets.framework, step, need)
+            return max(self.arena[step:need]) + stay.room <= self.limit
         # What is on its way out is counted in this step only: later ones wait for it at their gates.
-        taken[0] += sum(departure.bytes for departure in self.departures)
-        return bool(taken.max() + stay.room <= self.framework)
-
-    def _cyclic(self, values: NDArray[np.int64], begin: int, end: int) -> NDArray[np.int64]:
-        return values.take(range(begin, end), mode="wrap")
+        now = self.taken[step] + sum([departure.bytes for departure in self.departures])
+        return max([now, *self.taken[step + 1 : need]]) + stay.room <= self.framework
 
     def _issue_crossing(self, queue: list[tuple[int, Stay]], step: int) -> bool:
         """Queue what was on its way at the end of the iteration before; returns whether all of it could be."""
@@ -344,7 +339,7 @@ class _ScheduleRun:
         """Set the gate of ``step``: as much of the framework's memory has left by then as is not there."""
         position = step % self.steps
         self.departures = [departure for departure in self.departures if departure.until > before]
-        over = self.sets.framework[position] + self.fetched[step] - self.framework
+        over = self.taken[step] - self.framework
         over += sum(departure.bytes for departure in self.departures)
         gate = before
         for departure in self.departures:  # in the order in which they end

@@ -187,8 +187,11 @@ class Sets:
             for copy in group.copies:
                 self.of_tensor[copy.payload, copy.tensor].append(stay)
             # Cyclic: a stay over the end of the iteration is needed in its first steps, too.
-            for since in range(stay.length + 1):
-                self.needed[(stay.need + since) % self.steps] += stay.room
+            whole, rest = divmod(stay.length + 1, self.steps)
+            over = max(stay.need + rest - self.steps, 0)
+            self.needed += whole * stay.room
+            self.needed[stay.need : stay.need + rest] += stay.room
+            self.needed[:over] += stay.room
         for stay in self.stays:
             assert stay.group is not None
             copy = stay.group.copies[0]

@@ -179,7 +179,10 @@ def _freed(chain: WeightChain, gap: Gap, *, first: bool) -> NDArray[np.int64]:
         freed += chain.states[gap.layer]
         if chain.states_return[gap.layer]:
             freed[chain.steps - 1 - gap.layer] = 0
-    freed[[step % chain.steps for step in gap.steps(chain.layers)]] += chain.weights[gap.layer]
+    inside, nbytes = gap.steps(chain.layers), chain.weights[gap.layer]
+    # What belongs to the next iteration comes first in this one.
+    freed[inside.start : inside.stop] += nbytes
+    freed[: max(inside.stop - chain.steps, 0)] += nbytes
     return freed
 
 
