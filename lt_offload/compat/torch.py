@@ -95,6 +95,8 @@ packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
+grouped_by_device_and_dtype: Any = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+"""The order in which ``get_total_norm`` takes dtypes, for the same bits of a norm whose parts are known."""
 fused_adamw_: Any = torch._fused_adamw_
 """What ``torch.optim.AdamW(fused=True)`` calls: updates on the host run it for the same bits."""
 log_softmax_backward: Callable[..., torch.Tensor] = torch._log_softmax_backward_data

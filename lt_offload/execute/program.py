@@ -52,11 +52,11 @@ class Walk:
         self.passes = 0
         """Complete ones so far."""
 
-    def start(self, which: Pass) -> None:
-        """Carry out the ops of this kind of pass from now on."""
+    def start(self, which: Pass, *, last: bool = False) -> None:
+        """Carry out the ops of this kind of pass from now on; ``last``: sums of gradients are complete with it."""
         assert self.cursor == 0
         self._steps = self._programs[which]
-        self._gradients.start(which)
+        self._gradients.start(which, last=last)
 
     def settle(self) -> None:
         """Carry out the updates for which all gradients are there."""

@@ -60,6 +60,12 @@ MUTANTS = (
         "            for event in tasks_of((*task.after, *task.behind)):\n                stream.follow(event)",
         "            for event in tasks_of(task.after):\n                stream.follow(event)",
     ),
+    _one(
+        "an update on the host does not wait for the clipping factor",
+        "lt_offload/execute/updates/gradients.py",
+        "read.append(self.clipping.arrived)",
+        "pass",
+    ),
     Mutant(
         "a copy's event is recorded before it",
         TASKS,

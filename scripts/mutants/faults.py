@@ -15,6 +15,7 @@ GRADIENTS, SLOTS, CLIPPING, OPTIMIZER, MICRO_BATCHES = (
     f"execute/updates/{name}.py" for name in ("gradients", "gradient_slots", "clipping", "optimizer", "window")
 )
 PART, SHARED = "execute/blocks/part_run.py", "execute/blocks/shared_inputs.py"
+PASSES = "execute/training/passes.py"
 GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/param_grad.py", "execute/iteration.py"
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
     f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "sample", "checkpoint/sums", "batch_size")
@@ -26,7 +27,9 @@ BATCHES, RUN = "hf/batches.py", "hf/run.py"
 
 VERIFY, PLANS = "unit/verify", "unit/assembly"
 ENGINE, TRAPS = "parity/engine/test_engine.py", "parity/engine/test_traps.py"
-WINDOWS, LOOPS, CLIPPED_WINDOWS = (f"parity/windows/test_{name}.py" for name in ("windows", "loops", "clipping"))
+WINDOWS, LOOPS, CLIPPED_WINDOWS, NORMS = (
+    f"parity/windows/test_{name}.py" for name in ("windows", "loops", "clipping", "norms")
+)
 PLANNED_WINDOWS = "unit/plan/test_windows.py"
 
 
@@ -243,8 +246,8 @@ UPDATES = (
     _mutant(
         "an update that settles does not wait for who reads the weight",
         GRADIENTS,
-        "read = [self.device.mark(), *(group.last_fetch for group in groups)]",
-        "read = []",
+        "read += [self.device.mark(), *(group.last_fetch for group in groups)]",
+        "read += []",
         CLIPPED_WINDOWS,
         "parity/lightning/test_clipping.py",
     ),
@@ -272,6 +275,34 @@ UPDATES = (
         "max_norm / (norm + 1e-6)",
         "max_norm / norm",
         CLIPPED_WINDOWS,
+    ),
+    _mutant(
+        "a gradient that was written keeps its norm",
+        RESIDENCY,
+        "                total.norm = None\n",
+        "                pass\n",
+        NORMS,
+    ),
+    _mutant(
+        "a sum that is not complete has a norm",
+        PASSES,
+        "self._window.delayed and self._window.last and not waiting and alone",
+        "True",
+        NORMS,
+    ),
+    _mutant(
+        "known norms are those of any type",
+        CLIPPING,
+        "if total.norm is not None and norm_type == 2.0}",
+        "if total.norm is not None}",
+        NORMS,
+    ),
+    _mutant(
+        "dtypes come in the order of gradients",
+        CLIPPING,
+        "ordered = [stand_ins[stand_in] for (alike,), _ in of_dtypes for stand_in in alike]",
+        "ordered = [g for d in dict.fromkeys(g.dtype for g in grads) for g in grads if g.dtype == d]",
+        NORMS,
     ),
     _mutant(
         "only large gradients are clamped",

@@ -299,6 +299,9 @@ class Residency:
         for group in self.all if groups is None else groups:
             if group.buffer is not None:
                 group.give_up()
+            # Mostly because host copies are about to be written.
+            for total in group.sums:
+                total.norm = None
         self.unsettle()
 
     def close(self) -> None:

@@ -310,7 +310,7 @@ class States:
 class Sum(Viewed):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
-    __slots__ = ("_filled", "first", "group", "label", "parted", "places", "weight")
+    __slots__ = ("_filled", "first", "group", "label", "norm", "parted", "places", "weight")
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
@@ -323,6 +323,8 @@ class Sum(Viewed):
         """Whether each place has its process's gradients only: the owner's update adds them up."""
         self.first = False
         """Whether the sum of all processes is in the first of ``places`` only."""
+        self.norm: Tensor | None = None
+        """Its Euclidean norm, found on the device where the sum was; None: it has to be read for that."""
         self._filled = False
 
     @property
@@ -350,13 +352,14 @@ class Sum(Viewed):
         """Whether there is a gradient in it; the first one of a window replaces what is there."""
         return self._filled
 
-    def fill(self) -> None:
-        """There is a gradient in it from now on, or when what has been queued is over."""
-        self._filled = True
+    def fill(self, norm: Tensor | None = None) -> None:
+        """There is a gradient in it from now on, or when what has been queued is over; ``norm``: of what it is then."""
+        self._filled, self.norm = True, norm
 
     def use_up(self) -> None:
         """What is in it counts no more: the next gradient replaces it."""
         self._filled = self.parted = self.first = False
+        self.norm = None
 
 
 def add_in_order(places: Sequence[Tensor]) -> Tensor:

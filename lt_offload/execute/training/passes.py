@@ -185,7 +185,8 @@ class Passes:
         self._window.begin_pass(waiting)
         self._to_follow = waiting
         self._iteration.enter(Transition.FORWARD)
-        self._walk.start(self._window.which)
+        alone = self.of_all is None  # else sums of other processes are added to these
+        self._walk.start(self._window.which, last=self._window.delayed and self._window.last and not waiting and alone)
         if not self._residency.settled:
             self._residency.settle()
         for weight in self._weights:

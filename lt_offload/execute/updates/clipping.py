@@ -2,11 +2,15 @@
 
 Nothing is written at once: an update scales and clamps a gradient when it reads it, in place. Parameters outside the
 blocks have ordinary gradients, which are clipped as in plain PyTorch (:class:`RestClipping`).
+
+The norm of each tensor that the last backward of a window has left on the device is found there, before it leaves
+(:func:`norms`), so that no gradient is read a second time for it, and nobody waits for the copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +18,10 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lt_offload import limits
-from lt_offload.compat.torch import foreach_norm
+from lt_offload.compat.torch import foreach_norm, grouped_by_device_and_dtype
 from lt_offload.errors import ConfigError
-from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.base import Cell, Device, Event
+from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.live_group import distinct
 from lt_offload.execute.memory.tensors import Weight
 
@@ -37,6 +42,15 @@ class Clipping:
         """The factor by which they are multiplied before that, in the coming settling pass."""
         self._clamp: float | None = None
         """The limit to which they are clamped after that, in the coming settling pass."""
+        self._at_home: Tensor | None = None
+        """The factor in host memory, when :attr:`arrived` is over; None: :attr:`_scale` may be read anywhere."""
+        self.arrived: Event | None = None
+        self.cell = Cell("clipping factor")
+        """What tasks on the host's lane read that edit."""
+        self._readers: list[Event] = []
+        """Such tasks since the factor came last."""
+        self._sent: tuple[Event, Tensor] | None = None
+        """The last copy of a factor to the host, and what it copies."""
 
     @property
     def _clipped(self) -> bool:
@@ -49,22 +63,30 @@ class Clipping:
 
     def forget(self) -> None:
         """Forget how to clip: the gradients that it was said for have been used, or are gone."""
-        self._scale = self._clamp = None
+        self._scale = self._clamp = self.arrived = None
 
     def edit(self, *, now: bool = False) -> Callable[[Tensor], None] | None:
-        """Return what is done to gradients before updates use them; None: nothing. ``now``: the caller does it."""
+        """Return what is done to gradients before updates use them; None: nothing. ``now``: the caller does it.
+
+        Who edits on the host comes after :attr:`arrived`, and says so (:meth:`read_by`).
+        """
         scale = self._scale
         value = min((v for v in (self.value, self._clamp) if v is not None), default=None)
+        scales: dict[torch.device, Tensor] = {}
+        if self.arrived is not None and self._at_home is not None:
+            scales[self._at_home.device] = self._at_home
+            if now:
+                self._device.synchronize(self.arrived)
         if now:
             self.forget()
-
-        scales: dict[torch.device, Tensor] = {}
 
         def edit(grad: Tensor) -> None:
             with torch.no_grad():
                 if scale is not None:
                     # Sums of one model may be on the host and on the device, and there is one scale.
-                    factor = scales.setdefault(grad.device, scale.to(grad.device))
+                    if grad.device not in scales:
+                        scales[grad.device] = scale.to(grad.device)
+                    factor = scales[grad.device]
                     # On a GPU nobody waits to see it. On the host it saves a way through memory where nothing is
                     # clipped: with AdamW in fp32 it is 2 numbers beside the 7 of the update.
                     if grad.is_cuda or factor != 1:
@@ -74,13 +96,18 @@ class Clipping:
 
         return edit if value is not None or scale is not None else None
 
+    def read_by(self, event: Event) -> None:
+        """Note a task on the host's lane that edits."""
+        self._readers.append(event)
+
     def clip_norm(
         self, params: Iterable[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
         """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
 
-        Every sum is complete, on the device or on the host, and is read where it is, in the order of ``params``. Those
-        outside the blocks have ordinary gradients, which are scaled at once.
+        Every sum is complete, or will be when what has been queued is over. The norms of some are known
+        (``Sum.norm``), the others are read where they are. All count in the order of ``params``. Those outside the
+        blocks have ordinary gradients, which are scaled at once.
 
         Raises:
             UnsupportedError: if they have been clipped already.
@@ -92,7 +119,8 @@ class Clipping:
         ours = {id(weight.param): weight.total for weight in self._weights}
         others = [param for param in params if id(param) not in ours and param.grad is not None]
         found = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
-        groups = list(dict.fromkeys(total.group for total in found))
+        known = {total: total.norm for total in found if total.norm is not None and norm_type == 2.0}
+        groups = list(dict.fromkeys(total.group for total in found if total not in known))
         here = [group for group in groups if group.buffer is not None]
         reads = [group.buffer for group in here if group.buffer is not None]
         # On the device the norms are launched behind what fills the sums; on the host this thread reads them, so it
@@ -103,12 +131,36 @@ class Clipping:
         grads |= {id(param): param.grad for param in others if param.grad is not None}
         with torch.no_grad():
             ordered = [grads[id(param)] for param in params if id(param) in grads]
-            norm = total_norm(ordered, norm_type, error_if_nonfinite=error_if_nonfinite)
+            of_grads = {id(grads[id(total.weight.param)]): norm for total, norm in known.items()}
+            norm = total_norm(ordered, norm_type, known=of_grads, error_if_nonfinite=error_if_nonfinite)
             if found:
                 # As torch's clip_grad_norm_ has it, term by term: otherwise last bits would differ.
                 self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                self._send_home(self._scale)
             clip_grads_with_norm_(others, max_norm, norm)
         return norm
+
+    def _send_home(self, scale: Tensor) -> None:
+        """Copy the factor to the host, where updates read it, if it is not there: the calling thread does not wait."""
+        if scale.device.type == "cpu":
+            return
+        if self._sent is not None:
+            # Its memory on the device goes back to the allocator here, whose next owner comes after the compute lane.
+            self._device.wait(self._sent[0])
+        if self._at_home is None or self._at_home.dtype != scale.dtype:
+            self._at_home = self._device.host_empty((), scale.dtype)
+        on_device = Cell("clipping factor on the device")
+        self.arrived = self._device.submit(
+            "d2h",
+            partial(self._device.copy, self._at_home, scale),
+            after=distinct([self._device.mark(writes=[on_device]), *self._readers]),
+            reads=[on_device],
+            writes=[self.cell],
+            label="clipping factor",
+            nbytes=scale.nbytes,
+        )
+        self._readers.clear()
+        self._sent = self.arrived, scale
 
     def clip_each(self, value: float) -> None:
         """Let the coming updates use gradients between ``-value`` and ``value``."""
@@ -153,27 +205,55 @@ def require_positive(setting: str, value: float) -> None:
         raise ConfigError(f"{setting} must be more than 0; leave clipping out to keep gradients as they are")
 
 
-def total_norm(grads: Sequence[Tensor], norm_type: float, *, error_if_nonfinite: bool = False) -> Tensor:
-    """Return the norm of the norms of ``grads``, on the device of the first one: ``torch.nn.utils.get_total_norm``.
+def norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the Euclidean norm of each of ``grads``, which are on one device, with the bits of torch's clipping."""
+    found: dict[int, Tensor] = {}
+    with plain_torch():  # a number per tensor takes no part in the budget
+        # Of one dtype at a time, as torch's clipping: for several, the kernel is another one.
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            alike = [at for at, grad in enumerate(grads) if grad.dtype == dtype]
+            # One tensor holds their norms: an allocator gives every tensor more than 4 bytes.
+            found |= zip(alike, torch.stack(foreach_norm([grads[at] for at in alike])).unbind(), strict=True)
+    return [found[at] for at in range(len(grads))]
+
+
+def total_norm(
+    grads: Sequence[Tensor],
+    norm_type: float,
+    *,
+    known: Mapping[int, Tensor] | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Return the norm of the norms of ``grads``: ``torch.nn.utils.get_total_norm``.
 
     That function takes the norms device by device, so that their sum would come in another order than in plain
     training, where all gradients are on one device. Here each norm is taken where its tensor is, and they are summed
-    in the order of ``grads``, those of one dtype before those of the next.
+    in that function's order: those of one dtype before those of the next, else in the order of ``grads``.
+
+    Args:
+        grads: on whatever devices; the result is where the first one's norm is.
+        norm_type: as torch's.
+        known: by the id of a gradient, its norm, which may be elsewhere; those are not read.
+        error_if_nonfinite: see below.
 
     Raises:
         RuntimeError: with ``error_if_nonfinite``, if it is not finite.
     """
-    if len({grad.device for grad in grads}) <= 1:
+    known = known or {}
+    if not known and len({grad.device for grad in grads}) <= 1:
         return get_total_norm(grads, norm_type, error_if_nonfinite)
-    dtypes = dict.fromkeys(grad.dtype for grad in grads)
-    ordered = [grad for dtype in dtypes for grad in grads if grad.dtype == dtype]
-    first = grads[0].device
-    norms: dict[int, Tensor] = {}
-    for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in ordered):
-        alike = [grad for grad in ordered if (grad.device, grad.dtype) == (device, dtype)]
+    # That order is of a hash table, so it is asked for, with stand-ins on one device that have nothing in them.
+    stand_ins = {torch.empty(0, dtype=grad.dtype): grad for grad in grads}
+    of_dtypes = grouped_by_device_and_dtype([list(stand_ins)]).values()
+    ordered = [stand_ins[stand_in] for (alike,), _ in of_dtypes for stand_in in alike]
+    first = known[id(grads[0])].device if id(grads[0]) in known else grads[0].device
+    found = {at: norm.to(first) for at, norm in known.items()}
+    unknown = [grad for grad in ordered if id(grad) not in known]
+    for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in unknown):
+        alike = [grad for grad in unknown if (grad.device, grad.dtype) == (device, dtype)]
         there = torch.stack(foreach_norm(alike, norm_type)).to(first)  # in one copy
-        norms |= zip(map(id, alike), there.unbind(), strict=True)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([norms[id(grad)] for grad in ordered]), norm_type)
+        found |= zip(map(id, alike), there.unbind(), strict=True)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([found[id(grad)] for grad in ordered]), norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        get_total_norm(grads, norm_type, True)  # raises torch's error
+        get_total_norm([norm], norm_type, True)  # raises torch's error
     return norm

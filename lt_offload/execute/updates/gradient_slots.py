@@ -73,6 +73,7 @@ class Slots:
         self,
         op: Op,
         items: Sequence[tuple[Weight, Tensor]],
+        norms: Sequence[Tensor | None],
         more: Sequence[tuple[Tensor, Tensor]] = (),
         cells: Sequence[Cell] = (),
     ) -> GradientOffload:
@@ -81,6 +82,7 @@ class Slots:
         Args:
             op: says so.
             items: complete gradients.
+            norms: theirs; None unless nothing will be added to a gradient.
             more: is copied with them.
             cells: of where that goes.
         """
@@ -91,8 +93,8 @@ class Slots:
         freed = [group.host_ready for group in groups]
         writes = [*(group.host_cell for group in groups), *cells]
         offload = _queued(self._device, op, items, [*pairs, *more], freed, writes=writes)
-        for total in totals:
-            total.fill()
+        for total, norm in zip(totals, norms, strict=True):
+            total.fill(norm)
         for group in groups:
             group.updated_on_host_by(offload.event)
         return offload

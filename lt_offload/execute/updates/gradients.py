@@ -25,7 +25,7 @@ from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight, add_in_order
-from lt_offload.execute.updates.clipping import Clipping
+from lt_offload.execute.updates.clipping import Clipping, norms
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.tables import Pairs, RowUse, Table, square_sum
@@ -73,6 +73,10 @@ class Gradients:
             which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
         }
         self._which: Pass = plan.passes[0]
+        self._completing = False
+        """Sums are complete with this pass, so that their norms may be asked for."""
+        self._norms: dict[int, Tensor] = {}
+        """By weight: the norm of a gradient that will be the whole sum on the host."""
         self.clipping = Clipping(device, weights)
         for op in plan.ops:
             if op.writes_gradients:
@@ -113,11 +117,16 @@ class Gradients:
         self._complete.clear()
         self._written.clear()
         self._arrived.clear()
+        self._norms.clear()
         self._touched.clear()
         self._expected.clear()
 
-    def start(self, which: Pass) -> None:
+    def start(self, which: Pass, *, last: bool = False) -> None:
         """Do with gradients what this kind of pass does, from now on.
+
+        Args:
+            which: the kind.
+            last: sums are complete with this pass, unless there are to be more than was said.
 
         Raises:
             UnsupportedError: if there are to be more gradients after they have been clipped.
@@ -125,7 +134,7 @@ class Gradients:
         # A gradient that came after clipping would be scaled with the sums, whose norm has not counted it.
         if which != "settling":
             self.clipping.check_more()
-        self._which = which
+        self._which, self._completing = which, last
         for table in self._tables.values():
             table.begin()
 
@@ -240,6 +249,9 @@ class Gradients:
         if not updating:
             for group in groups:
                 group.changed_on_device()
+            if self._completing:
+                for total, norm in zip(totals, norms(grads), strict=True):
+                    total.fill(norm)
             return
         self._update_on_device(weights, grads, groups)
 
@@ -302,6 +314,8 @@ class Gradients:
         with torch.no_grad():
             self._direct_grads[weight.index].copy_(grad)
         self._written.append(weight)
+        if self._completing and not _filled(weight):
+            (self._norms[weight.index],) = norms([grad])
 
     def send(self) -> list[tuple[Op, GradientOffload]]:
         """Queue the copies of complete gradients to the host, one task per op; return what they keep alive, by op."""
@@ -331,11 +345,13 @@ class Gradients:
 
     def _begin_sums(self, op: Op, members: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
         """Queue the copies of the first gradients of a window to where their sums are."""
+        if op.rows is None and self._completing:
+            return self._slots.begin_sums(op, members, norms([grad for _, grad in members]))
         if op.rows is None:
-            return self._slots.begin_sums(op, members)
+            return self._slots.begin_sums(op, members, [None] * len(members))
         table = self._tables[members[0][0].index]
         table.begun, table.filled = True, False
-        return self._slots.begin_sums(op, members, table.tokens(), [table.aside])
+        return self._slots.begin_sums(op, members, [None] * len(members), table.tokens(), [table.aside])
 
     def use_on_host(self, op: Op, weights: Sequence[Weight], urgency: int) -> Event | None:
         """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
@@ -365,11 +381,12 @@ class Gradients:
         read: list[Event | None] = []
         if updating:
             edit = self.clipping.edit()
+            read.append(self.clipping.arrived)
         if updating and self.square_sums is not None:
             sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
         groups = list(dict.fromkeys(groups))
         if self._which == "settling":  # no gradient that arrives comes after what has read the weights
-            read = [self.device.mark(), *(group.last_fetch for group in groups)]
+            read += [self.device.mark(), *(group.last_fetch for group in groups)]
         parted = [w.total.places for w in mine if w.total is not None and w.total.parted] if updating else []
         work = _using(adding, parted, sums, [(edit, grads)] if edit is not None else [], update)
         event = self.device.submit(
@@ -377,20 +394,22 @@ class Gradients:
             self.common.telling(op.id, work) if updating and self.common is not None else work,
             # Gradients arrive after the last computation that may have read the weights in host memory.
             after=distinct([*[self._arrived.pop(w.index) for w in arrived], *[p.host_ready for p in groups], *read]),
-            reads=list(dict.fromkeys([w.grad_cell for w in arrived])),
+            reads=list(dict.fromkeys([w.grad_cell for w in arrived] + [self.clipping.cell] * (edit is not None))),
             writes=[group.host_cell for group in groups],
             label=f"{op.kind} {op.block}",
             op=op.id,
             urgency=urgency,
         )
         self._slots.updated(op.id, event)
+        if edit is not None:
+            self.clipping.read_by(event)
         for group in groups:
             group.updated_on_host_by(event)
         if updating and self.common is not None:
             event = self.common.updated(op.id, theirs, event, urgency)
         for weight in ready:
             if weight.total is not None:
-                weight.total.use_up() if updating else weight.total.fill()
+                weight.total.use_up() if updating else weight.total.fill(self._norms.pop(weight.index, None))
             if weight.index in self._direct_grads:
                 self._read[weight.index] = event
         return event

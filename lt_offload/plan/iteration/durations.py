@@ -82,13 +82,15 @@ def between_s(nbytes: int, profile: Profile) -> float:
 def norm_s(plan: Plan, profile: Profile) -> float:
     """Return the seconds per update in which the norm of all gradients is found, beside nothing else.
 
-    Updates that wait, wait for that. Each sum is read where it is, once: a third of what it takes to add to it.
+    Updates that wait, wait for that. Each sum is read once, where the last gradient makes it complete: a third of what
+    it takes to add to it. A sum of one gradient is read on the device, before that leaves.
     """
     if not plan.delayed:
         return 0.0
     found = 0.0
+    on_host = plan.window > 1 or profile.processes * profile.machines > 1
     for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
-        if place == "host":
+        if place == "host" and on_host:
             found += accumulated(tensor, profile) / profile.optimizer.host_bytes_per_s
         elif place != "none":
             found += added(tensor) / profile.optimizer.device_bytes_per_s

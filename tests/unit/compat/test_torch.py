@@ -183,6 +183,16 @@ def schemas() -> None:
     assert compat.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
 
 
+@check("the order in which a norm of all gradients takes dtypes", "grouped_by_device_and_dtype")
+def dtypes() -> None:
+    grads = [torch.tensor([x], dtype=d) for x, d in ((3.0, torch.float32), (1.0, torch.bfloat16), (2.0, torch.float32))]
+    found = compat.grouped_by_device_and_dtype([grads])
+    assert {key: [t.item() for t in group[0]] for key, (group, _) in found.items()} == {
+        (torch.device("cpu"), torch.float32): [3.0, 2.0],
+        (torch.device("cpu"), torch.bfloat16): [1.0],
+    }
+
+
 @check("copies and sums of many tensors at once", "foreach_add_", "foreach_copy_", "foreach_norm", "FOREACH_COPY")
 def many() -> None:
     left, right = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]

@@ -167,19 +167,20 @@ def test_no_update_that_waits_begins_before_the_last_gradient_is_there() -> None
 
 
 @pytest.mark.parametrize("planner", ["resident", "l2l"])
-def test_finding_the_norm_reads_every_sum_where_it_is(planner: Any) -> None:
+@pytest.mark.parametrize("window", [1, 2])
+def test_finding_the_norm_reads_every_sum_where_it_becomes_complete(planner: Any, window: int) -> None:
     """A third of what adding takes, which reads two and writes one; nobody waits for it but updates that wait."""
     profile = small_profile()
     rates = profile.optimizer
-    plan = solve(profile, memory=20_000, delayed=True, planner=planner)
-    on_host = planner == "l2l"
-    assert ("host" in plan.update_places) is on_host
+    plan = solve(profile, memory=20_000, delayed=True, planner=planner, accumulate=window)
+    assert ("host" in plan.update_places) is (planner == "l2l")
+    on_host = planner == "l2l" and window > 1  # a sum of one gradient has been on the device
     adding = sum(added(tensor) for tensor in profile.tensors if tensor.trainable)
     expected = adding / 3 / (rates.host_bytes_per_s if on_host else rates.device_bytes_per_s)
     assert norm_s(plan, profile) == pytest.approx(expected)
     assert norm_s(replace(plan, delayed=False), profile) == 0.0
     last = max(span.end for span in simulate(plan, profile).spans)
-    assert expected < plan.predicted.iteration_s <= last + expected
+    assert expected < plan.predicted.iteration_s <= (last + expected) * (1 + 1e-9)
 
 
 def test_lanes_that_share_memory_make_windows_slower() -> None:
