@@ -24,7 +24,8 @@ import pytest
 
 from scripts.common import ROOT, arguments, read_json, save
 from scripts.gpu.mutants import copied, put_in
-from scripts.mutants.faults import MUTANTS, Mutant
+from scripts.mutants.faults import MUTANTS
+from scripts.mutants.mutant import Mutant
 
 LIMIT_S = 120
 """For one test; beyond, something waits for ever, and the tests end."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from scripts.gpu import mutants as cuda
+from scripts.mutants.clipping import CLIPPED
+from scripts.mutants.mutant import mutant
 
 CHECK, ORDERING = "plan/verify/check.py", "plan/verify/ordering.py"
 GROUPS, COPIES, OPS, WINDOW = (f"plan/assembly/{name}.py" for name in ("groups", "copies", "ops", "window"))
 RESIDENCY, LIVE, ACTIVATIONS, SNAPSHOTS, STREAMING = (
     f"execute/memory/{name}.py" for name in ("residency", "live_group", "activations", "snapshots", "streaming")
 )
-GRADIENTS, SLOTS, CLIPPING, OPTIMIZER, MICRO_BATCHES = (
-    f"execute/updates/{name}.py" for name in ("gradients", "gradient_slots", "clipping", "optimizer", "window")
+GRADIENTS, SLOTS, OPTIMIZER, MICRO_BATCHES = (
+    f"execute/updates/{name}.py" for name in ("gradients", "gradient_slots", "optimizer", "window")
 )
 PART, SHARED = "execute/blocks/part_run.py", "execute/blocks/shared_inputs.py"
-PASSES = "execute/training/passes.py"
 GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/param_grad.py", "execute/iteration.py"
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
     f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "sample", "checkpoint/sums", "batch_size")
@@ -27,67 +25,44 @@ BATCHES, RUN = "hf/batches.py", "hf/run.py"
 
 VERIFY, PLANS = "unit/verify", "unit/assembly"
 ENGINE, TRAPS = "parity/engine/test_engine.py", "parity/engine/test_traps.py"
-WINDOWS, LOOPS, CLIPPED_WINDOWS, NORMS = (
-    f"parity/windows/test_{name}.py" for name in ("windows", "loops", "clipping", "norms")
-)
+WINDOWS, LOOPS, CLIPPED_WINDOWS = (f"parity/windows/test_{name}.py" for name in ("windows", "loops", "clipping"))
 PLANNED_WINDOWS = "unit/plan/test_windows.py"
 
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """A fault in a file of the package, and the tests that should notice it, below tests/."""
-
-    name: str
-    file: str
-    was: str
-    becomes: str
-    tests: tuple[str, ...]
-
-    @property
-    def fault(self) -> cuda.Mutant:
-        """What is written, and where."""
-        return cuda.Mutant(self.name, f"lt_offload/{self.file}", ((self.was, self.becomes),))
-
-
-def _mutant(name: str, file: str, was: str, becomes: str, *tests: str) -> Mutant:
-    return Mutant(name, file, was, becomes, tests)
-
-
 PLANNING = (
-    _mutant(
+    mutant(
         "a plan may need more than its budget",
         CHECK,
         "if memory[worst] > plan.budget_bytes:",
         "if memory[worst] > 2 * plan.budget_bytes:",
         VERIFY,
     ),
-    _mutant(
+    mutant(
         "memory may be given back before it is taken",
         CHECK,
         "not op.step <= op.release_after < len(plan.timeline):",
         "not 0 <= op.release_after < len(plan.timeline):",
         VERIFY,
     ),
-    _mutant("a tensor may be updated twice", CHECK, "            if t in seen:\n", "            if False:\n", VERIFY),
-    _mutant("a block may run again without its input", CHECK, "elif not block.chained:\n", "elif False:\n", VERIFY),
-    _mutant("an outdated device copy passes", ORDERING, "buffer.outdated = True", "buffer.outdated = False", VERIFY),
-    _mutant(
+    mutant("a tensor may be updated twice", CHECK, "            if t in seen:\n", "            if False:\n", VERIFY),
+    mutant("a block may run again without its input", CHECK, "elif not block.chained:\n", "elif False:\n", VERIFY),
+    mutant("an outdated device copy passes", ORDERING, "buffer.outdated = True", "buffer.outdated = False", VERIFY),
+    mutant(
         "an unread gradient may be overwritten",
         ORDERING,
         "if not cell.reads:",
         "if False:",
         "unit/planners/test_slots.py",
     ),
-    _mutant("a group is not side by side in every stay", GROUPS, " or not follows:", ":", PLANS, "unit/plan", VERIFY),
-    _mutant("all weights are one mapping", GROUPS, "            span += 1\n", "", "unit/assembly/test_groups.py"),
-    _mutant(
+    mutant("a group is not side by side in every stay", GROUPS, " or not follows:", ":", PLANS, "unit/plan", VERIFY),
+    mutant("all weights are one mapping", GROUPS, "            span += 1\n", "", "unit/assembly/test_groups.py"),
+    mutant(
         "what is apart on the host is copied as one",
         RESIDENCY,
         "return other.host.data_ptr() == one.host.data_ptr() + one.room",
         "return True",
         "unit/execute/memory",
     ),
-    _mutant(
+    mutant(
         "a stay over the end of an iteration is not there at its start",
         COPIES,
         "self.arrival > self.stay.end",
@@ -95,7 +70,7 @@ PLANNING = (
         PLANS,
         "unit/plan",
     ),
-    _mutant(
+    mutant(
         "a copy is thought to be gone",
         COPIES,
         "else step >= start or step <= end",
@@ -103,7 +78,7 @@ PLANNING = (
         PLANS,
         "unit/plan",
     ),
-    _mutant(
+    mutant(
         "nobody waits for a gradient that the backward writes",
         OPS,
         "            self.computed[step] = out\n",
@@ -111,7 +86,7 @@ PLANNING = (
         PLANS,
         "parity/engine/test_zero_copy_plans.py",
     ),
-    _mutant(
+    mutant(
         "an update does not wait for the sum of the last pass",
         WINDOW,
         "after |= {op.id - 1}",
@@ -119,7 +94,7 @@ PLANNING = (
         PLANNED_WINDOWS,
         WINDOWS,
     ),
-    _mutant(
+    mutant(
         "an update does not wait for its weight where nothing computes",
         WINDOW,
         "return {fetch for t in tensors for fetch in self._fetches[t]}",
@@ -127,7 +102,7 @@ PLANNING = (
         PLANNED_WINDOWS,
         CLIPPED_WINDOWS,
     ),
-    _mutant(
+    mutant(
         "sums are copied to the host when they have been used",
         WINDOW,
         'yield from self._some(op, sums, "sum", only=_ADDING)',
@@ -137,7 +112,7 @@ PLANNING = (
 )
 
 MEMORY = (
-    _mutant(
+    mutant(
         "a copy to the host does not wait for who computes",
         RESIDENCY,
         "after=[self._device.mark(), *distinct(",
@@ -145,7 +120,7 @@ MEMORY = (
         ENGINE,
         LOOPS,
     ),
-    _mutant(
+    mutant(
         "a copy to the device does not wait for the host's update",
         RESIDENCY,
         "there wait for them.\n            after=distinct(item.host_ready for item in items),",
@@ -153,15 +128,15 @@ MEMORY = (
         ENGINE,
         WINDOWS,
     ),
-    _mutant(
+    mutant(
         "what the host has overtaken is used",
         LIVE,
         "self._overtaken = self.buffer is not None",
         "pass",
         "unit/execute/memory",
     ),
-    _mutant("what the device has changed is lost", LIVE, "self._newer = self.buffer is not None", "pass", ENGINE),
-    _mutant(
+    mutant("what the device has changed is lost", LIVE, "self._newer = self.buffer is not None", "pass", ENGINE),
+    mutant(
         "a range is given back while it is copied to the host",
         LIVE,
         "distinct((self._device_ready, self._leaving))",
@@ -170,14 +145,14 @@ MEMORY = (
         "unit/execute/memory",
         LOOPS,
     ),
-    _mutant(
+    mutant(
         "host memory of activations is overwritten while it is read",
         ACTIVATIONS,
         ", *([] if used is None else [used])]",
         "]",
         "unit/execute/memory",
     ),
-    _mutant(
+    mutant(
         "activations are let go of while they leave",
         ACTIVATIONS,
         "self.device.wait(self._left, writes=[self._leaving[0]])",
@@ -185,7 +160,7 @@ MEMORY = (
         ENGINE,
         "unit/execute/memory",
     ),
-    _mutant(
+    mutant(
         "an input that travels may be written to",
         ACTIVATIONS,
         "if version(tensor) != known:",
@@ -194,21 +169,21 @@ MEMORY = (
         TRAPS,
         "faults/test_saved_tensors.py",
     ),
-    _mutant(
+    mutant(
         "a snapshot changes while it is read",
         SNAPSHOTS,
         "if not (contents.busy or contents.copying) and",
         "if not contents.copying and",
         "unit/execute/memory",
     ),
-    _mutant(
+    mutant(
         "what is needed next is evicted",
         STREAMING,
         "kept = set(needed)",
         "kept = set[LiveGroup]()",
         "unit/execute/memory",
     ),
-    _mutant(
+    mutant(
         "a parameter stays a view of the arena",
         STREAMING,
         "                weight.param.data = weight.host\n",
@@ -219,7 +194,7 @@ MEMORY = (
 )
 
 UPDATES = (
-    _mutant(
+    mutant(
         "a tied weight has half of its gradient",
         GRADIENTS,
         "weight.grad = grad if weight.grad is None else weight.grad.add_(grad)",
@@ -227,7 +202,7 @@ UPDATES = (
         ENGINE,
         "parity/engine/test_traps.py",
     ),
-    _mutant(
+    mutant(
         "an update on the host does not wait for the host copy",
         GRADIENTS,
         ", *[p.host_ready for p in groups], *read]",
@@ -235,7 +210,7 @@ UPDATES = (
         CLIPPED_WINDOWS,
         LOOPS,
     ),
-    _mutant(
+    mutant(
         "the last micro-batch replaces the sum",
         GRADIENTS,
         "total.view.add_(grad) if total.filled else total.view.copy_(grad)",
@@ -243,7 +218,7 @@ UPDATES = (
         LOOPS,
         WINDOWS,
     ),
-    _mutant(
+    mutant(
         "an update that settles does not wait for who reads the weight",
         GRADIENTS,
         "read += [self.device.mark(), *(group.last_fetch for group in groups)]",
@@ -251,7 +226,7 @@ UPDATES = (
         CLIPPED_WINDOWS,
         "parity/lightning/test_clipping.py",
     ),
-    _mutant(
+    mutant(
         "gradients arrive before the last ones have been used",
         SLOTS,
         "after = distinct([*freed, *(",
@@ -260,7 +235,7 @@ UPDATES = (
         "parity/engine/test_planned.py",
         "parity/engine/test_masters.py",
     ),
-    _mutant(
+    mutant(
         "gathered gradients arrive at another's place",
         SLOTS,
         "if all(index in grads for index in indices):",
@@ -269,77 +244,35 @@ UPDATES = (
         "parity/users/test_odd_parameters.py",
         "parity/users/test_weights_in_the_loss.py",
     ),
-    _mutant(
-        "clipping divides by the norm alone",
-        CLIPPING,
-        "max_norm / (norm + 1e-6)",
-        "max_norm / norm",
-        CLIPPED_WINDOWS,
-    ),
-    _mutant(
-        "a gradient that was written keeps its norm",
-        RESIDENCY,
-        "                total.norm = None\n",
-        "                pass\n",
-        NORMS,
-    ),
-    _mutant(
-        "a sum that is not complete has a norm",
-        PASSES,
-        "self._window.delayed and self._window.last and not waiting and alone",
-        "True",
-        NORMS,
-    ),
-    _mutant(
-        "known norms are those of any type",
-        CLIPPING,
-        "if total.norm is not None and norm_type == 2.0}",
-        "if total.norm is not None}",
-        NORMS,
-    ),
-    _mutant(
-        "dtypes come in the order of gradients",
-        CLIPPING,
-        "ordered = [stand_ins[stand_in] for (alike,), _ in of_dtypes for stand_in in alike]",
-        "ordered = [g for d in dict.fromkeys(g.dtype for g in grads) for g in grads if g.dtype == d]",
-        NORMS,
-    ),
-    _mutant(
-        "only large gradients are clamped",
-        CLIPPING,
-        "grad.clamp_(-value, value)",
-        "grad.clamp_(max=value)",
-        CLIPPED_WINDOWS,
-    ),
-    _mutant(
+    mutant(
         "a learning rate that is a tensor is not copied",
         OPTIMIZER,
         "return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()",
         "return {k: v for k, v in group.items()",
         "unit/execute/updates",
     ),
-    _mutant(
+    mutant(
         "a snapshot is not told of an update",
         OPTIMIZER,
         "            self.snapshots.changing((weight.host, *tensors_of(self.state(weight)).values()))\n",
         "            pass\n",
         "unit/execute/updates",
     ),
-    _mutant(
+    mutant(
         "states are in another order than plain PyTorch's",
         OPTIMIZER,
         "state.update(ordered)",
         "state.update(reversed(ordered))",
         "unit/execute/updates",
     ),
-    _mutant(
+    mutant(
         "an update uses the options after the step",
         OPTIMIZER,
         "(self._frozen[0] if self._frozen is not None else self.optimizer.param_groups)[group]",
         "self.optimizer.param_groups[group]",
         "unit/execute/updates",
     ),
-    _mutant(
+    mutant(
         "an update comes after the first pass of a micro-batch",
         MICRO_BATCHES,
         "not self.delayed and not waiting else",
@@ -349,7 +282,7 @@ UPDATES = (
 )
 
 BLOCKS = (
-    _mutant(
+    mutant(
         "a second run draws other numbers",
         PART,
         "device.set_rng_state(self._rng)",
@@ -357,7 +290,7 @@ BLOCKS = (
         ENGINE,
         "parity/engine/test_reruns.py",
     ),
-    _mutant(
+    mutant(
         "a second run leaves the generators behind",
         PART,
         "device.set_rng_state(now)",
@@ -365,14 +298,14 @@ BLOCKS = (
         ENGINE,
         "parity/engine/test_reruns.py",
     ),
-    _mutant(
+    mutant(
         "a mask may be rewritten between two runs",
         "execute/blocks/part_run.py",
         "            if version(x) != known:\n                raise limits.REWRITTEN",
         "            if False:\n                raise limits.REWRITTEN",
         "parity/reruns/test_callers.py",
     ),
-    _mutant(
+    mutant(
         "a shared input loses a gradient",
         PART,
         "                pairs.append((entry, total.gradient))\n",
@@ -380,8 +313,8 @@ BLOCKS = (
         "parity/models/test_shared_inputs.py",
         "parity/users/test_block_outputs.py",
     ),
-    _mutant("a shared input is not one", SHARED, "total.users += 1", "pass", "parity/models/test_shared_inputs.py"),
-    _mutant(
+    mutant("a shared input is not one", SHARED, "total.users += 1", "pass", "parity/models/test_shared_inputs.py"),
+    mutant(
         "a second run is outside its contexts",
         PART,
         "if call.ambient == ambient() and not call.ambient.autocasts:",
@@ -389,7 +322,7 @@ BLOCKS = (
         "parity/users/test_contexts.py",
         "parity/lightning/test_mixed_precision.py",
     ),
-    _mutant(
+    mutant(
         "a hook of a weight reads what is out of date",
         GUARD,
         "            self._residency.bring_home(one.groups)\n",
@@ -397,7 +330,7 @@ BLOCKS = (
         "parity/users/test_between_steps.py",
         "parity/users/test_parameters.py",
     ),
-    _mutant(
+    mutant(
         "what a user has written is not fetched",
         GUARD,
         "self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))",
@@ -405,7 +338,7 @@ BLOCKS = (
         "parity/users/test_between_steps.py",
         "parity/users/test_parameters.py",
     ),
-    _mutant(
+    mutant(
         "a view of NumPy's is out of date",
         GUARD,
         "        for owned in (*self._views, *self._unseen):\n            self._residency.bring_home(owned.groups)",
@@ -413,7 +346,7 @@ BLOCKS = (
         "parity/users/test_between_steps.py",
         "parity/users/test_hooks.py",
     ),
-    _mutant(
+    mutant(
         "a gradient that was set to None updates",
         PARAM_GRAD,
         "        if grad is None:\n            total.use_up()",
@@ -421,7 +354,7 @@ BLOCKS = (
         "parity/callbacks/test_gradients.py",
         LOOPS,
     ),
-    _mutant(
+    mutant(
         "a gradient that was kept changes",
         PARAM_GRAD,
         "tensor.data = tensor.data.clone()",
@@ -429,14 +362,14 @@ BLOCKS = (
         "parity/callbacks/test_gradients.py",
         LOOPS,
     ),
-    _mutant(
+    mutant(
         "weights of two steps may be read",
         ITERATION,
         'backward=Outcome(Next.SAME, (Refused("HALFWAY", "{use}", UPDATING),)),',
         "backward=Outcome(Next.SAME),",
         "unit/execute/test_iteration.py",
     ),
-    _mutant(
+    mutant(
         "a checkpoint of a broken iteration is written",
         ITERATION,
         "self._left = self.unfinished()",
@@ -446,7 +379,7 @@ BLOCKS = (
 )
 
 AROUND = (
-    _mutant(
+    mutant(
         "a plan that takes over has another budget",
         REPLAN,
         "memory=plan.budget_bytes, time_limit=limit",
@@ -454,42 +387,42 @@ AROUND = (
         "unit/strategy/test_replan.py",
         "parity/lightning/test_replan.py",
     ),
-    _mutant(
+    mutant(
         "batches count twice after a resume",
         RESUME,
         "    fetcher.fetched -= count  # Lightning adds them itself\n",
         "",
         "parity/lightning/test_resume.py",
     ),
-    _mutant(
+    mutant(
         "a validation that is done again draws other numbers",
         RESUME,
         "states = self._before_validation if validating else _states(trainer, pl_module)",
         "states = _states(trainer, pl_module)",
         "parity/lightning/test_resume.py",
     ),
-    _mutant(
+    mutant(
         "the trial's logs are the run's",
         SAMPLE,
         "        vars(module).update(silenced)\n",
         "",
         "unit/strategy/test_sample.py",
     ),
-    _mutant(
+    mutant(
         "a damaged checkpoint is read",
         SUMS,
         "_crc(file.fileno(), record) == record.crc",
         "True",
         "unit/strategy/test_sums.py",
     ),
-    _mutant(
+    mutant(
         "a hyperparameter keeps the batch size of before",
         BATCH_SIZE,
         'if isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:',
         'if not holders and isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:',
         "parity/lightning/test_batch_size.py",
     ),
-    _mutant(
+    mutant(
         "activations that leave count as saved",
         COST,
         "saved_bytes=keep.live - keep.travelling,",
@@ -497,28 +430,28 @@ AROUND = (
         "unit/profiling/test_measure.py",
         "unit/profiling/test_agrees_with_engine.py",
     ),
-    _mutant(
+    mutant(
         "the emptiest draw is measured",
         COST,
         "return max(found, key=",
         "return min(found, key=",
         "unit/profiling/test_grad_mode.py",
     ),
-    _mutant(
+    mutant(
         "a block that changes runs again",
         COST,
         "    return same\n",
         "    return True\n",
         "unit/profiling/test_grad_mode.py",
     ),
-    _mutant(
+    mutant(
         "states that grow are not waited for",
         STATES,
         "held = max(held, _state_after_steps(self._sample(parameter)))",
         "pass",
         "unit/profiling/test_optimizer.py",
     ),
-    _mutant(
+    mutant(
         "an update that stacks tensors is measured with one",
         STATES,
         "    for copies in (1, 2):\n",
@@ -526,7 +459,7 @@ AROUND = (
         "unit/profiling/test_optimizer.py",
         "parity/optimizers/test_own.py",
     ),
-    _mutant(
+    mutant(
         "a document is predicted from the one before",
         PACKING,
         "                labels[begin] = IGNORED\n",
@@ -534,28 +467,28 @@ AROUND = (
         "unit/finetune/data/batches/test_apart.py",
         "unit/finetune/data/batches",
     ),
-    _mutant(
+    mutant(
         "another bin with the same room is taken",
         PACKING,
         "waiting[room].popleft()",
         "waiting[room].pop()",
         "unit/finetune/data/batches",
     ),
-    _mutant(
+    mutant(
         "a loss is multiplied and not undivided",
         LOSS,
         "return loss / (torch.ones_like(loss.detach()) / count)",
         "return loss * count",
         "unit/finetune/test_loss.py",
     ),
-    _mutant(
+    mutant(
         "a key that is there twice passes",
         ROWS,
         "    if len(made) != len(pairs):\n",
         "    if False:\n",
         "unit/finetune/data/test_rows.py",
     ),
-    _mutant(
+    mutant(
         "a Trainer is planned for its first batch",
         BATCHES,
         "return max([first, *of_rows(loader, train_batch_size(trainer))], key=Size.of)",
@@ -563,14 +496,14 @@ AROUND = (
         "parity/hf/test_trainer.py",
         "unit/hf",
     ),
-    _mutant(
+    mutant(
         "a larger batch does not lead to another plan",
         RUN,
         "if change is None and all(map(self._size.covers, coming)):",
         "if change is None:",
         "unit/hf/test_planning.py",
     ),
-    _mutant(
+    mutant(
         "a Trainer that trains again keeps its plan",
         RUN,
         "        self.plan = self.profile = None\n        self._size",
@@ -581,21 +514,21 @@ AROUND = (
 )
 
 HEADS = (
-    _mutant(
+    mutant(
         "gradients of a loss in chunks are those of the loss alone",
         HEAD,
         "None if tensor is None else _times(tensor, grads[0])",
         "tensor",
         "unit/model/test_head.py",
     ),
-    _mutant(
+    mutant(
         "a factor is rounded to the gradient's dtype",
         HEAD,
         "factor.view(1), out=gradient[part]",
         "factor, out=gradient[part]",
         "unit/model/test_head.py",
     ),
-    _mutant(
+    mutant(
         "gradients that a forward has made do not count",
         COST,
         "forward_peak_bytes=found.forward_peak + made,",
@@ -615,4 +548,4 @@ EQUIVALENT = (
 )
 """Changes that no test can notice: the file, what was there, what is there then, and which order says the same."""
 
-MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *BLOCKS, *AROUND, *HEADS)
+MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *CLIPPED, *BLOCKS, *AROUND, *HEADS)
