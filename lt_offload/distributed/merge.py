@@ -25,7 +25,13 @@ _ALONE = (
 
 
 def merged(
-    profiles: Sequence[Profile], *, per_machine: int, machines: int = 1, on_cuda: bool, common_updates: bool = False
+    profiles: Sequence[Profile],
+    *,
+    per_machine: int,
+    machines: int = 1,
+    on_cuda: bool,
+    common_updates: bool = False,
+    added_up_first: bool = False,
 ) -> Profile:
     """Return the profile that one plan for all is made for.
 
@@ -38,6 +44,7 @@ def merged(
         machines: how many there are.
         on_cuda: gradients are added up in device memory that plans have to leave.
         common_updates: weights that the host updates are in memory that processes of a machine have in common.
+        added_up_first: gradients of all are added up before the first update.
     """
     base = max(profiles, key=lambda profile: profile.batch_size * profile.sequence_length)
     found: Profile = _merged("", [base, *profiles])
@@ -62,6 +69,7 @@ def merged(
         processes=per_machine,
         machines=machines,
         common_updates=common_updates,
+        added_up_first=added_up_first,
     )
 
 

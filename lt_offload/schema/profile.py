@@ -331,6 +331,8 @@ class Profile:
     """How many machines like this one train together, each with as many processes."""
     common_updates: bool = False
     """Whether they have in common, beside frozen weights, those that the host updates, and their states."""
+    added_up_first: bool = False
+    """Whether gradients of all processes are added up before the first update, as somebody reads them or their norm."""
     schema: int = PROFILE_SCHEMA
 
     @property

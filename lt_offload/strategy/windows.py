@@ -38,8 +38,7 @@ def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
     count = batches_per_update(trainer)
     if count < 1:
         raise ConfigError(f"accumulate_grad_batches={count} must be at least 1: micro-batches per update")
-    delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer) or looks_at_gradients(trainer) is not None
-    delayed = delayed or trainer.world_size > 1  # they wait for the gradients of all processes
+    delayed = reads_gradients(trainer) or trainer.world_size > 1  # they wait for the gradients of all processes
     return replace(settings, accumulate=count, delayed=delayed)
 
 
@@ -106,6 +105,11 @@ LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad
 def looks_at_gradients(trainer: Any, hooks: Sequence[str] = LOOKING) -> str | None:
     """Return the first of ``hooks`` that the module or a callback of ``trainer`` overrides."""
     return limits.overridden([trainer.lightning_module, *trainer.callbacks], hooks)
+
+
+def reads_gradients(trainer: Any) -> bool:
+    """Return whether all gradients, or their norm, are read before they are used."""
+    return _clips_by_norm(trainer) or _clips_by_hook(trainer) or looks_at_gradients(trainer) is not None
 
 
 def _clips_by_norm(trainer: Any) -> bool:

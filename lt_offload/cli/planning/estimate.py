@@ -12,7 +12,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import check_data
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.what_if import Solver
-from lt_offload.strategy.windows import settings_from_trainer
+from lt_offload.strategy.windows import reads_gradients, settings_from_trainer
 from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def estimate(
         micro_batches=parts,
         on_progress=status,
     )
-    return replace(profile, model=model_name(app))
+    return replace(profile, model=model_name(app), added_up_first=reads_gradients(app.trainer))
 
 
 def model_name(app: App) -> str:

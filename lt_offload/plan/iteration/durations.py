@@ -35,7 +35,8 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
     of gradients in each. In host memory, with a copy of everything in each process, a sum is made of copies into and
     out of a buffer (5 W), an exchange of parts and one of sums through sockets, which read and write twice each (8 W
     (N-1)/N), and additions (3 W (N-1)/N), all N times. With one host copy owners add up in their updates, see
-    :func:`gathered`; with several machines in ops of the network's lane, which are not counted here. Where a plan has
+    :func:`gathered`, or before them, if somebody reads gradients or their norm: then an owner reads N sums, writes one,
+    and copies it to N-1 places, (3 N - 1) W; with several machines in ops of the network's lane, which are not counted here. Where a plan has
     none, N sums are added to what comes, and the result is written to N places, 3 N W in all. Between devices the two
     exchanges cross each link: 2 W (N-1)/N in both directions. Between machines see :func:`between_s`.
     """
@@ -52,6 +53,10 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
         seconds += by_place["host"] / machine.exchange_bytes_per_s
     elif memory:
         seconds += moved * by_place["host"] / memory
+    if _adds_up_first(profile):
+        places = zip(profile.tensors, plan.update_places, strict=True)
+        owned = sum(added(tensor) for tensor, place in places if place == "host")
+        seconds += owned * (3 * count - 1) / 3 / profile.optimizer.host_bytes_per_s
     if count > 1:
         link = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
         seconds += by_place["device"] / (machine.device_exchange_bytes_per_s or link / (2 * others))
@@ -120,8 +125,17 @@ def gathered(tensor: TensorProfile, profile: Profile) -> float:
 
     It reads N of them and writes one, for the update to read: N + 1 accesses, where adding one gradient has 3.
     """
-    several = profile.common_updates and profile.processes > 1 and profile.machines == 1
+    several = _owners_alone(profile) and not profile.added_up_first
     return added(tensor) * (profile.processes + 1) / 3 if several else 0.0
+
+
+def _adds_up_first(profile: Profile) -> bool:
+    return _owners_alone(profile) and profile.added_up_first
+
+
+def _owners_alone(profile: Profile) -> bool:
+    """Return whether owners on one machine have all sums for their updates before them."""
+    return profile.common_updates and profile.processes > 1 and profile.machines == 1
 
 
 def added(tensor: TensorProfile) -> float:

@@ -305,6 +305,7 @@ class Processes:
     def _merged(self, profiles: list[Profile], known: HardwareProfile | None) -> Profile:
         from lt_offload.distributed.merge import merged
         from lt_offload.execute.updates.optimizer import updates_in_place
+        from lt_offload.strategy.windows import reads_gradients
 
         on_cuda = self.root_device.type == "cuda"
         in_place = len(self.optimizers) == 1 and updates_in_place(self.optimizers[0])
@@ -314,6 +315,7 @@ class Processes:
             machines=self.num_nodes,
             on_cuda=on_cuda,
             common_updates=in_place,
+            added_up_first=reads_gradients(self._module.trainer),
         )
         # Each one's part of a machine that was measured before has been taken by then.
         machine = found.hardware if known is None else known

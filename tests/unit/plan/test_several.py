@@ -155,6 +155,25 @@ def test_owners_add_up_in_their_updates_and_every_process_its_own_gradients() ->
     assert all(seconds.values())
 
 
+def test_what_is_clipped_by_norm_is_added_up_before_updates() -> None:
+    both = one_of(machine(), 2)
+    first = replace(both, added_up_first=True)
+    plan = plans(both, Settings(memory=420 * MB, delayed=True, planner="l2l"))
+    on_host = [t for t, place in zip(both.tensors, plan.update_places, strict=True) if place == "host"]
+    rate = both.with_host_threads(plan.host_threads).optimizer.host_bytes_per_s
+    apart = replace(both, common_updates=False)
+    for op, seconds, alone in zip(plan.ops, durations(plan, first), durations(plan, apart), strict=True):
+        if op.kind == "update":
+            assert seconds == alone  # of sums that are complete
+    # An owner reads two sums, writes one, and copies it to the other place: five accesses, where an addition has three.
+    expected = sum(3 * t.bytes / (3 * t.bytes + 2 * t.state_bytes) * t.bytes for t in on_host) * 5 / 3 / rate
+    found = exchange_s(plan, replace(first, optimizer=replace(first.optimizer, host_bytes_per_s=rate)))
+    assert found - exchange_s(plan, both) == pytest.approx(expected)
+    assert simulate(plan, first).iteration_time > simulate(plan, both).iteration_time
+    # One process has nothing to add up.
+    assert exchange_s(plan, replace(machine(), added_up_first=True)) == 0.0
+
+
 def test_machines_that_are_alike_share_nothing_but_the_network() -> None:
     profile = machine()
     two, four = one_of(profile, 2), one_of(profile, 2, 4)

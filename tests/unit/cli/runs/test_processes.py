@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lt_offload.cli.recipes import chain, find
 from lt_offload.cli.table import VERBS
 from lt_offload.finetune import processes
 from lt_offload.report.runs import read_run
+from tests.parity.several.training import free_port
 
 RECIPE = """\
 base: configs/base.yaml
@@ -45,23 +47,42 @@ OURS = ["--trainer.strategy", "offmate", "--trainer.strategy.memory", "4MB", "--
 """Plans whole batches: in parts they would be rounded in another way."""
 
 
+def in_two(recipe: str, machines: int, *settings: str) -> tuple[str, str]:
+    """Train in two processes, on one machine by Lightning's launcher or started by hand on two; what the first says."""
+    numbers = ["--trainer.devices", str(2 // machines), "--trainer.num_nodes", str(machines)]
+    command = [sys.executable, "-m", "lt_offload.cli.main", recipe, *numbers, *settings]
+    port = free_port()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if machines > 1 else {}
+    started = []
+    for number in range(machines):
+        environment = os.environ | meeting | ({"NODE_RANK": str(number)} if machines > 1 else {})
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+    try:
+        said = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * machines, said
+    return said[0]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", [[], OURS], ids=["ddp", "offmate"])
+@pytest.mark.parametrize(
+    ("strategy", "machines"), [([], 1), (OURS, 1), (OURS, 2)], ids=["ddp", "offmate", "offmate on two machines"]
+)
 def test_a_recipe_trains_in_two_processes(
-    strategy: list[str], recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    strategy: list[str], machines: int, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = ["--trainer.strategy", "auto", "--trainer.accumulate_grad_batches", "2"]
     alone += ["--trainer.val_check_interval", "8"]
     assert main([recipe, *alone, "--trainer.default_root_dir", "alone"]) == 0
     capsys.readouterr()
-    command = [sys.executable, "-m", "lt_offload.cli.main", recipe, "--trainer.devices", "2"]
-    more = ["--trainer.val_check_interval", "4", *strategy]
-    ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
+    out, err = in_two(recipe, machines, "--trainer.val_check_interval", "4", *strategy)
     for said in ("starting PyTorch", "1 rows as text", "held-out loss before training", "step 4/4"):
-        assert ran.stderr.count(said) == 1
-    assert ran.stdout.count("done") == 1
-    assert "  processes      2; " in ran.stdout
+        assert err.count(said) == 1
+    assert out.count("done") == 1
+    assert "  processes      2; " in out
     [folder] = (tmp_path / "runs").iterdir()
     found, expected = read_run(folder), read_run("alone")
     weights, others = (
@@ -82,12 +103,12 @@ def test_a_recipe_trains_in_two_processes(
     expected_times = [(rank, socket.gethostname()) for rank in range(2)] if strategy else []
     assert [(one.rank, one.host) for one in part.times] == expected_times
     assert all(0 < one.waited_s < one.step_s for one in part.times)
-    assert ("  waiting        " in ran.stdout) == bool(strategy)
+    assert ("  waiting        " in out) == bool(strategy)
     assert ("Times of all processes" in (folder / "report.html").read_text()) == bool(strategy)
 
     capsys.readouterr()
     more = ["--trainer.max_steps", "8", "--trainer.max_epochs", "-1", "--trainer.accumulate_grad_batches", "2"]
-    more += ["--trainer.val_check_interval", "8"]
+    more += ["--trainer.val_check_interval", "8", "--trainer.num_nodes", "1"]
     # Four updates of 2 x 2 of 42 sequences were made.
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # it is said as one of the run
