@@ -36,9 +36,10 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
     out of a buffer (5 W), an exchange of parts and one of sums through sockets, which read and write twice each (8 W
     (N-1)/N), and additions (3 W (N-1)/N), all N times. With one host copy owners add up in their updates, see
     :func:`gathered`, or before them, if somebody reads gradients or their norm: then an owner reads N sums, writes one,
-    and copies it to N-1 places, (3 N - 1) W; with several machines in ops of the network's lane, which are not counted here. Where a plan has
-    none, N sums are added to what comes, and the result is written to N places, 3 N W in all. Between devices the two
-    exchanges cross each link: 2 W (N-1)/N in both directions. Between machines see :func:`between_s`.
+    and copies it to N-1 places, (3 N - 1) W; with several machines in ops of the network's lane, which are not counted
+    here. Where a plan has none, N sums are added to what comes, and the result is written to N places, 3 N W in all.
+    Between devices the two exchanges cross each link: 2 W (N-1)/N in both directions. Between machines see
+    :func:`between_s`.
     """
     machine, count = profile.hardware, profile.processes
     if count * profile.machines == 1:
