@@ -26,6 +26,7 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
         assert found["resumed"] == []
         assert found["thawed"] == []
         assert found["edited"] == []
+        assert found["averaged"] == []
         assert "cannot be opened: [Errno 13] Permission denied" in found["closed"]
         assert (
             "start all of them by the same user, in one container, with /proc mounted, or set devices=1"

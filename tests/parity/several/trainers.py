@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -130,6 +131,7 @@ def main(folder: Path) -> None:
         found["thawed"] = thawed()
         found["chosen"] = chosen()
         found["edited"] = edited()
+        found["averaged"] = averaged(folder)
         found["closed"] = failing_early(rank)
         found["small"] = failing(module(), memory=MEMORY, host_memory="3MB")[0]
         found["uneven"] = failing(module(Uneven), memory=MEMORY)[0]
@@ -188,6 +190,25 @@ def edited() -> list[str]:
     assert strategy.plan is not None
     assert "host" in strategy.plan.update_places
     return trainers.differences(run, trainers.fit("ddp", module(Edited), devices=2, max_epochs=1))
+
+
+def averaged(folder: Path) -> list[str]:
+    """Return what differs from stock ``ddp`` where an average of the weights is kept, and weights alone are saved."""
+    averages = []
+    for strategy in (lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l"), "ddp"):
+        name = strategy if isinstance(strategy, str) else "ours"
+        average = EMAWeightAveraging(decay=0.5)
+        saver = ModelCheckpoint(folder / name, every_n_train_steps=1, save_weights_only=True, save_top_k=-1)
+        options: dict[str, Any] = {"devices": 2, "max_epochs": 1, "enable_checkpointing": True}
+        trainers.fit(strategy, module(), callbacks=[average, saver], **options)
+        averages.append({key: value.clone() for key, value in average._average_model.module.state_dict().items()})
+    found = [] if training.alike(*averages) else ["averages"]
+    for path in (folder / "ours").iterdir():
+        ours, stock = (torch.load(one / path.name, weights_only=True) for one in (folder / "ours", folder / "ddp"))
+        assert "optimizer_states" not in ours
+        found += [] if training.alike(ours["state_dict"], stock["state_dict"]) else [path.name]
+    assert len(list((folder / "ours").iterdir())) == trainers.BATCHES
+    return found
 
 
 def failing_early(rank: int) -> str:
