@@ -4,16 +4,17 @@ With ``micro_batches=k`` every block runs ``k`` times, on parts of the batch, be
 travel once for all of them, and temporary tensors are those of one part. :func:`micro_batched_reference` defines the
 numbers.
 
-Tensors with a row per sample are cut: all among a call's arguments whose first dimension is that of the block's input.
-Other tensors (masks and tables of one row, positions) are given to every part. The output projection (``BlockKind``
-``head``) is not cut: the loss is computed of all logits at once, or the plan computes both a few tokens at a time.
+Tensors with a row per sample are cut: all among a call's arguments whose first dimension is that of the block's input,
+and ``alibi`` of Bloom and Falcon, which has a row per sample and head. Other tensors (masks and tables of one row,
+positions) are given to every part. The output projection (``BlockKind`` ``head``) is not cut: the loss is computed of
+all logits at once, or the plan computes both a few tokens at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,9 +56,11 @@ class Cut:
     """How one call of a block is cut."""
 
     rows: frozenset[int]
-    """Positions, among the leaves of the arguments, of what has a row per sample."""
+    """Positions, among the leaves of the arguments, of what has a row per sample, or several."""
     sizes: list[int]
     """Samples of each part."""
+    several: Mapping[int, int] = field(default_factory=dict)
+    """By such a position: how many rows a sample has, if not one."""
 
     def of(self, part: int, whole: Tensor) -> Tensor:
         """Return the rows of one part."""
@@ -67,7 +70,11 @@ class Cut:
         """Return the leaves of each part's arguments: views, which one node of autograd makes of each tensor."""
         # One split, not a ``narrow`` per part: the backward of each of those makes a gradient of the whole batch,
         # mostly zeros, and autograd would add them up.
-        pieces = {at: leaves[at].split(self.sizes) for at in self.rows if leaves[at] is not None}
+        pieces = {
+            at: leaves[at].split([size * self.several.get(at, 1) for size in self.sizes])
+            for at in self.rows
+            if leaves[at] is not None
+        }
         parts = range(len(self.sizes))
         return [[pieces[at][part] if at in pieces else leaf for at, leaf in enumerate(leaves)] for part in parts]
 
@@ -110,8 +117,12 @@ class Cutter:
         if len(sizes) == 1:
             return None
         form, square = str(spec), main.ndim > 1 and main.shape[1] == samples
-        rows = set()
+        rows, several, names = set(), {}, _names(spec)
         for at, leaf in tensors:
+            if at not in activations and _is_alibi(leaf, main, names[at]):
+                several[at] = len(leaf) // samples
+                rows.add(at)
+                continue
             found = len(leaf) == samples
             # An activation has a row per sample by definition; of a mask or a table the shape alone says nothing where
             # samples and tokens are equally many.
@@ -127,7 +138,7 @@ class Cutter:
                 self._known[form, at] = found
             if found:
                 rows.add(at)
-        return Cut(rows=frozenset(rows), sizes=sizes)
+        return Cut(rows=frozenset(rows), sizes=sizes, several=several)
 
     def refusal(self, part: Sequence[int], size: int) -> UnsupportedError:
         """Return the error about an output of shape ``part`` where ``size`` samples went in."""
@@ -136,6 +147,26 @@ class Cutter:
             "samples, which has no row per sample; let it return tensors whose first dimension is that of its input, "
             "or set micro_batches=1"
         )
+
+
+def _is_alibi(leaf: Tensor, main: Tensor, name: str) -> bool:
+    """Return whether the argument ``name`` is Bloom's or Falcon's bias of attention: a sample's heads after each other.
+
+    By name, as MPT's ``position_bias`` has the same form with rows of heads alone.
+    """
+    if name != "alibi" or leaf.ndim != 3 or main.ndim != 3:
+        return False
+    samples, tokens = main.shape[:2]
+    return leaf.shape[1:] == (1, tokens) and len(leaf) > samples and len(leaf) % samples == 0
+
+
+def _names(spec: TreeSpec) -> list[str]:
+    """Return, per leaf of ``(args, kwargs)``, the keyword argument that it is in; "" for positional ones."""
+    positional, named = spec.child(0), spec.child(1)
+    names = [""] * positional.num_leaves
+    for at, name in enumerate(named.context or ()):
+        names += [name] * named.child(at).num_leaves
+    return names
 
 
 class Rows:

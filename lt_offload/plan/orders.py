@@ -104,15 +104,23 @@ def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool
         window = settings.accumulate
         other, quick = layer_major(profile, window), replace(quick, accumulate=1)
         how = f"layer-major (micro_batches={count * window} with batches of {profile.batch_size * window} samples)"
+        # Lightning calls training_step with one batch after the other, so that no strategy can change the order.
+        way = (
+            f"set batch_size={profile.batch_size * window}, micro_batches={count * window} and "
+            "accumulate_grad_batches=1 for it: as many samples per update, which come as one batch, and sums in "
+            "another order"
+        )
     elif count > 1:
         other, quick = micro_batch_major(profile), replace(quick, accumulate=count)
         how = f"micro-batch by micro-batch (accumulate={count} with batches of {other.batch_size} samples)"
+        way = f"set batch_size={other.batch_size}, micro_batches=1 and accumulate_grad_batches={count} for it"
     else:
         return plan
-    return replace(plan, notes=(*plan.notes, _verdict(how, mine, other, quick, thorough=thorough)))
+    return replace(plan, notes=(*plan.notes, _verdict(how, way, mine, other, quick, thorough=thorough)))
 
 
-def _verdict(how: str, mine: float, other: Profile, settings: Settings, *, thorough: bool) -> str:
+def _verdict(how: str, way: str, mine: float, other: Profile, settings: Settings, *, thorough: bool) -> str:
+    """Return what the other order would take, and, where that may be less, what to set."""
     least = least_s(other, settings)
     if math.isinf(least):
         return f"{how} was priced, too: no plan of it fits"
@@ -121,12 +129,12 @@ def _verdict(how: str, mine: float, other: Profile, settings: Settings, *, thoro
     if not thorough:
         return (
             f"{how} would take at least {format_seconds(least)} per update, if it fits: at best {mine / least:.2f} "
-            "times as fast as this plan; it was not planned"
+            f"times as fast as this plan; it was not planned; {way}"
         )
     found = _seconds(other, settings)
     if found is None:
         return f"{how} was priced, too: no plan of it was found"
-    return f"{how} would take about {_against(found, mine)}"
+    return f"{how} would take about {_against(found, mine)}" + (f"; {way}" if found < mine else "")
 
 
 def _against(other: float, mine: float) -> str:

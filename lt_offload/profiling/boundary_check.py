@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import OperationLog, unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, has_values, tensors_of
-from lt_offload.model.parts import check_rows
+from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.effects import Effects, Rest, Snapshot
 from lt_offload.model.state.hooks import InnerHooks
@@ -269,7 +269,7 @@ class BoundaryCheck:
         draws = call.draws()
         with Effects(block.module).first_run() as before, self._aside():
             try:
-                self._check_two(block, call, forward, samples.rows)
+                self._check_two(block, call, forward, samples)
             except OffloadError:
                 raise
             except (RuntimeError, ValueError, IndexError) as error:  # whatever users' code makes of another shape
@@ -277,8 +277,11 @@ class BoundaryCheck:
         call.draw_from(draws)
         before.undo()
 
-    def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], rows: Collection[int]) -> None:
-        leaves = [leaf[:2].detach() if at in rows else leaf for at, leaf in enumerate(call.leaves)]
+    def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], cut: Cut) -> None:
+        rows = cut.rows
+        leaves = [
+            leaf[: 2 * cut.several.get(at, 1)].detach() if at in rows else leaf for at, leaf in enumerate(call.leaves)
+        ]
         inputs = []
         for at in rows:
             if leaves[at].is_floating_point() and at in call.slots:

@@ -18,7 +18,7 @@ GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
     f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "sample", "checkpoint/sums", "batch_size")
 )
-HEAD = "model/head.py"
+HEAD, PARTS = "model/head.py", "model/parts.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
 PACKING, LOSS, ROWS = "finetune/data/batches/packing.py", "finetune/loss.py", "finetune/data/rows.py"
 BATCHES, RUN = "hf/batches.py", "hf/run.py"
@@ -522,11 +522,18 @@ HEADS = (
         "unit/model/test_head.py",
     ),
     mutant(
-        "a factor is rounded to the gradient's dtype",
+        "gradients are made where no backward can come",
         HEAD,
-        "factor.view(1), out=gradient[part]",
-        "factor, out=gradient[part]",
+        "made.backward and need",
+        "need",
         "unit/model/test_head.py",
+    ),
+    mutant(
+        "rows of heads alone are cut as those of samples and heads",
+        PARTS,
+        'name != "alibi" or ',
+        "",
+        "unit/model/test_parts.py",
     ),
     mutant(
         "gradients that a forward has made do not count",

@@ -113,7 +113,8 @@ def _empty(profile: Profile) -> Profile:
                         backward_s=0.0,
                         saved_bytes=0,
                         offload_bytes=0,
-                        forward_peak_bytes=0,
+                        # One chunk of logits, and gradients of weights.
+                        forward_peak_bytes=option.forward_peak_bytes if option.name == "chunked" else 0,
                         backward_peak_bytes=0,
                         held_peak_bytes=None,
                     )

@@ -54,6 +54,12 @@ CASES = [
             {"places": ("host",), "dropout": 0.1, "dtype": "bfloat16"},
         )
     ),
+    # Its bias of attention has a row per sample and head.
+    *(
+        Case(family="bloom", options=(option, "keep"), places=("host", "device", "paged"), shapes=SHAPES, **more)
+        for option in ("recompute", "offload", "mixed")
+        for more in ({}, {"lora": True}, {"dtype": "bfloat16", "dropout": 0.1})
+    ),
 ]
 
 

@@ -46,6 +46,21 @@ def test_every_tensor_with_a_row_per_sample_is_cut() -> None:
     assert (options["name"], options["none"]) == ("a", None)
 
 
+def test_a_bias_per_sample_and_head_is_cut_with_its_samples() -> None:
+    """Bloom's; MPT's, of heads alone, has the same form and another name."""
+    x, alibi = torch.randn(3, 5, 2), torch.arange(4 * 3 * 5.0).view(12, 1, 5)
+    calls = cut((x,), mask=torch.ones(3, 1, 5, 5), alibi=alibi, position_bias=alibi)
+    assert calls is not None
+    (_, first), (_, second) = calls
+    assert torch.equal(first["alibi"], alibi[:8])
+    assert torch.equal(second["alibi"], alibi[8:])
+    assert first["position_bias"] is second["position_bias"] is alibi
+    assert [len(first["mask"]), len(second["mask"])] == [2, 1]
+    odd = cut((x,), alibi=alibi[:11])
+    assert odd is not None
+    assert len(odd[0][1]["alibi"]) == 11
+
+
 @pytest.mark.parametrize("args", [(torch.randn(1, 5, 2),), (), ("text",), (torch.tensor(3.0),)])
 def test_what_has_one_sample_or_none_is_not_cut(args: tuple[Any, ...]) -> None:
     assert cut(args) is None

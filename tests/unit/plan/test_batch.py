@@ -245,3 +245,13 @@ def test_profiles_are_asked_for_a_handful_of_sizes() -> None:
     choose_batch(counted, Settings(memory=9_000), most=1000, on_progress=said.append)
     assert len(asked) == len(set(asked)) <= 12
     assert "looking for the best batch size" in said
+
+
+def test_a_chunk_of_logits_does_not_grow_with_the_batch() -> None:
+    profile = small_profile()
+    last = profile.blocks[-1]
+    chunked = replace(last.option("keep"), name="chunked", forward_peak_bytes=700, saved_bytes=40, chunk_tokens=8)
+    wide = replace(profile, blocks=(*profile.blocks[:-1], replace(last, options=(*last.options, chunked))))
+    found = scaled(wide, 4 * profile.batch_size).blocks[-1]
+    assert (found.option("chunked").forward_peak_bytes, found.option("chunked").saved_bytes) == (700, 160)
+    assert found.option("keep").forward_peak_bytes == 4 * last.option("keep").forward_peak_bytes

@@ -97,12 +97,15 @@ def test_weights_that_travel_over_a_slow_link_make_layer_by_layer_faster() -> No
     (said,) = set(compared(often, part, settings).notes) - set(often.notes)
     assert said.startswith("layer-major (micro_batches=8 with batches of 8 samples) would take at least")
     assert "at best" in said
+    assert "; it was not planned; set batch_size=8, micro_batches=8 " in said
     (said,) = set(compared(often, part, settings, thorough=True).notes) - set(often.notes)
     assert said.startswith("layer-major (micro_batches=8 with batches of 8 samples) would take about")
     assert "times as fast as this plan" in said
+    assert "; set batch_size=8, micro_batches=8 and accumulate_grad_batches=1 for it: " in said
     (said,) = set(compared(once, whole, Settings(memory=memory, time_limit=3)).notes) - set(once.notes)
     assert said.startswith("micro-batch by micro-batch (accumulate=8 with batches of 1 samples) would take at least")
     assert "this plan is" in said
+    assert "set " not in said
 
 
 def test_one_micro_batch_in_one_part_has_no_order() -> None:
