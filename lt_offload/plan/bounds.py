@@ -9,7 +9,8 @@ from dataclasses import replace
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.program import lower_bound
+from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Request
 
@@ -33,8 +34,11 @@ class Bounds:
     tensors are much larger than others (2 % for Gemma-2-2B), or steps are empty (4 %), so that it proves nothing there.
     """
 
-    def __init__(self, request: Request, config: OffmateConfig, candidates: Candidates) -> None:
-        """``candidates``: are told what there was no time for."""
+    def __init__(
+        self, request: Request, config: OffmateConfig, candidates: Candidates, program: MakeProgram = Program
+    ) -> None:
+        """``candidates``: are told what there was no time for; ``program``: what is solved."""
+        self._program = program
         self._request, self._config, self._candidates = request, config, candidates
         self._left_s = _SHARE * config.time_limit
         self._found: dict[bool, float | None] = {}
@@ -89,7 +93,7 @@ class Bounds:
         )
         try:
             if optimistic.time_limit > 0:
-                return lower_bound(self._request.profile, optimistic)
+                return lower_bound(self._request.profile, optimistic, self._program)
         except InfeasibleError:
             self.infeasible = True
             return None

@@ -25,6 +25,9 @@ from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.memferry.propose import propose_memferry
 from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
+from lt_offload.plan.planners.offmate.program import MakeProgram
 from lt_offload.plan.planners.offmate.search import search_budgets
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
@@ -175,17 +178,19 @@ def _chunked(plan: Plan, profile: Profile, why: str) -> Plan:
 def least_s(profile: Profile, settings: Settings) -> float:
     """Return the seconds that no plan for ``profile`` can beat; infinity if none fits. Costs one linear program.
 
-    For a window it is the bound of its passes without their gradients: a part of the work on these is done once, and
-    the plan chooses which.
+    For a window it is the bound of its mean pass, :class:`lt_offload.plan.planners.offmate.passes.PassProgram`.
     """
     passes = settings.accumulate * profile.forwards
     if settings.chunked_loss:
         profile = with_planned_head(profile, settings)
+    program: MakeProgram = Program
     if profile.forwards > 1 or has_windows(settings):
-        profile, settings = without_gradients(profile), for_one(settings)
+        program = partial(PassProgram, whole=profile, window=passes)
+        ram = settings.host_budget(profile.hardware) - kept_in_ram(profile, passes)
+        profile, settings = without_gradients(profile), replace(for_one(settings), host_memory=max(ram, 1))
     request = _request(profile, settings)
-    selection = _Selection(request, offmate_config(profile, settings, reach=_reach(profile)), settings.planner)
-    return passes * selection.least_s
+    config = offmate_config(profile, settings, reach=_reach(profile))
+    return passes * _Selection(request, config, settings.planner, program).least_s
 
 
 def with_planned_head(profile: Profile, settings: Settings) -> Profile:
@@ -284,10 +289,12 @@ def offmate_config(profile: Profile, settings: Settings, *, reach: int) -> Offma
 class _Selection:
     """One search for the best plan: cheap methods first, and better ones while there is time."""
 
-    def __init__(self, request: Request, config: OffmateConfig, planner: PlannerName) -> None:
+    def __init__(
+        self, request: Request, config: OffmateConfig, planner: PlannerName, program: MakeProgram = Program
+    ) -> None:
         self.request, self.config, self.planner = request, config, planner
         self.candidates = Candidates(request)
-        self.bounds = Bounds(request, config, self.candidates)
+        self.bounds = Bounds(request, config, self.candidates, program)
 
     @property
     def profile(self) -> Profile:

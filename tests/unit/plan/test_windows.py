@@ -68,6 +68,39 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
         assert (plan.window, plan.delayed) == (mode.get("accumulate", 1), mode.get("delayed", False))
 
 
+@pytest.mark.parametrize(("seed", "mode"), sampling.grid(range(5), MODES, count=4))
+def test_no_plan_beats_the_bound_where_ram_is_short(seed: int, mode: dict[str, Any]) -> None:
+    profile = random_profile(np.random.default_rng(seed + 20), KINDS[seed])
+    memory = budgets(profile, **mode)[1]
+    ram = solve(profile, memory=memory, time_limit=3, **mode).predicted.host_peak_bytes
+    for part in (1.0, 0.9):
+        try:
+            plan = solve(profile, memory=memory, host_memory=int(part * ram), time_limit=3, **mode)
+        except InfeasibleError:
+            continue
+        needed = plan.predicted.host_peak_bytes
+        bounds = [least_s(profile, Settings(memory=memory, host_memory=b, **mode)) for b in (needed, 4 * needed)]
+        assert bounds[1] <= bounds[0] * (1 + 1e-6)
+        assert bounds[0] <= plan.predicted.iteration_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("mode", [{"accumulate": 4}, {"delayed": True}])
+def test_the_bound_counts_what_gradients_and_updates_cost(mode: dict[str, Any]) -> None:
+    profile, settings = small_profile(), Settings(memory="1GB", **mode)
+    least = least_s(profile, settings)
+    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
+    rate = trained / least
+    slow = replace(profile.optimizer, host_bytes_per_s=rate / 5, host_speeds={}, device_bytes_per_s=rate / 20)
+    slowed = replace(profile, optimizer=slow)
+    # Updates take 5 times as long on the host, 20 times on the device: 4 times if each does its part.
+    assert least_s(slowed, settings) > 3.9 * least
+    assert least_s(slowed, settings) <= solve(slowed, memory="1GB", time_limit=5, **mode).predicted.iteration_s
+    link = replace(profile.hardware, d2h_bytes_per_s=rate / 10)
+    copied = replace(profile, hardware=link, optimizer=replace(slow, host_bytes_per_s=100 * rate))
+    # Each pass copies what the host is to update, 10 times as long if that is all of it.
+    assert least_s(copied, settings) > 6 * least
+
+
 def two_giants() -> Profile:
     """Two blocks whose weights take turns on the device, far apart: there is time for all copies, far from the uses."""
     layers, times = 14, {"forward_s": 0.03, "backward_s": 0.06}

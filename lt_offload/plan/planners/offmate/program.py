@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -26,12 +26,14 @@ from lt_offload.plan.planners.request import held_bytes
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
+MakeProgram = Callable[[Profile, OffmateConfig, Objective], Program]
+"""A model of the runtime."""
 _BRANCHING_S = 20.0
 _SNAP = 1e-6
 _HEADROOM = 1e-6
 
 
-def solve_offmate(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> Solution:
+def solve_offmate(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> Solution:
     """Return the best solution found of the program for ``profile``, with its bound.
 
     ``program`` is the model of the runtime, here and below.
@@ -71,7 +73,7 @@ class RelaxedPrograms:
         return search.solution()
 
 
-def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> float:
+def lower_bound(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> float:
     """Return the seconds that no iteration can beat within the budgets, with transfers within reach of the uses.
 
     Solves the relaxation only.
@@ -86,7 +88,7 @@ def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] 
     return search.bound * search.program.seconds_unit
 
 
-def smallest_budget(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> int:
+def smallest_budget(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> int:
     """Return the smallest device budget in bytes with which the program has a solution.
 
     ``config.budget_bytes`` is ignored.
@@ -104,7 +106,7 @@ def smallest_budget(profile: Profile, config: OffmateConfig, program: type[Progr
     return budget_for(search.budget(), profile)
 
 
-def smallest_host_budget(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> int:
+def smallest_host_budget(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> int:
     """Return the smallest host budget in bytes with which the program has a solution.
 
     ``config.host_budget_bytes`` is ignored.
@@ -127,7 +129,7 @@ class _ProgramSearch:
     """
 
     def __init__(
-        self, profile: Profile, config: OffmateConfig, program: type[Program], objective: Objective = "time"
+        self, profile: Profile, config: OffmateConfig, program: MakeProgram, objective: Objective = "time"
     ) -> None:
         self.deadline = time.monotonic() + config.time_limit
         self.program = program(profile, config, objective)
@@ -286,7 +288,7 @@ def _flows(terms: GroupTerms) -> GroupFlows:
     )
 
 
-def _infeasible(profile: Profile, config: OffmateConfig, program: type[Program]) -> InfeasibleError:
+def _infeasible(profile: Profile, config: OffmateConfig, program: MakeProgram) -> InfeasibleError:
     needed: int | None = None
     ways: list[str] = []
     with suppress(InfeasibleError):
