@@ -26,6 +26,8 @@ _AFTER_JUMP = 2
 """And of those after a jump."""
 _TURNS = 2
 """The program is solved for that many times as many, as plans may not fit."""
+_PHI = 1.0
+"""``OffmateConfig.phi`` of the programs: copies start at the end of the step that makes what they copy."""
 _SHORT = 0.003
 """A schedule is short of room if it takes longer than the program says by more than this part of it ..."""
 _FAR = 0.1
@@ -60,7 +62,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Cal
     ram = _RamSearch(request.host_budget_bytes)
     # The program leaves out what is on its way: the schedule finds room for that.
     planned = replace(
-        config, budget_bytes=search.next, lag=0, lookahead=0, phi=1.0, host_budget_bytes=ram.next, idle_states=False
+        config, budget_bytes=search.next, lag=0, lookahead=0, phi=_PHI, host_budget_bytes=ram.next, idle_states=False
     )
     programs = RelaxedPrograms(request.profile, planned)
     found: list[tuple[float, Proposal]] = []
