@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_offload.errors import ProcessError
+from lt_offload.errors import PlanError
 
 PART_BYTES = 1 << 20
 """What is sent at once."""
@@ -52,7 +52,7 @@ class MachineChain:
             number: what this is, alike on all machines.
 
         Raises:
-            ProcessError: if the machine before this one adds up something else.
+            PlanError: if the machine before this one adds up something else.
         """
         parts = list(_parts(rows))
         with torch.no_grad():
@@ -75,16 +75,16 @@ class MachineChain:
 
     def _agree(self, number: int) -> list[Any]:
         """Check that the machine before this one is at the same thing; return what tells the next one."""
-        told = [self._send(torch.tensor([number]), self._after)] if self._after is not None else []
+        # First this: nothing may be on its way to a machine that will not take it when there is an error.
         if self._before is not None:
             found = torch.empty(1, dtype=torch.int64)
             self._receive(found, self._before).wait()
             if int(found) != number:
-                raise ProcessError(
+                raise PlanError(
                     f"machines add up in different orders: process {self._before} is at {int(found)}, process "
                     f"{dist.get_rank()} at {number}"
                 )
-        return told
+        return [self._send(torch.tensor([number]), self._after)] if self._after is not None else []
 
     def _pass_on(self, total: Tensor, ups: deque[Any], downs: list[Any]) -> None:
         """Send what has been added so far; from the last machine it goes back."""

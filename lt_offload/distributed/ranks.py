@@ -127,7 +127,8 @@ class Ranks(Peers):
         """Do the same for an ``op`` of a plan, from the thread that does nothing else; others are at the same op.
 
         Raises:
-            ProcessError: if another process has failed, or is at another op.
+            PlanError: if the machine before this one is at another op.
+            ProcessError: if another process has failed.
         """
         assert self._beside is not None
         flat = [[sums.flat(tensor) for tensor in row] for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scripts.mutants.clipping import CLIPPED
+from scripts.mutants.machines import BETWEEN_MACHINES
 from scripts.mutants.mutant import mutant
 
 CHECK, ORDERING = "plan/verify/check.py", "plan/verify/ordering.py"
@@ -555,4 +556,4 @@ EQUIVALENT = (
 )
 """Changes that no test can notice: the file, what was there, what is there then, and which order says the same."""
 
-MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *CLIPPED, *BLOCKS, *AROUND, *HEADS)
+MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *CLIPPED, *BLOCKS, *AROUND, *HEADS, *BETWEEN_MACHINES)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lt_offload.distributed.chain import PART_BYTES
 from lt_offload.distributed.ranks import Ranks
 from lt_offload.distributed.sums import BUCKET_BYTES
+from lt_offload.errors import PlanError, ProcessError
 from tests.parity.several import training
 
 SIZES = (0, 1, 7, 1000, PART_BYTES // 4, 5 * PART_BYTES // 4 + 3)
@@ -78,8 +79,21 @@ def work(folder: Path, rank: int) -> None:
         found[f"{dtype}, each"] = all(map(torch.equal, own, expected))
         found[f"{dtype}, by machines"] = all(map(torch.equal, by_machines(dtype), expected))
     ranks.barrier()
+    found["order"] = disordered(ranks)
     ranks.close()
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def disordered(ranks: Ranks) -> bool:
+    """Return whether all hear that one machine is at something else than the others; what they send is alike."""
+    number = 7 if ranks.rank // EACH == 1 else 5
+    try:
+        ranks.exchange([[torch.zeros(3)]], number)
+    except (PlanError, ProcessError) as error:
+        ranks.watch.tell(error)
+        ranks.watch.leave(training.PATIENCE)  # all have heard of it
+        return "machines add up in different orders: process" in str(error)
+    return False
 
 
 if __name__ == "__main__":

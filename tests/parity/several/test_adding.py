@@ -21,4 +21,4 @@ def test_machines_add_in_the_order_of_ranks(tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         for way, equal in found.items():
             # Sums of sums are others: without the chain this test would see it.
-            assert equal == (not way.endswith("by machines")), way
+            assert equal == (not way.endswith("by machines")), (rank, way)

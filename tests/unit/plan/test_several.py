@@ -239,6 +239,15 @@ def test_sums_go_between_machines_beside_the_backward() -> None:
     assert simulate(plan, profile).iteration_time < simulate(only, single).iteration_time + network
 
 
+def test_windows_send_their_sums_once() -> None:
+    profile = one_of(machine(layers=6), 2, 2)
+    plan = plans(profile, Settings(memory=420 * MB, delayed=True, planner="l2l", accumulate=3))
+    assert check(plan, profile) == []
+    reduced = [op.id for op in plan.ops if op.kind == "reduce"]
+    assert [span.op for span in simulate(plan, profile).spans if span.lane == "network"] == reduced
+    assert {plan.counts[number] for number in reduced} == {1}
+
+
 def test_the_check_finds_what_would_go_wrong_between_machines() -> None:
     profile, plan = machines(2)
 
