@@ -223,6 +223,8 @@ class _Split:
         if self.delayed:
             # The norm is that of all gradients, so no update comes before any of them.
             complete = {op.id for op in self.ops if op.kind == "accumulate"} | self._begins
+            if self.profile.added_up_first:
+                complete |= {op.id for op in self.ops if op.kind == "reduce"}
             for op in self.ops:
                 waits[op.id] |= self._before_settling(op) | (complete if op.kind == "update" else set())
         for op in self.ops:

@@ -23,7 +23,7 @@ from tests.parity.several.cases import PAIRS, plan
 from tests.parity.several.training import STEPS, Case, plainly
 from tests.support.engines import Result, differences, make_optimizer, scheduler
 
-CASES = ("tight", "in the middle", "tied", "accumulated", "clipped by norm", "clipped by value", "lora")
+CASES = ("tight", "in the middle", "accumulated", "clipped by norm", "clipped by value")
 
 
 class Neighbours:
@@ -140,7 +140,13 @@ def trained(case: Case, plan: Plan, others: Mirror, mode: Any) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "thread") for name in CASES), ("accumulated", "lazy"), ("tied", "random")]
+    ("name", "mode"),
+    [
+        *((name, "thread") for name in CASES),
+        ("accumulated", "lazy"),
+        ("in the middle", "random"),
+        *(pytest.param(name, "thread", marks=pytest.mark.slow) for name in ("tied", "lora")),  # other models
+    ],
 )
 def test_sums_are_complete_when_they_leave_and_back_when_they_are_used(name: str, mode: str) -> None:
     case, budget, settings = PAIRS[name]
