@@ -7,7 +7,7 @@ from scripts.mutants.mutant import mutant
 EXCHANGE, CHAIN, PASSES = "execute/updates/exchange.py", "distributed/chain.py", "execute/training/passes.py"
 UNROLLED, DURATIONS = "plan/iteration/passes.py", "plan/iteration/durations.py"
 CHECK, WINDOW = "plan/verify/check.py", "plan/assembly/window.py"
-BESIDE, MACHINES = "parity/several/test_beside_backward.py", "unit/plan/test_several.py"
+BESIDE, MACHINES = "parity/test_beside_backward.py", "unit/plan/test_several.py"
 
 BETWEEN_MACHINES = (
     mutant(
