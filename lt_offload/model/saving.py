@@ -9,7 +9,7 @@ The activation options:
 ``offload``
     every saved tensor that :func:`travels` goes to the host and comes back, the input among them.
 ``mixed``
-    the input and the results of costly operations travel, the rest is recomputed from them.
+    the input and the results of costly operations (:func:`is_costly`) travel, the rest is recomputed from them.
 ``reload``
     only the block's input is saved, and it travels; the block runs again in the backward.
 ``discard``
@@ -44,6 +44,10 @@ _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
 # By name: the operation is there only once bitsandbytes has been imported, and it need not be.
 _OTHER_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit"})
+_LOW_RANK, _WIDER = 256, 8
+"""A product of two matrices whose inner dimension is at most so large, and its result so many times as wide, is
+computed again: an element takes 2 FLOP per rank, no longer than a cheap operation takes to read and write it. It is the
+second one of an adapter (LoRA's B): of a layer with an adapter only the result of the frozen weight is kept so wide."""
 
 
 def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -53,7 +57,9 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     returns, so that a cached result would not reach it. And none draws random numbers: with some draws cached and
     others repeated, the repeated ones would come from another point of the generator's stream.
     """
-    if func in _PRODUCTS or schema_of(func).name in _OTHER_PRODUCTS:
+    if func in _PRODUCTS:
+        return func is _aten.bmm.default or not _is_of_low_rank(args)
+    if schema_of(func).name in _OTHER_PRODUCTS:
         return True
     return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
 
@@ -172,6 +178,12 @@ class SparseParts:
         return torch.sparse_compressed_tensor(
             first, second, values, self._shape, layout=self._layout, check_invariants=False
         )
+
+
+def _is_of_low_rank(args: tuple[Any, ...]) -> bool:
+    """Return whether a product, whose second matrix comes last in ``args``, is of two narrow matrices."""
+    inner, width = args[-1].shape[-2:]
+    return bool(inner <= _LOW_RANK and _WIDER * inner <= width)
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
     f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "sample", "checkpoint/sums", "batch_size")
 )
-HEAD, PARTS = "model/head.py", "model/parts.py"
+HEAD, PARTS, SAVING = "model/head.py", "model/parts.py", "model/saving.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
 PACKING, LOSS, ROWS = "finetune/data/batches/packing.py", "finetune/loss.py", "finetune/data/rows.py"
 BATCHES, RUN = "hf/batches.py", "hf/run.py"
@@ -283,6 +283,13 @@ UPDATES = (
 )
 
 BLOCKS = (
+    mutant(
+        "the second product of an adapter is kept",
+        SAVING,
+        "_WIDER * inner <= width",
+        "_WIDER * inner < 0",
+        "unit/model/test_saving.py",
+    ),
     mutant(
         "a second run draws other numbers",
         PART,

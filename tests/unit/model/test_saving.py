@@ -16,6 +16,8 @@ class Traced(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, bool, bool]] = []
+        self.products: list[tuple[int, bool]] = []
+        """Inner dimensions of products of two matrices, and whether they are costly."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -23,6 +25,8 @@ class Traced(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
         aliases = any(t.untyped_storage()._cdata in given for t in tensors)
         self.calls.append((func, is_costly(func, args, kwargs or {}), aliases))
+        if func in (aten.mm.default, aten.addmm.default):
+            self.products.append((args[-1].shape[0], self.calls[-1][1]))
         return out
 
 
@@ -43,11 +47,32 @@ def test_what_is_cached_is_new_pure_and_without_random_numbers(family: str, drop
     assert (attention in names) == (family != "bloom" and dropout == 0)
 
 
+def test_of_a_layer_with_an_adapter_one_wide_result_is_kept() -> None:
+    """The adapter's second product has the rank as its inner dimension, and takes as long as a cheap operation."""
+    rank, layers = 4, 3
+    model = models.build("llama", lora=True, layers=layers, num_key_value_heads=4)
+    with torch.no_grad(), Traced() as trace:
+        model(**models.batch(model))
+    adapters = sum("lora_B" in name for name, _ in model.named_parameters())
+    products = [costly for inner, costly in trace.products if inner == rank]
+    assert products == [False] * adapters
+    assert sum(costly for _, costly in trace.products) == 2 * adapters + 1  # the frozen weights', the first ones, head
+
+
+def _matrices(rows: int, inner: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(rows, inner, device="meta"), torch.empty(inner, columns, device="meta")
+
+
 @pytest.mark.parametrize(
     ("func", "args", "kwargs", "costly"),
     [
-        (aten.mm.default, (), {}, True),
-        (aten.addmm.default, (), {}, True),
+        (aten.mm.default, _matrices(512, 4096, 1024), {}, True),
+        (aten.mm.default, _matrices(512, 256, 4096), {}, False),
+        (aten.mm.default, _matrices(512, 512, 8192), {}, True),
+        (aten.mm.default, _matrices(512, 4096, 16), {}, True),
+        (aten.mm.default, _matrices(512, 64, 128), {}, True),
+        (aten.addmm.default, (torch.empty(64, device="meta"), *_matrices(12, 16, 64)), {}, True),
+        (aten.addmm.default, (torch.empty(64, device="meta"), *_matrices(12, 8, 64)), {}, False),
         (aten.bmm.default, (), {}, True),
         (aten.addmm_.default, (), {}, False),
         (aten.mm.out, (), {}, False),
