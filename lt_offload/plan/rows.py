@@ -151,15 +151,15 @@ class _TwoParts:
         last = [op.id for op in plan.ops if op.step == step and (op.computes or op.payload == "grad" or not op.payload)]
         self.at = max(last) + 1
         """Where new ops are put in."""
-        self.uses = range(self.at + 1, self.at + 2 + len(self.adds))
-        """Those of them that add up and update; the first one sends."""
+        self.uses = range(self.at + 1, self.at + 2 + len(self.adds) - plan.delayed)
+        """Those of them that add up and update; the first one sends. Where updates wait, all rows have one."""
         self.room = room_of_rows(profile, table, sums=plan.adds_up)
 
     @property
     def possible(self) -> bool:
         """Whether it can be done."""
         plan, sums = self.plan, self.plan.adds_up
-        if plan.delayed or (len(self.sends), len(self.adds), len(self.updates)) != (1 + sums, sums, 1):
+        if (len(self.sends), len(self.adds), len(self.updates)) != (1 + sums, sums, 1):
             return False
         if any(op.block == 0 and op.save is not None for op in plan.ops):
             return False  # a forward that ran again in the backward would look rows up that have been updated
@@ -168,7 +168,7 @@ class _TwoParts:
         update = self.updates[0].id
         # What waits for the update within the iteration would come before the last rows are updated.
         early = (op for op in plan.ops if update < op.id and update in op.after and not op.sends_gradients)
-        return alone and not any(early)
+        return alone and (plan.delayed or not any(early))
 
     def groups(self) -> tuple[TensorGroup, ...]:
         """Return the groups, that of the rows last."""
@@ -186,7 +186,7 @@ class _TwoParts:
         found: dict[Pass, tuple[int, ...]] = {}
         for which, numbers in self.plan.programs.items():
             more = self.at, (self.uses[-1] if which == "updating" else self.uses[0])
-            found[which] = tuple(sorted((*map(self._number, numbers), *more)))
+            found[which] = tuple(sorted((*map(self._number, numbers), *(more if which != "settling" else ()))))
         return found
 
     def _number(self, op: int) -> int:
@@ -194,7 +194,8 @@ class _TwoParts:
 
     def _changed(self, op: Op) -> Op:
         (weight,) = self.updates[0].groups
-        first, last = self.updates[0].id, self.uses[-1]
+        first, delayed = self._number(self.updates[0].id), self.plan.delayed
+        last = first if delayed else self.uses[-1]
         after = {self._number(other) for other in op.after}
         if op.id in self.reads:
             # A backward of the first block reads nothing of the table, but the framework holds it meanwhile.
@@ -204,10 +205,12 @@ class _TwoParts:
             read = self.profile.tensors[self.table].read(0)
             nbytes = read.backward_bytes if op.id == self.backward else read.forward_bytes
             op = replace(op, zero_copy=(*op.zero_copy, weight), bytes=op.bytes + nbytes)
+        elif op.kind == "update" and delayed:
+            after.update(self.uses)  # as for all gradients
         elif op in self.sends or op in self.adds or op in self.updates:
             after.update(self.uses)  # of the pass before
             op = replace(op, rows="others")
-        elif first in op.after and op.payload == "weight":
+        elif first in after and op.payload == "weight":
             after.add(last)
         return replace(op, id=self._number(op.id), after=tuple(sorted(after)))
 
@@ -225,6 +228,9 @@ class _TwoParts:
         )
         for op in self.adds:
             # Sums have the last block's gradient, and those of the passes before.
-            yield new(op, id=self.uses[0], after=tuple(sorted({self.at, *sends, *adds, *self.uses})))
-        for op in self.updates:
+            after = {self.at, *sends, *adds, *self.uses}
+            if self.plan.delayed:
+                after |= {self._number(update) for update in updates}
+            yield new(op, id=self.uses[0], after=tuple(sorted(after)))
+        for op in () if self.plan.delayed else self.updates:
             yield new(op, id=self.uses[-1], after=tuple(sorted({self.at, *updates})))

@@ -72,10 +72,11 @@ def plan_windows(
 
 
 def _table(profile: Profile, settings: Settings) -> int | None:
-    """Return the table that may be updated by rows; updates that wait are of whole tensors."""
-    if settings.planner not in ("auto", "offmate") or not settings.host_update or settings.delayed:
+    """Return the table whose gradients may be added up by rows, and that may be updated so, unless updates wait."""
+    if settings.planner not in ("auto", "offmate") or not settings.host_update:
         return None
-    return table_of(profile)
+    # Of one gradient, which is the sum, too little is gained where the update waits for the backward anyway.
+    return table_of(profile) if settings.accumulate > 1 else None
 
 
 def _by_rows(
@@ -86,7 +87,7 @@ def _by_rows(
     less = replace(less, host_memory=less.host.less(room_of_rows(profile, table, sums=True)))
     with suppress(ConfigError, InfeasibleError, UnsupportedError):
         found = plan_one(as_head(with_sums(profile, settings.accumulate), table), less)
-        found = windowed(found, as_head(profile, table), settings.accumulate)
+        found = windowed(found, as_head(profile, table), settings.accumulate, delayed=settings.delayed)
         parted = two_parts(found, profile, table, host_budget=settings.host_budget(profile.hardware))
         if parted is not None:
             yield priced(parted, profile)
@@ -132,7 +133,9 @@ def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[P
     """
     forwards, deferred = profile.forwards, profile.deferred_forwards
     passes = replace(settings, accumulate=settings.accumulate * forwards)
-    plan = plan_passes(replace(profile, forwards=1, deferred_forwards=0), passes)
+    # A forward that runs twice looks rows up twice, so none are updated by themselves.
+    tensors = tuple(replace(tensor, lookup_bytes=0) for tensor in profile.tensors)
+    plan = plan_passes(replace(profile, forwards=1, deferred_forwards=0, tensors=tensors), passes)
     seconds = deferred * settings.accumulate * _streamed_s(profile)
     found = plan.predicted
     predicted = replace(

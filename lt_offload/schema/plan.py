@@ -38,7 +38,7 @@ A table of rows that the first block looks up and the last one multiplies with (
 parts (``Op.rows``). The gradient of the last block's backward is sent at once and complete for all rows that the batch
 does not look up (``others``): they are updated then. Rows that it does (``looked up``) get the sum of both gradients:
 that of the first block, one row per token, is sent at the end, added on the host, and the update of these few rows
-follows. The first block reads the table directly. In a plan for windows, below, every pass adds both parts up.
+follows. The first block reads the table directly. In windows each pass adds up both; updates that wait are whole.
 
 **Windows.** A plan of ``window`` above 1 serves any number of micro-batches per update. Each is one *pass* through the
 timeline: the first is *beginning*, those behind it are *accumulating*, the last one is *updating*, and all begin and

@@ -314,6 +314,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     added: dict[int, Op] = {}
     sent: set[tuple[int, bool]] = set()
     yield from _in_rows(plan, profile)
+    rows = {t for op in plan.ops if op.rows is not None for t in plan.tensors(op)}
     yield from _between_machines(plan, profile)
     for op in plan.ops:
         for t in plan.tensors(op) if op.kind == "accumulate" and op.rows != "others" else ():
@@ -346,7 +347,8 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
         elif tensor.trainable and plan.adds_up and t not in added:
             yield f"tensor {tensor.name}: accumulate: no op adds its gradients up"
         elif tensor.trainable:
-            complete = _complete(tensor, profile)
+            # A settling pass has the gradients of all rows at any step.
+            complete = seen[t].step if plan.delayed and t in rows else _complete(tensor, profile)
             if seen[t].step != complete:
                 yield f"{describe(seen[t])}: update: the gradient of {tensor.name} is complete in step {complete}"
             if place == "host" and (t, False) not in sent:
@@ -378,15 +380,17 @@ def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:
     for op in plan.ops:
         if op.rows is None:
             continue
-        if not (op.sends_gradients or (op.uses_gradients and op.lane == "host")) or plan.delayed:
-            yield f"{describe(op)}: rows: only what the host gets and does has them, where no update waits for all"
+        allowed = op.sends_gradients or (op.uses_gradients and op.lane == "host")
+        if not allowed or (plan.delayed and op.kind == "update"):
+            yield f"{describe(op)}: rows: only what the host gets and does has them, but for updates that wait"
         for t in plan.tensors(op):
             parts[t].append((op.kind, op.rows, op.step))
     for t, found in parts.items():
         tensor = profile.tensors[t]
         first, last = (backward_steps(tensor.blocks, profile) + [-1, -1])[:2]
         used = [(kind, rows, step) for rows, step in (("others", first), ("looked up", last)) for kind in _SENT]
-        expected = [one for one in used if plan.adds_up or one[0] != "accumulate"]
+        never = "update" if plan.delayed else "accumulate" if not plan.adds_up else None
+        expected = [one for one in used if one[0] != never]
         if plan.adds_up:
             expected.insert(0, expected[0])  # begins the sum
         if found != expected or len(tensor.blocks) != 2 or not tensor.lookup_bytes:
@@ -395,7 +399,8 @@ def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:
             again = op.save is not None and op.block == tensor.blocks[0]
             if again or (op.computes and op.block == tensor.blocks[0] and t not in plan.zero_copy(op)):
                 yield f"{describe(op)}: rows: {tensor.name} is read directly there, and not again in the backward"
-        if any(op.rows is None and t in plan.tensors(op) and _uses_all(op) for op in plan.ops):
+        whole = (op for op in plan.ops if op.rows is None and t in plan.tensors(op) and _uses_all(op))
+        if any(op.kind != "update" or not plan.delayed for op in whole):
             yield f"tensor {tensor.name}: rows: it is updated as a whole, too"
 
 

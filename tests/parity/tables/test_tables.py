@@ -283,13 +283,6 @@ def test_the_planner_takes_two_parts_where_that_is_faster(tmp_path: Path) -> Non
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
 
 
-@pytest.mark.parametrize("many", [1, 2])
-def test_updates_that_wait_are_of_whole_tensors(many: int) -> None:
-    settings = Settings(memory=planned("masters", 1.0)[1] * 2, delayed=True, accumulate=many)
-    plan = make_plan(measured("masters"), settings)
-    assert not any(op.rows for op in plan.ops)
-
-
 BROKEN: dict[str, Callable[[Op], Op]] = {
     "an update of all rows at once": lambda op: replace(op, rows=None) if op.kind == "update" else op,
     "both parts alike": lambda op: replace(op, rows="others") if op.rows else op,

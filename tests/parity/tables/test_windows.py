@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
@@ -27,7 +27,7 @@ from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
 from tests.parity.tables.test_tables import MAKERS, VOCABULARY, build, measured, optimizer_of
 from tests.support import models
-from tests.support.engines import Result, differences
+from tests.support.engines import Result, differences, installed
 
 Shape = tuple[int, int]
 """Samples and tokens; a plan is for (5, 24)."""
@@ -61,6 +61,7 @@ def planned(
     parts: int = 1,
     rows: int = VOCABULARY,
     window: int = 3,
+    delayed: bool = False,
 ) -> tuple[Plan, int]:
     """A plan in two parts, with so much of what is between the smallest budget and the largest; and the budget."""
     found = measured(maker, family, parts, rows)
@@ -71,7 +72,7 @@ def planned(
     high = make_plan(head, for_one(Settings())).predicted.device_peak_bytes
     budget = int(low + part_of_budget * (high - low))
     made = make_plan(head, for_one(Settings(memory=budget)))
-    plan = two_parts(windowed(made, as_head(found, table), window), found, table)
+    plan = two_parts(windowed(made, as_head(found, table), window, delayed=delayed), found, table)
     assert plan is not None
     return priced(plan, found), budget
 
@@ -82,6 +83,7 @@ def plain(
     family: str = "llama-tied",
     rows: int = VOCABULARY,
     clip_value: float | None = None,
+    clip_norm: float | None = None,
 ) -> Result:
     """Train without the engine."""
     model = build(maker, family, rows)
@@ -95,6 +97,8 @@ def plain(
             losses.append(loss.detach())
         if clip_value is not None:
             clip_grad_value_(model.parameters(), clip_value)
+        if clip_norm is not None:
+            losses.append(clip_grad_norm_(model.parameters(), clip_norm))
         optimizer.step()
         optimizer.zero_grad()
     return Result(losses, model, optimizer)
@@ -109,6 +113,7 @@ class Training:
         self.losses: list[torch.Tensor] = []
         self.peak = 0
         self.clip_value: float | None = None
+        self.clip_norm: float | None = None
         self.norms: list[float | None] | None = None
         self.between: Callable[[nn.Module], None] = lambda model: None
         torch.manual_seed(0)
@@ -134,9 +139,11 @@ class Training:
                 with engine.iteration(last=last, grad_norm=self.norms is not None):
                     loss = self.model(**batch).loss / size
                     loss.backward()
+                    self.losses.append(loss.detach().clone())
+                    if last and self.clip_norm is not None:
+                        self.losses.append(engine.clip_grad_norm_(self.clip_norm).clone())
                     if last:
                         self.optimizer.step()
-                self.losses.append(loss.detach().clone())
                 self.peak = max(self.peak, engine.stats.device_peak_bytes)
                 self.between(self.model)
                 if last and self.norms is not None:
@@ -194,16 +201,66 @@ def test_gradients_are_clipped_by_value_when_they_are_complete(maker: str) -> No
     assert differences(expected, plain(maker)) != []
 
 
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_another_plan_goes_on_in_the_midst_of_a_window(at: int) -> None:
-    plan, budget = planned("masters", 0.3)
-    whole = make_plan(measured("masters"), Settings(planner="greedy", memory=2 * budget, accumulate=3))
+ONE_BY_ONE: Sequence[Sequence[Shape]] = (((5, 24),), ((5, 24),), ((2, 9),), ((5, 24),))
+
+
+@pytest.mark.parametrize("part_of_budget", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("maker", "window"), [("torch", 3), ("masters", 3), ("noise", 3), ("torch", 1), ("noise", 1)])
+def test_gradients_that_are_clipped_by_their_norm_are_added_up_by_rows(
+    maker: str, window: int, part_of_budget: float
+) -> None:
+    plan, budget = planned(maker, part_of_budget, window=window, delayed=True)
+    assert [op.rows for op in plan.ops if op.kind == "accumulate" and op.rows] == ["others", "looked up"]
+    windows = WINDOWS if window > 1 else ONE_BY_ONE
+    training = Training(maker)
+    training.clip_norm = 0.1
+    training.run(plan, budget, flat(windows))
+    assert training.peak <= budget
+    expected = plain(maker, windows, clip_norm=0.1)
+    assert differences(expected, training.result) == []
+    assert expected.losses[len(windows[0])] > 0.1  # the first norm
+
+
+@pytest.mark.parametrize(("at", "delayed"), [(1, False), (2, False), (5, False), (2, True), (5, True)])
+def test_another_plan_goes_on_in_the_midst_of_a_window(at: int, delayed: bool) -> None:
+    plan, budget = planned("masters", 0.3, delayed=delayed)
+    settings = Settings(planner="greedy", memory=2 * budget, accumulate=3, delayed=delayed)
+    whole = make_plan(measured("masters"), settings)
     assert not any(op.rows for op in whole.ops)
+    clip_norm = 0.1 if delayed else None
+    expected = plain("masters", clip_norm=clip_norm)
     for first, then in ((plan, whole), (whole, plan), (plan, plan)):
         training, all_of_them = Training("masters"), flat()
+        training.clip_norm = clip_norm
         left = training.run(first, 2 * budget, all_of_them[:at])
         training.run(then, 2 * budget, all_of_them[at:], left)
-        assert differences(plain("masters"), training.result) == []
+        assert differences(expected, training.result) == []
+
+
+def test_sums_can_be_read_and_edited_between_micro_batches_where_updates_wait() -> None:
+    plan, _ = planned("torch", 0.3, delayed=True)
+    windows = [WINDOWS[1]] * 2
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        seen = []
+        torch.manual_seed(0)
+        weight = model.get_input_embeddings().weight  # type: ignore[operator]
+        for window in batches(windows):
+            for batch in window:
+                (model(**batch).loss / 3).backward()
+                seen.append(weight.grad.clone())
+            weight.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    plainly, training = Training("torch"), Training("torch")
+    expected = loop(plainly.model, plainly.optimizer)
+    with installed(training.model, training.optimizer, plan) as engine:
+        engine.accumulate = 3
+        found = loop(training.model, training.optimizer)
+    assert all(map(torch.equal, expected, found))
+    assert differences(plainly.result, training.result) == []
 
 
 def test_training_goes_on_from_what_was_saved_between_windows() -> None:
@@ -330,18 +387,21 @@ def slow(found: Profile) -> Profile:
     return replace(found, hardware=hardware, optimizer=replace(found.optimizer, host_bytes_per_s=3e7))
 
 
-def test_the_planner_takes_two_parts_where_that_is_faster() -> None:
+@pytest.mark.parametrize(("accumulate", "delayed"), [(2, False), (2, True)])
+def test_the_planner_takes_two_parts_where_that_is_faster(accumulate: int, delayed: bool) -> None:
     found, budget = slow(measured("masters")), planned("masters", 0.3)[1]
-    settings = Settings(memory=budget, accumulate=2)
+    settings = Settings(memory=budget, accumulate=accumulate, delayed=delayed)
     plan = make_plan(found, settings)
     whole = make_plan(replace(found, tensors=tuple(replace(t, lookup_bytes=0) for t in found.tensors)), settings)
     assert any(op.rows for op in plan.ops)
     assert plan.predicted.iteration_s < whole.predicted.iteration_s
     assert check(plan, found) == []
     assert plan.predicted.host_peak_bytes <= plan.host_budget_bytes
+    assert any("two parts" in note for note in plan.notes)
     training = Training("masters")
+    training.clip_norm = 0.1 if delayed else None
     training.run(plan, budget, flat())
-    assert differences(plain("masters"), training.result) == []
+    assert differences(plain("masters", clip_norm=training.clip_norm), training.result) == []
 
 
 def test_sums_of_rows_that_are_looked_up_have_room_in_the_plan() -> None:
