@@ -5,8 +5,8 @@
 A model is planned for 1, 2, 4 and 8 cards with as many tokens per update in all, with one host copy of weights and
 states for all processes, as training has it. The same plan is simulated with a copy for each process.
 
-Then the plan of 4 cards is simulated for 1 to 64 machines, each of which trains as many tokens per update as one alone,
-with networks of 10 and 100 Gbit/s.
+Then 4 cards are planned for 2 machines, whose sums go over a network beside the backward. That plan is simulated for up
+to 64 machines, each of which trains as many tokens per update as one alone, with networks of 10 and 100 Gbit/s.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class Machine:
             )
         return self._profiles[batch]
 
-    def planned(self, cards: int) -> Found:
-        """Return the plan of one of so many cards, with one host copy."""
+    def planned(self, cards: int, nodes: int = 1) -> Found:
+        """Return the plan of one of so many cards of each machine, with one host copy."""
         batch = min(self.batch, TOKENS // (cards * LENGTH))
-        profile = one_of(self.profile(batch), cards)
+        profile = one_of(self.profile(batch), cards, nodes)
         window = TOKENS // (cards * batch * LENGTH)
         settings = Settings(accumulate=window, delayed=cards > 1, time_limit=self.seconds)
         return Found(make_plan(profile, settings), profile)
@@ -134,11 +134,12 @@ def floor_s(profile: Profile, cards: int) -> float:
     return computing + max(0.0, updates + moved - forward)
 
 
-def of_machines(found: Found, alone: Plan) -> list[dict[str, Any]]:
-    """Return the rows of several machines, each with the cards, and the plan, of ``found``."""
+def of_machines(one: Found, several: Found, alone: Plan) -> list[dict[str, Any]]:
+    """Return the rows of one machine with its cards, and of more that carry out the plan of ``several``."""
     rows = []
     for network, speed in NETWORKS.items():
         for nodes in NODES:
+            found = several if nodes > 1 else one
             hardware = replace(found.profile.hardware, network_bytes_per_s=speed)
             profile = replace(found.profile, machines=nodes, hardware=hardware)
             again = priced(replace(found.plan, processes=nodes * profile.processes), profile)
@@ -190,7 +191,7 @@ def main() -> None:
             "length": LENGTH,
             "cards_of_each": OF_EACH,
         }
-        figures = {"cards": rows, "machines": of_machines(several, alone)}
+        figures = {"cards": rows, "machines": of_machines(several, machine.planned(OF_EACH, 2), alone)}
         print(save(f"bench-cards-{number}", "bench-cards", settings, figures, folder))
 
 

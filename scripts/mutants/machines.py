@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.mutants.mutant import mutant
 
-EXCHANGE, CHAIN, PASSES = "execute/updates/exchange.py", "distributed/chain.py", "execute/training/passes.py"
+EXCHANGE, PASSES = "execute/updates/exchange.py", "execute/training/passes.py"
 UNROLLED, DURATIONS = "plan/iteration/passes.py", "plan/iteration/durations.py"
 CHECK, WINDOW = "plan/verify/check.py", "plan/assembly/window.py"
 BESIDE, MACHINES = "parity/test_beside_backward.py", "unit/plan/test_several.py"
@@ -30,13 +30,6 @@ BETWEEN_MACHINES = (
         "self._window.last and not self._to_follow",
         "not self._to_follow",
         BESIDE,
-    ),
-    mutant(
-        "machines add up different things",
-        CHAIN,
-        "if int(found) != number:",
-        "if False:",
-        "parity/several/test_adding.py",
     ),
     mutant(
         "a plan sends sums before they are complete",
