@@ -101,14 +101,17 @@ def of_both(case: Case) -> Result:
     return plainly(Mirrored(**vars(case)), 2)
 
 
-def engine_of(case: Case, plan: Plan, others: Mirror, mode: Any) -> Iterator[tuple[Engine, torch.nn.Module, Any]]:
+def engine_of(
+    case: Case, plan: Plan, others: Mirror, mode: Any, *, follow: bool = True
+) -> Iterator[tuple[Engine, torch.nn.Module, Any]]:
     model = case.build()
     optimizer = make_optimizer(model, case.optimizer)
     device = Late(plan.budget_bytes, mode=mode, check=True)
     engine = Engine(model, optimizer, plan, device, others=others)
     try:
         engine.install()
-        engine.follow(optimizer)
+        if follow:
+            engine.follow(optimizer)
         engine.clip_value = case.clip_value
         if case.accumulate > 1:
             engine.accumulate = case.accumulate
@@ -137,11 +140,32 @@ def trained(case: Case, plan: Plan, others: Mirror, mode: Any) -> Result:
     return Result(losses, model, optimizer)
 
 
-def require_equal(name: str, mode: str) -> None:
+def enclosed(case: Case, plan: Plan, others: Mirror, mode: Any) -> Result:
+    """Train as a Trainer does, which says when a step begins and ends: nobody looks at gradients before updates."""
+    losses = []
+    for engine, model, optimizer in engine_of(case, plan, others, mode, follow=False):
+        schedule = scheduler(optimizer)
+        for step in range(STEPS):
+            own = []
+            for part in range(case.accumulate):
+                last = part == case.accumulate - 1
+                with engine.iteration(last=last):
+                    loss = case.loss(model, case.batch(step, 0, part), 2)
+                    loss.backward()
+                    own.append(loss.detach().clone())
+                    if last:
+                        optimizer.step()
+            optimizer.zero_grad()
+            losses += own * 2
+            schedule.step()
+    return Result(losses, model, optimizer)
+
+
+def require_equal(name: str, mode: str, train: Callable[..., Result] = trained) -> None:
     """Train in a mode of the device, and compare with plain training."""
     case, budget, settings = PAIRS[name]
     found, others = plan(case, budget, settings, machines=2), Mirror()
-    result = trained(case, found, others, mode)
+    result = train(case, found, others, mode)
     assert differences(result, of_both(case)) == []
     # Once per update, in the order of the plan, whatever is complete first.
     assert others.ops == [op.id for op in found.ops if op.kind == "reduce"] * STEPS
@@ -150,6 +174,15 @@ def require_equal(name: str, mode: str) -> None:
 
 def test_sums_are_complete_when_they_leave_and_back_when_they_are_used() -> None:
     require_equal("accumulated", "thread")
+
+
+def test_updates_wait_for_what_comes_back() -> None:
+    require_equal("tight", "thread", enclosed)
+
+
+@pytest.mark.parametrize("name", ["in the middle", "accumulated", "clipped by value"])
+def test_so_do_those_of_other_plans(name: str) -> None:
+    require_equal(name, "thread", enclosed)
 
 
 @pytest.mark.parametrize("name", ["tight", "in the middle", "clipped by norm", "clipped by value"])
