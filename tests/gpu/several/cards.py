@@ -21,9 +21,9 @@ from tests.support import trainers
 WAYS: dict[str, dict[str, Any]] = {
     "host": {"planner": "l2l"},
     "device": {"planner": "l2l", "host_update": False},
-    "resident": {"planner": "offmate", "solver_time_limit": 5},
+    "resident": {"planner": "resident"},
 }
-"""Where updates are; everything travels in the first two."""
+"""Where updates are; everything travels in the first two. None of these planners asks how long anything takes."""
 
 
 class Dealt(trainers.Module):
