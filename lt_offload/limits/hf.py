@@ -77,7 +77,7 @@ def _finds_batch_size(run: Setup) -> str | None:
     "use_liger_kernel",
     "hf",
     why="its fused loss multiplies with the head's weight outside the head, where the weight is not on the device",
-    instead="leave it out; micro_batches makes the head's temporary tensors smaller",
+    instead="leave it out; hf_trainer(chunked_loss=True) lets the head and the loss take a few tokens at a time",
 )
 def _liger(run: Setup) -> str | None:
     return _argument(run, "use_liger_kernel")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lt_offload.cli import progress
 from lt_offload.cli.main import main
@@ -16,6 +17,7 @@ from lt_offload.cli.verbs import doctor
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run import summary
+from lt_offload.model import head
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import HardwareProfile, Profile
@@ -219,6 +221,20 @@ def test_a_run_with_windows_and_clipping(recipe: str, capsys: pytest.CaptureFixt
     assert main(["plan", recipe, *machine, *windows[:2], *auto, "--save", "auto.json"]) == 0
     plan = Plan.load("auto.json")
     assert plan.window * plan.batch_size == 4 * 2
+
+
+def test_a_run_whose_loss_takes_a_few_tokens_at_a_time(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_LEAST_TOKENS", 64)
+    monkeypatch.setattr(head, "_PART_BYTES", 64 * 4 * 259)
+    args = ["--trainer.strategy.chunked_loss", "true", "--data.batch_size", "8"]
+    args += ["--trainer.accumulate_grad_batches", "2"]
+    weights = []
+    for memory in ("1MB", "2MB", "60MB"):
+        run = ["--trainer.default_root_dir", memory, "--trainer.strategy.memory", memory]
+        assert main([recipe, *args, *run]) == 0
+        assert Plan.load(f"{memory}/plan.json").chunk_tokens == 64
+        weights.append(torch.load(f"{memory}/checkpoints/step3.ckpt", weights_only=False)["state_dict"])
+    assert all(torch.equal(one[name], value) for one in weights[1:] for name, value in weights[0].items())
 
 
 def test_a_run_that_chooses_its_batch_size(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
