@@ -279,7 +279,7 @@ def test_the_allocator_is_capped_at_the_budget_less_the_context(gpu):
 def test_running_out_of_memory_is_over_budget(device, gpu):
     with pytest.raises(OverBudget, match="does not fit: no room"):
         device.reserve(900 * KB)
-    with pytest.raises(OverBudget, match=r"the budget of 1.05 MB is used up; what callbacks"), device.accounting("a"):
+    with pytest.raises(OverBudget, match=r"the budget of 1.05 MB is used up; a batch that"), device.accounting("a"):
         raise torch.OutOfMemoryError("no room")
     device.reserve(KB)
     assert device.memory() == CONTEXT + KB

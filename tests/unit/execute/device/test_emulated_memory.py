@@ -160,7 +160,7 @@ def test_the_budget_is_hard_to_the_byte(opened):
     with device.accounting():
         kept = [torch.empty(10 * KB, dtype=torch.uint8) for _ in range(4)]
         assert device.memory() == 100 * KB
-        with pytest.raises(OverBudget, match=r"\(1 bytes\).*102400 bytes\) are in use; what callbacks"):
+        with pytest.raises(OverBudget, match=r"\(1 bytes\).*102400 bytes\) are in use; a batch that is longer"):
             torch.empty(1, dtype=torch.uint8)
         del kept[0]
         assert device.memory() == 90 * KB
