@@ -89,12 +89,14 @@ def norm_s(plan: Plan, profile: Profile) -> float:
     """Return the seconds per update in which the norm of all gradients is found, beside nothing else.
 
     Updates that wait, wait for that. Each sum is read once, where the last gradient makes it complete: a third of what
-    it takes to add to it. A sum of one gradient is read on the device, before that leaves.
+    it takes to add to it. A sum of one gradient is read on the device, before that leaves. Updates of several processes
+    wait for each other without a norm, too.
     """
-    if not plan.delayed:
+    several = profile.processes * profile.machines > 1
+    if not plan.delayed or (several and not profile.added_up_first):
         return 0.0
     found = 0.0
-    on_host = plan.window > 1 or profile.processes * profile.machines > 1
+    on_host = plan.window > 1 or several
     for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
         if place == "host" and on_host:
             found += accumulated(tensor, profile) / profile.optimizer.host_bytes_per_s

@@ -137,6 +137,7 @@ def test_the_adding_of_gradients_is_in_the_prediction() -> None:
     alone = replace(both, processes=1)
     more = simulate(plan, both).iteration_time - simulate(plan, alone).iteration_time
     assert more == pytest.approx(expected + norm_s(plan, both) - norm_s(plan, alone))
+    assert norm_s(plan, both) == 0.0 < norm_s(plan, replace(both, added_up_first=True))
     # With one host copy owners add up in their updates.
     shared = replace(both, common_updates=True)
     assert exchange_s(plan, shared) == pytest.approx(trained["device"] / 15e9)
