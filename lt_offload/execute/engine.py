@@ -495,13 +495,13 @@ class Engine:
             max_norm: of all gradients together.
             norm_type: of the norm.
             error_if_nonfinite: raise if the norm is not finite; nothing has been updated then.
-            parameters: in the order in which the norms of their gradients are put together; None: that of the model.
+            parameters: all, in the order in which the norms of their gradients are put together; None: the model's.
 
         Returns:
             The norm before clipping.
 
         Raises:
-            ConfigError: if ``max_norm`` is not more than 0.
+            ConfigError: if ``max_norm`` is not more than 0, or ``parameters`` are not all that have a gradient.
             UnsupportedError: if updates do not wait, or gradients have been clipped already.
             RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
         """

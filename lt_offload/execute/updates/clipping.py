@@ -110,12 +110,14 @@ class Clipping:
         blocks have ordinary gradients, which are scaled at once.
 
         Raises:
+            ConfigError: if ``params`` leaves out some that have a gradient: all are scaled.
             UnsupportedError: if they have been clipped already.
             RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
         """
         if self._clipped or self.value is not None:
             raise limits.CLIPPED.error("gradients that are clipped already were to be clipped by their norm")
         params = list(params)
+        self._require_all(params)
         ours = {id(weight.param): weight.total for weight in self._weights}
         others = [param for param in params if id(param) not in ours and param.grad is not None]
         found = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
@@ -139,6 +141,16 @@ class Clipping:
                 self._send_home(self._scale)
             clip_grads_with_norm_(others, max_norm, norm)
         return norm
+
+    def _require_all(self, params: Sequence[Tensor]) -> None:
+        """Raise ``ConfigError`` if a weight that has a gradient is not one of ``params``: all gradients are scaled."""
+        named = set(map(id, params))
+        for weight in self._weights:
+            if id(weight.param) not in named and weight.total is not None and weight.total.filled:
+                raise ConfigError(
+                    f"parameters={len(params)} tensors leaves out {weight.label}, which has a gradient: the engine "
+                    "clips all together; of some alone, torch.nn.utils.clip_grad_norm_ clips the gradients"
+                )
 
     def _send_home(self, scale: Tensor) -> None:
         """Copy the factor to the host, where updates read it, if it is not there: the calling thread does not wait."""

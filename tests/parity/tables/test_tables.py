@@ -270,8 +270,8 @@ def test_squares_of_gradients_are_those_of_both_parts() -> None:
 
 def test_the_planner_takes_two_parts_where_that_is_faster(tmp_path: Path) -> None:
     found = measured("masters")
-    hardware = replace(found.hardware, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)
-    slow = replace(found, hardware=hardware, optimizer=replace(found.optimizer, host_bytes_per_s=3e7))
+    hardware = replace(found.hardware, h2d_bytes_per_s=5e7, d2h_bytes_per_s=5e7)
+    slow = replace(found, hardware=hardware, optimizer=replace(found.optimizer, host_bytes_per_s=5e7))
     budget = planned("masters", 0.3)[1]
     plan = make_plan(slow, Settings(memory=budget))
     whole = make_plan(

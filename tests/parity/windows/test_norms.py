@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from lt_offload import offloaded, solve
+from lt_offload.errors import ConfigError
 from lt_offload.execute.engine import Engine
 from tests.parity.windows.training import Training
 from tests.support import models, trainers
@@ -79,8 +80,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, between: Any, engi
     """Return the norms of three updates."""
 
     def clip(norm_type: float = 2.0, parameters: list[nn.Parameter] | None = None) -> Tensor:
-        if engine is not None:
-            return engine.clip_grad_norm_(MAX_NORM, norm_type, parameters=parameters)
+        if engine is not None and parameters is None:
+            return engine.clip_grad_norm_(MAX_NORM, norm_type)
         return clip_grad_norm_(model.parameters() if parameters is None else parameters, MAX_NORM, norm_type)
 
     found = []
@@ -107,6 +108,17 @@ def test_norms_are_those_of_what_updates_use(between: Any) -> None:
         with offloaded(model, optimizer, batch, memory=memory, accelerator="cpu", delayed=True) as engine:
             assert all(map(equal, train(model, optimizer, between, engine), expected))
         assert all(map(equal, plain.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_norm_of_some_gradients_is_not_taken_for_that_of_all() -> None:
+    model = models.build("llama")
+    optimizer = make_optimizer(model, "adamw-fused")
+    batch = models.batch(model)
+    with offloaded(model, optimizer, batch, memory="200MB", accelerator="cpu", delayed=True) as engine:
+        model(**batch).loss.backward()
+        with pytest.raises(ConfigError, match=r"parameters=\d+ tensors leaves out .*torch.nn.utils.clip_grad_norm_"):
+            engine.clip_grad_norm_(MAX_NORM, parameters=[*model.parameters()][::2])
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("window", "where"), [(1, "host"), (1, "device"), (2, "host"), (2, "device")])
