@@ -53,7 +53,7 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     assert first["small"].startswith("InfeasibleError: host_memory=")
     assert second["small"].startswith("ProcessError: process 0 failed: InfeasibleError: host_memory=")
     assert first["chosen"] == second["chosen"]
-    assert first["chosen"][0] in (1, 2, 3)  # what is fastest depends on how busy the machine is
+    assert first["chosen"][0] > 1
     assert first["broken"] == "ProcessError: process 1 failed: ValueError: broken here"
     assert second["broken"] == "ValueError: broken here"
     with pytest.warns(UserWarning, match="of 2 processes, this run has 1: random numbers begin anew"):
