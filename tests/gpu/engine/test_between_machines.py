@@ -25,7 +25,7 @@ def planned(case: Case, settings: dict[str, Any], machines: int) -> Plan:
 
 
 def trained(target: Target, case: Case, found: Plan, others: Mirror | None, *, iterations: bool) -> list[torch.Tensor]:
-    """Return losses, weights and states; half a loss in each of two processes is one in a process alone, bit for bit."""
+    """Return losses, weights and states; two halves of a loss in two processes are one in a process, bit for bit."""
     device = target.open(seed=0)
     model = case.build()
     optimizer = make_optimizer(model, case.optimizer)
