@@ -261,7 +261,7 @@ def available_host_bytes() -> int:
     """Return the RAM this process may still take: what the system has available, or its control group allows."""
     import psutil  # type: ignore[import-untyped]
 
-    return max(0, min(int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)))
+    return max(0, min([int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)]))
 
 
 class TakenHostBytes(NamedTuple):

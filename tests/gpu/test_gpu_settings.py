@@ -75,7 +75,9 @@ def compiled_blocks(monkeypatch: pytest.MonkeyPatch, target: Target) -> Iterator
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
+    "ignore:.*torch.jit.*:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor:UserWarning",
+    "ignore:TensorFloat32 tensor cores for float32:UserWarning",  # torch's compiler advises them; bits are compared
 )
 @pytest.mark.usefixtures("compiled_blocks", "deterministic")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -119,7 +119,7 @@ def alone() -> Iterator[None]:
 @contextmanager
 def watching(device_type: str) -> Iterator[Handler]:
     """Raise ``CUDASanitizerErrors`` at the first kernel or copy within the context that is not ordered."""
-    plain = torch.cuda.Event.query
+    plain, emptied = torch.cuda.Event.query, torch.cuda.empty_cache
     with (
         patch.object(_sanitizer, "EventHandler", Handler),
         patch.object(_sanitizer, "ArgumentHandler", arguments_on(device_type)),
@@ -134,11 +134,17 @@ def watching(device_type: str) -> Iterator[Handler]:
             handler._handle_event_synchronization(event.cuda_event)
         return bool(over)
 
+    def empty_cache() -> None:
+        """The driver takes memory back behind all that was launched."""
+        emptied()
+        handler._handle_device_synchronization()
+
     WatchedDevice.mode = mode
     try:
         with (
             patch.object(_sanitizer, "ArgumentHandler", arguments_on(device_type)),
             patch.object(torch.cuda.Event, "query", query),
+            patch.object(torch.cuda, "empty_cache", empty_cache),
             mode,
         ):
             yield handler

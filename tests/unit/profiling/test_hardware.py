@@ -4,6 +4,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -144,6 +145,8 @@ def test_more_ram_than_the_machine_or_its_container_has(tmp_path: Path, monkeypa
 def test_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = available_host_bytes()
     assert whole > 0
+    monkeypatch.setattr("lt_offload.profiling.hardware._cgroup_bytes", lambda root: [])  # no limit, or no groups
+    assert available_host_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.5)
     monkeypatch.setattr("lt_offload.profiling.hardware._cgroup_bytes", lambda root: [12345])
     assert available_host_bytes() == 12345
 
