@@ -261,6 +261,7 @@ def _on_stream(work: Piece, device: torch.device) -> Piece:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run() -> None:
+        stream.synchronize()  # nothing to wait for; makes the context this thread's, without which cuBLAS warns
         with torch.cuda.stream(stream):
             work()
         stream.synchronize()

@@ -6,8 +6,9 @@
     python -m scripts.gpu --device fake --tiny                  and on the fake GPU of the tests
 
 Runs with the interpreter that it is started with; installs nothing. Every part is a process with a time limit of its
-own: one that fails or hangs does not keep the next from running, and what it found until then is kept. gpu.json has
-what was found (written after every part), gpu.log what the parts printed, bench-*.json the figures of the benches.
+own: one that fails or hangs does not keep the next from running, and what it found until then is kept. Tests that
+compare bits and measure nothing run beside each other where there are cores for it. gpu.json has
+what was found, gpu.log what the parts printed, bench-*.json the figures of the benches.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,8 @@ class Part:
     """What it writes on its way: outcomes of tests, and what they measured."""
     shown: bool = False
     """Whether its figures are printed as soon as it has ended."""
+    beside: bool = False
+    """Whether it runs at the same time as others that are marked so: it measures nothing, and bits are the same."""
 
 
 def describe() -> dict[str, Any]:
@@ -70,15 +75,14 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     """Return what is run, in this order; ``folder`` is for files that nobody keeps."""
     device, tiny = options.device, options.tiny
 
-    def tests(name: str, file: str, minutes: float, *few: str, shown: bool = False) -> Part:
+    def tests(name: str, file: str, minutes: float, *few: str, rows: int = 0, **how: bool) -> Part:
         figures = folder / f"{name}.json"
         command = ["-m", "pytest", f"tests/gpu/{file}", "--device", options.device, "--figures", str(figures)]
         if options.device == "fake" or name == "cards":  # -k chooses here; cards are left out by themselves
             command.append("--full")
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
-        return Part(
-            name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures, shown=shown
-        )
+        command += few if tiny else ["--rows", str(rows)] if rows else []
+        return Part(name=name, command=command, minutes=minutes, figures=figures, **how)
 
     def bench(name: str, minutes: float | None, *arguments: str) -> Part:
         return Part(name=name, command=["-m", f"scripts.bench.{name}", *arguments], minutes=minutes)
@@ -91,12 +95,14 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     found = [
         tests("first", "test_gpu_first.py", 1.2, shown=True),
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
-        tests("parity", "test_gpu_parity.py", 2.5, "-k", "representative"),
-        tests("settings", "test_gpu_settings.py", 1.5, "-k", "deterministic and bfloat16"),
-        tests("users", "users", 2.0, "-k", "the_first_run"),
-        tests("cards", "several/test_two_cards.py", 1.5),
-        tests("races", "races/test_gpu_races.py", 1.5, "-k", "noticed"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
+        tests("parity", "test_gpu_parity.py", BESIDE, "-k", "representative", beside=True),
+        tests("settings", "test_gpu_settings.py", BESIDE, "-k", "deterministic and bfloat16", beside=True),
+        tests("users", "users", BESIDE, "-k", "the_first_run", rows=20, beside=True),
+        tests("loops", "loops", BESIDE, "-k", "test_plain_loops", rows=20, beside=True),
+        tests("engine", "engine", BESIDE, "-k", "test_refusals", rows=40, beside=True),
+        tests("cards", "several/test_two_cards.py", BESIDE, beside=True),
+        tests("races", "races/test_gpu_races.py", BESIDE, "-k", "noticed", beside=True),
         bench("launch", 1.8, "--device", device, "--results", out, *launch),
         bench("update", 0.8, "--results", out, *update),
         bench("suite", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT, *suite),
@@ -104,7 +110,16 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     return [part for part in found if part.name in options.parts]
 
 
-PARTS = ("first", "smoke", "parity", "settings", "users", "cards", "races", "memory", "launch", "update", "suite")
+PARTS = (
+    *("first", "smoke", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races", "launch"),
+    *("update", "suite"),
+)
+
+BESIDE = 3.0
+"""Minutes for each of the parts that run at the same time."""
+CORES = 2
+"""For each of them."""
+_PRINTING = threading.Lock()
 
 RESERVED = 0.25
 
@@ -138,9 +153,38 @@ def run(part: Part, seconds: float, log: Path) -> dict[str, Any]:
     }
     if part.figures is not None:
         found |= _outcomes(part.figures)
-    _show(found, log, start_of_output)
-    if part.shown:
-        _show_figures(found["figures"])
+    with _PRINTING:
+        _show(found, log, start_of_output)
+        if part.shown:
+            _show_figures(found["figures"])
+    return found
+
+
+def run_all(chosen: Sequence[Part], allowed: Callable[[Part], float], log: Path, folder: Path) -> list[dict[str, Any]]:
+    """Run ``chosen`` at the same time, as far as there are cores for it; ``allowed`` says for how many seconds."""
+
+    def one(part: Part) -> dict[str, Any]:
+        if (seconds := allowed(part)) < GRACE_S:
+            return {"name": part.name, "status": "no time left", "seconds": 0.0}
+        return run(part, seconds, folder / f"{part.name}.log")
+
+    with ThreadPoolExecutor(max(1, min(len(chosen), len(os.sched_getaffinity(0)) // CORES))) as pool:
+        done = list(pool.map(one, chosen))
+    with log.open("ab") as output:
+        for part in chosen:
+            if (mine := folder / f"{part.name}.log").exists():
+                output.write(mine.read_bytes())
+    return done
+
+
+def groups(chosen: Sequence[Part]) -> list[list[Part]]:
+    """Return ``chosen`` in order, those together that run beside each other."""
+    found: list[list[Part]] = []
+    for part in chosen:
+        if found and part.beside and found[-1][-1].beside:
+            found[-1].append(part)
+        else:
+            found.append([part])
     return found
 
 
@@ -235,13 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         chosen = parts(options, Path(folder))
         kept = 60 * options.minutes * RESERVED if chosen[-1].minutes is None else 0.0
-        for part in chosen:
+
+        def allowed(part: Part) -> float:
             left = deadline - time.monotonic() - GRACE_S
-            seconds = left if part.minutes is None else min(left - kept, 60 * part.minutes)
-            if seconds < GRACE_S:
-                done.append({"name": part.name, "status": "no time left", "seconds": 0.0})
-            else:
-                done.append(run(part, seconds, log))
+            return left if part.minutes is None else min(left - kept, 60 * part.minutes)
+
+        for group in groups(chosen):
+            done += run_all(group, allowed, log, Path(folder))
             save("gpu", "gpu", settings, {"gpu": machine, "parts": done}, options.out)
     _trim(log)
     print("\n".join(f"{part['name']:14s} {part['status']}" for part in done))

@@ -66,9 +66,17 @@ def test_the_peak_is_within_the_budget(run: Run, found: Found) -> None:
 
 @pytest.mark.only("cuda", "cpu", fake=False)  # there the allocator's granularity fills small budgets
 def test_the_budget_is_used(run: Run, target: Target) -> None:
-    """At least 95 % of it where more memory helps; a small model has few sizes to choose from, and times that vary."""
+    """At least 95 % of it where more memory helps; a small model has few sizes to choose from, and times that vary.
+
+    But for a part of what is planned for the context: the process that measured has loaded kernels that this one lacks.
+    """
     budget, predicted, peak = run.plan.budget_bytes, run.plan.predicted.device_peak_bytes, run.seen["peak"]
-    assert peak >= (0.95 if target.real else 0.85) * (budget if run.helps and target.real else predicted)
+    spared = 0
+    if target.real:
+        last = run.seen["stages"]["last iteration"]
+        spared = run.plan.context_bytes - (last["driver"] - last["reserved"])
+        assert 0 <= spared < 300 << 20
+    assert peak >= (0.95 if target.real else 0.85) * ((budget if run.helps and target.real else predicted) - spared)
 
 
 @pytest.mark.only("cuda", fake=False)  # a small model has less room than what torch's allocator takes at a time
@@ -81,9 +89,10 @@ def test_the_allocator_does_not_run_short(run: Run, found: Found) -> None:
 
 @pytest.mark.only("cuda", "cpu", fake=False)  # when something ran means nothing there
 def test_everything_planned_is_recorded(run: Run, target: Target, found: Found) -> None:
-    planned = {op.id for op in run.plan.ops if op.lane == "compute" and op.kind in ("forward", "backward")}
+    planned = [op.id for op in run.plan.ops if op.lane == "compute" and op.kind in ("forward", "backward")]
     found(both_ways_s=run.seen["both_ways_s"], busy_s=run.seen["busy_s"], recorded_s=run.seen["recorded_s"])
-    assert planned <= set(run.seen["ops"])
+    # The host is ahead of a GPU: its last op of an iteration may run in the next one's time.
+    assert set(planned).difference(run.seen["ops"]) <= ({planned[-1]} if target.real else set())
     for lane in ("h2d", "d2h", "host"):
         assert (run.seen["busy_s"][lane] > 0) == any(op.lane == lane for op in run.plan.ops)
     if target.real and min(run.seen["busy_s"][lane] for lane in ("h2d", "d2h")) > 0:

@@ -21,7 +21,7 @@ def planned(case: Case, settings: dict[str, Any], machines: int) -> Plan:
     """Return a plan in which everything travels, and whose updates wait."""
     found = replace(profile(case), machines=machines, common_updates=machines > 1)
     options = {"planner": "l2l", "accumulate": case.accumulate} | settings
-    return solve(found, memory="1GB", delayed=True, **options)
+    return solve(found, memory=found.hardware.context_bytes + (500 << 20), delayed=True, **options)
 
 
 def trained(target: Target, case: Case, found: Plan, others: Mirror | None, *, iterations: bool) -> list[torch.Tensor]:
