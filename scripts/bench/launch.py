@@ -237,8 +237,9 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
             offered = [{option.name for option in block.options} for block in profile.blocks]
             chosen: Any = tuple(name if name in names else "keep" for names in offered)
             plan = scheduled(name, Decisions(tensors=resident_tensors(profile), options=chosen), profile)
-        # Tight budgets are not what this is about.
-        plan = replace(plan, budget_bytes=max(plan.budget_bytes, min(profile.hardware.device_bytes, 2 << 30)))
+        # Tight budgets are not what this is about; nor is all of a device, of which others have a part.
+        room = max(plan.predicted.device_peak_bytes, min(profile.hardware.device_bytes, 2 << 30))
+        plan = replace(plan, budget_bytes=room)
         files[name] = str(plan.save(f"{folder}/{name}.json"))
     return {"blocks": len(profile.blocks), "tensors": len(profile.tensors), "files": files}
 

@@ -35,7 +35,7 @@ def known(trainer: Any, optimizer: Any, *args: Any, **options: Any) -> Profile:
     """Measure, but each run only once."""
     module = trainer.lightning_module
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    groups = [len(group["params"]) for group in optimizer.param_groups]
+    groups = [len(group["params"]) for group in optimizer.param_groups], optimizer.defaults
     window = trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.precision
     key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options))
     if key not in PROFILES:
