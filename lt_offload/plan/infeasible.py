@@ -173,4 +173,6 @@ def _scaled_option(option: OptionProfile, ratio: float) -> OptionProfile:
         forward_peak_bytes=int(option.forward_peak_bytes * ratio),
         backward_peak_bytes=int(option.backward_peak_bytes * ratio),
         held_peak_bytes=None,  # gradients do not shrink
+        passing_peak_bytes=None,
+        before_loss_bytes=None,
     )

@@ -70,6 +70,8 @@ def _in_parts(block: BlockProfile, profile: Profile, index: int, count: int) -> 
                 found.backward_peak_bytes, rebuilt=saved if found.name == "discard" else 0, more=gradients
             ),
             held_peak_bytes=None,
+            passing_peak_bytes=None,
+            before_loss_bytes=None,
         )
 
     return replace(block, launch_s=block.launch_s / ratio, options=tuple(map(option, block.options)))

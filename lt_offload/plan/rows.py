@@ -75,6 +75,7 @@ def _reading(block: BlockProfile, read: ReadProfile, more: int) -> BlockProfile:
             backward_s=option.backward_s + read.backward_s,
             backward_peak_bytes=option.backward_peak_bytes + more,
             held_peak_bytes=None,
+            passing_peak_bytes=None,
         )
         for option in block.options
     )

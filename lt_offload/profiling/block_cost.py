@@ -59,6 +59,8 @@ class _Figures:
     backward_peak: int = 0
     held_peak: int = 0
     """``backward_peak`` with the gradients of parameters, if they stay."""
+    passing_peak: int = 0
+    """The same, if each goes as soon as it is complete."""
     travelling: int = 0
     """Bytes among ``live`` that may travel."""
     saves_input: bool = False
@@ -155,6 +157,7 @@ def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Me
         forward_peak_bytes=found.forward_peak + made,
         backward_peak_bytes=found.backward_peak + found.output_bytes,
         held_peak_bytes=found.held_peak + found.output_bytes + made,
+        passing_peak_bytes=found.passing_peak + found.output_bytes + made,
         chunk_tokens=chunk_tokens,
     )
     return BlockCost(
@@ -173,13 +176,14 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time.
     held = runs * sum(state.held for state in call.state)
     copied = sum(state.copied for state in call.state)
-    peak = option.held_peak_bytes
+    peak, passing = option.held_peak_bytes, option.passing_peak_bytes
     return replace(
         option,
         saved_bytes=option.saved_bytes + held,
         forward_peak_bytes=option.forward_peak_bytes + copied,
         backward_peak_bytes=option.backward_peak_bytes + held,  # the second run has copies of the copies
         held_peak_bytes=None if peak is None else peak + held,
+        passing_peak_bytes=None if passing is None else passing + held,
     )
 
 
@@ -200,6 +204,7 @@ def _keep(keep: _Figures) -> OptionProfile:
         forward_peak_bytes=keep.forward_peak,
         backward_peak_bytes=keep.backward_peak,
         held_peak_bytes=keep.held_peak,
+        passing_peak_bytes=keep.passing_peak,
     )
 
 
@@ -214,6 +219,7 @@ def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
         forward_peak_bytes=recompute.forward_peak,
         backward_peak_bytes=recompute.backward_peak,
         held_peak_bytes=recompute.held_peak,
+        passing_peak_bytes=recompute.passing_peak,
     )
 
 
@@ -232,7 +238,7 @@ def discard(cost: BlockCost) -> OptionProfile | None:
     """
     options = {option.name: option for option in cost.options}
     keep, recompute = options["keep"], options.get("recompute")
-    saved = keep.saved_bytes
+    saved, passing = keep.saved_bytes, keep.passing_peak_bytes
     if not (saved or keep.keeps_input):
         return None
     return replace(
@@ -244,6 +250,7 @@ def discard(cost: BlockCost) -> OptionProfile | None:
         forward_peak_bytes=(recompute or keep).forward_peak_bytes,
         backward_peak_bytes=saved + keep.backward_peak_bytes,
         held_peak_bytes=None if keep.held_peak_bytes is None else saved + keep.held_peak_bytes,
+        passing_peak_bytes=None if passing is None else saved + passing,
     )
 
 
@@ -259,6 +266,7 @@ def _offload(keep: _Figures, input_bytes: int) -> OptionProfile:
         forward_peak_bytes=keep.forward_peak + keep.travelling,
         backward_peak_bytes=keep.backward_peak + keep.travelling,
         held_peak_bytes=keep.held_peak + keep.travelling,
+        passing_peak_bytes=keep.passing_peak + keep.travelling,
     )
 
 
@@ -273,6 +281,7 @@ def _mixed(mixed: _Figures, input_bytes: int) -> OptionProfile:
         forward_peak_bytes=mixed.forward_peak + mixed.travelling,
         backward_peak_bytes=mixed.backward_peak + mixed.travelling,
         held_peak_bytes=mixed.held_peak + mixed.travelling,
+        passing_peak_bytes=mixed.passing_peak + mixed.travelling,
     )
 
 
@@ -335,6 +344,7 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
     if figures is not None and watch is not None:
         outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
         figures.held_peak = max(0, watch.held_peak() - figures.live - outgoing)
+        figures.passing_peak = max(0, watch.whole_peak() - figures.live - outgoing)
         # Compiled code makes all gradients before the first one is used, and parts add theirs up: they count.
         together = call.compiled or trial.cut is not None
         streamed = watch.whole_peak() - call.passing_bytes if together else watch.peak()

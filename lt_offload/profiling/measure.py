@@ -426,26 +426,33 @@ def _with_tail(option: OptionProfile, cost: BlockCost, tail: Tail, grad_bytes: i
     """
     block_forward = option.forward_peak_bytes + cost.output_bytes
     block_backward = option.backward_peak_bytes + tail.left
-    held = None
-    if option.held_peak_bytes is not None:
-        held = max(option.held_peak_bytes + tail.left, tail.backward_peak, tail.saved) - tail.saved
+
+    def whole(peak: int | None) -> int | None:
+        """Return a peak that has gradients in it."""
+        return None if peak is None else max(peak + tail.left, tail.backward_peak, tail.saved) - tail.saved
+
     return replace(
         option,
         forward_s=option.forward_s + tail.forward.seconds,
         backward_s=option.backward_s + tail.backward.seconds,
         saved_bytes=option.saved_bytes + tail.saved,
         forward_peak_bytes=max(block_forward, tail.forward_peak) - tail.saved,
+        before_loss_bytes=max(block_forward - tail.saved, 0),
         backward_peak_bytes=max(block_backward, tail.backward_peak - grad_bytes, tail.saved) - tail.saved,
-        held_peak_bytes=held,
+        held_peak_bytes=whole(option.held_peak_bytes),
+        passing_peak_bytes=whole(option.passing_peak_bytes),
     )
 
 
 def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
+    before_loss = option.before_loss_bytes
     return replace(
         option,
         forward_peak_bytes=option.forward_peak_bytes + by + in_forward,
+        before_loss_bytes=None if before_loss is None else before_loss + by + in_forward,
         backward_peak_bytes=option.backward_peak_bytes + by,
         held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
+        passing_peak_bytes=None if option.passing_peak_bytes is None else option.passing_peak_bytes + by,
     )
 
 

@@ -134,6 +134,12 @@ class OptionProfile:
     held_peak_bytes: int | None = None
     """The same with the gradients of all the block's parameters in it, from when each is complete to the end of the
     backward: less than the sum of both, as activations go while gradients come. None: not known, take the sum."""
+    passing_peak_bytes: int | None = None
+    """The same with each of these gradients in it only until it is complete, as when each leaves at once. None: not
+    known, take ``backward_peak_bytes`` and the largest of them."""
+    before_loss_bytes: int | None = None
+    """Of the last block, if the loss is computed behind it: ``forward_peak_bytes`` up to the end of its own forward, at
+    which copies of activations may give their memory back. None: not known, or there is no such loss."""
     chunk_tokens: int = 0
     """Tokens of which ``chunked`` has logits at a time; 0 for other options."""
 

@@ -76,6 +76,8 @@ class _StraightLine:
             forward_peak_bytes=self.size(low.forward_peak_bytes, high.forward_peak_bytes),
             backward_peak_bytes=self.size(low.backward_peak_bytes, high.backward_peak_bytes),
             held_peak_bytes=self.inner(low.held_peak_bytes, high.held_peak_bytes),
+            passing_peak_bytes=self.inner(low.passing_peak_bytes, high.passing_peak_bytes),
+            before_loss_bytes=self.inner(low.before_loss_bytes, high.before_loss_bytes),
         )
 
     def tensor(self, low: TensorProfile, high: TensorProfile) -> TensorProfile:
@@ -117,6 +119,8 @@ def _empty(profile: Profile) -> Profile:
                         forward_peak_bytes=option.forward_peak_bytes if option.name == "chunked" else 0,
                         backward_peak_bytes=0,
                         held_peak_bytes=None,
+                        passing_peak_bytes=None,
+                        before_loss_bytes=None,
                     )
                     for option in block.options
                 ),

@@ -120,6 +120,8 @@ def _rebuilding(block: BlockProfile) -> OptionProfile:
         forward_peak_bytes=keep.saved_bytes + keep.forward_peak_bytes,
         backward_peak_bytes=keep.saved_bytes + keep.backward_peak_bytes,
         held_peak_bytes=None if keep.held_peak_bytes is None else keep.saved_bytes + keep.held_peak_bytes,
+        before_loss_bytes=None,
+        passing_peak_bytes=None if keep.passing_peak_bytes is None else keep.saved_bytes + keep.passing_peak_bytes,
     )
 
 

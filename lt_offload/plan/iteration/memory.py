@@ -232,6 +232,8 @@ def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
         working = option.backward_peak_bytes + grads.new[at] + grads.passing[at]
         if option.held_peak_bytes is not None:
             working = min(working, option.held_peak_bytes + grads.scratch[at])
+        if option.passing_peak_bytes is not None:
+            working = min(working, option.passing_peak_bytes + grads.new[at] + grads.scratch[at])
         gone = option.saved_bytes if block < len(profile.blocks) - 1 else 0  # the last one's may belong to the loss
         total[at] += max(working, grads.new[at] + grads.ending[at] - gone)
     return total
@@ -262,7 +264,19 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
             total[forward + 1 : time.last[used.left[index]] + 1] += option.offload_bytes
         if index in used.fetched:
             total[time.first[used.fetched[index]] : release_after] += option.offload_bytes
-    return total
+    return total - _gone_before_the_loss(used, profile, time)
+
+
+def _gone_before_the_loss(used: Usage, profile: Profile, time: _Time) -> Bytes:
+    """Return what copies of activations give back between the last block's forward and the loss, if both count."""
+    found = np.zeros(len(time), dtype=np.int64)
+    last = len(profile.blocks) - 1
+    step, option = time.steps.forward(last), profile.blocks[last].option(used.options[last])
+    if option.before_loss_bytes is not None:
+        left = (index for index, at in used.left.items() if at == step and index != last)
+        leaving = sum(profile.blocks[index].option(used.options[index]).offload_bytes for index in left)
+        found[time.last[step]] = min(leaving, option.forward_peak_bytes - option.before_loss_bytes)
+    return found
 
 
 def _run_again(total: Bytes, used: Usage, profile: Profile, time: _Time, index: int) -> None:
@@ -313,11 +327,13 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
             earlier[first + 1 : time.last[used.grad_release_after[index]] + 1] += size
             new[last] += size + tensor.lookup_bytes  # of all rows, until those of the batch have been taken out of it
             continue
-        tied, large = len(uses) > 1, size >= COLLECTED_BELOW
-        waits = place == "host" and index not in used.grad_zero_copy
+        tied, written = len(uses) > 1, index in used.grad_zero_copy
+        waits = place == "host" and not written
         ends = time.last[used.grad_release_after[index]] if waits and index in used.grad_release_after else last
-        # A large one that is used on the device goes at once: it never lies beside others and counts as passing below.
-        if tied or waits or not large:
+        # A large one that is used on the device goes at once, and so does any that is written to the host: it never
+        # lies beside others and counts as passing below.
+        at_once = written or (not waits and size >= COLLECTED_BELOW)
+        if tied or not at_once:
             new[first] += size
         if tied or waits:
             earlier[first + 1 : ends + 1] += size
@@ -329,7 +345,7 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
             continue
         # The backward has written it to the host, where the update needs nothing of the device.
         beside = 0 if place == "host" else profile.scratch(index)
-        if not large:
+        if not at_once:
             updating[last] += beside
             continue
         passing[last] = max(passing[last], beside + (0 if tied else size))

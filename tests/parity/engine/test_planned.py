@@ -13,11 +13,15 @@ import lt_offload
 from lt_offload.errors import InfeasibleError, OverBudget
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.schema.plan import Plan
+from lt_offload.plan.rows import as_head, split, table_of
+from lt_offload.profiling import measure
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
 from tests.support.engines import Result, differences, make_optimizer
+from tests.support.profiles.fixed_times import with_fixed_times
 from tests.support.user_nets import ordinary
 
 LAYERS = 6
@@ -107,11 +111,45 @@ def test_exact_where_gradients_take_turns_in_little_ram(family: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied"])
-def test_the_smallest_budget_is_what_the_planner_says(family: str) -> None:
+@functools.cache
+def with_made_up_times(family: str) -> tuple[Profile, int]:
+    """Return a profile, and the planner's own smallest budget for it."""
+    model, optimizer = fresh(family)
+    hardware = replace(load_hardware("rtx-3060-12gb"), context_bytes=0)
+    found = measure.profile(model, models.batch(model), optimizer=optimizer, device="cpu", hardware=hardware)
+    found = with_fixed_times(found)
+    with pytest.raises(InfeasibleError) as error:
+        lt_offload.solve(found, memory=10_000)
+    assert error.value.needed_bytes is not None
+    return found, error.value.needed_bytes
+
+
+SMALLEST: dict[str, tuple[str, PlannerName, bool]] = {
+    "llama, stream": ("llama", "stream", False),
+    "llama, memferry": ("llama", "memferry", False),
+    "tied, stream": ("llama-tied", "stream", False),
+    "tied, memferry": ("llama-tied", "memferry", False),
+    "tied by rows, stream": ("llama-tied", "stream", True),
+    "tied by rows, memferry": ("llama-tied", "memferry", True),
+    "tied by rows, greedy": ("llama-tied", "greedy", True),
+}
+"""Who has a plan at the smallest budget, each of which may be the fastest: family, planner, and whether by rows."""
+
+
+@pytest.mark.parametrize("case", SMALLEST)
+def test_the_smallest_budget_is_what_the_planner_says(case: str) -> None:
     """Bisect the budget at which the smallest plan still runs."""
-    profile, batch = profiled(family)
-    plan = lt_offload.solve(profile, memory=floor(family))
+    family, planner, by_rows = SMALLEST[case]
+    profile, smallest = with_made_up_times(family)
+    if by_rows:
+        table = table_of(profile)
+        assert table is not None
+        found = split(lt_offload.solve(as_head(profile, table), memory=smallest, planner=planner), profile, table)
+        assert found is not None
+        plan = found
+    else:
+        plan = lt_offload.solve(profile, memory=smallest, planner=planner)
+    batch = profiled(family)[1]
     low, high = 1, plan.budget_bytes
     while high - low > high // 200:
         middle = (low + high) // 2

@@ -29,6 +29,7 @@ from lt_offload.schema.plan import Op, Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests.support import engines, models
 from tests.support.engines import Case, Result, differences, make_optimizer, trained_by
+from tests.support.profiles.fixed_times import with_fixed_times
 
 VOCABULARY = 512
 SHAPES = ((5, 24), (5, 24), (2, 9), (5, 24))
@@ -56,24 +57,6 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
     made = [models.batch(model, batch_size=b, sequence_length=s, seed=i) for i, (b, s) in enumerate(SHAPES)]
     made[1]["input_ids"][:, 3:9] = 7  # one token several times, in several samples
     return made
-
-
-_BACKWARDS = {"recompute": 3e-3, "reload": 3e-3, "mixed": 2.5e-3}
-"""Seconds, for layers; of others it is less."""
-
-
-def with_fixed_times(found: Profile) -> Profile:
-    """Return a profile whose plans do not depend on how busy this machine is."""
-    blocks = []
-    for block in found.blocks:
-        small = 0.1 if any(word in block.name for word in ("embed", "norm", "ln_f")) else 1.0
-        options = (
-            replace(option, forward_s=small * 1e-3, backward_s=small * _BACKWARDS.get(option.name, 1.5e-3))
-            for option in block.options
-        )
-        blocks.append(replace(block, launch_s=0.0, options=tuple(options)))
-    optimizer = replace(found.optimizer, host_bytes_per_s=2e9, host_speeds={}, device_bytes_per_s=2e9)
-    return replace(found, blocks=tuple(blocks), optimizer=optimizer)
 
 
 @cache

@@ -12,7 +12,7 @@ from lt_offload.plan.iteration.memory import budget_for, computation_bytes, devi
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan, Timeline
-from lt_offload.schema.profile import OptionProfile, Profile
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 from tests.support.profiles.by_hand import built, scheduled
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import (
@@ -202,8 +202,13 @@ def reference(plan: Plan, profile: Profile) -> list[int]:
                 held["grad", t] = profile.tensors[t].bytes
                 leaves.setdefault(op.release_after or 0, []).append(("grad", t))
         if op.kind == "forward" and op.save is None:
-            inside = block.input_bytes + block.output_bytes + option.forward_peak_bytes
-            found.append(sum(held.values()) + inside + (option.saved_bytes if block.has_backward else 0))
+            held_now = sum(held.values()) + block.input_bytes + block.output_bytes
+            held_now += option.saved_bytes if block.has_backward else 0
+            peak = option.forward_peak_bytes
+            if option.before_loss_bytes is not None and op.block == len(profile.blocks) - 1:
+                going = sum(held[name] for name in leaves.get(op.step, ()) if name[0] == "leaving")
+                peak = max(option.before_loss_bytes, peak - going)
+            found.append(held_now + peak)
             if block.has_backward:
                 held["saved", op.block] = option.saved_bytes
                 held["input", op.block] = block.input_bytes if option.keeps_input else 0
@@ -239,13 +244,14 @@ def in_backward(
     staying = passing = 0
     gathered: list[int] = []
     copied = {t for op in plan.ops if op.payload == "grad" and op.lane == "d2h" for t in plan.tensors(op)}
+    written = {t for op in plan.ops if op.writes_gradients for t in plan.tensors(op)}
     for t, tensor in enumerate(profile.tensors):
         steps = sorted(
             Timeline(plan.timeline).backward(block) for block in tensor.blocks if profile.blocks[block].has_backward
         )
         if not tensor.trainable or step not in steps:
             continue
-        if step == steps[0]:
+        if step == steps[0] and (len(steps) > 1 or t not in written):
             staying += tensor.bytes
         else:
             passing = max(passing, tensor.bytes)
@@ -258,18 +264,29 @@ def in_backward(
     middle = option.backward_peak_bytes + staying + passing
     if option.held_peak_bytes is not None:
         middle = min(middle, option.held_peak_bytes)
+    if option.passing_peak_bytes is not None:
+        middle = min(middle, option.passing_peak_bytes + staying)
     last = step == len(profile.blocks)
     copies = sum(gathered) if len(gathered) > 1 else 0
     return max(middle, staying + copies - (0 if last else option.saved_bytes))
 
 
 def with_held_peaks(profile: Profile, rng: np.random.Generator) -> Profile:
-    """Return ``profile`` with gradients that come while activations go."""
+    """Return ``profile`` with gradients that come while activations go, and with a loss behind the last block."""
 
-    def known(option: OptionProfile) -> OptionProfile:
-        return replace(option, held_peak_bytes=option.backward_peak_bytes + int(rng.integers(0, 300)))
+    def known(block: BlockProfile) -> BlockProfile:
+        held, passing = map(int, rng.integers(0, 300, size=2))
+        peaks = [option.backward_peak_bytes for option in block.options]
+        pairs = zip(block.options, peaks, strict=True)
+        options = [replace(o, held_peak_bytes=p + held, passing_peak_bytes=p + passing) for o, p in pairs]
+        return replace(block, options=tuple(options))
 
-    blocks = [replace(block, options=tuple(known(option) for option in block.options)) for block in profile.blocks]
+    def with_loss(option: OptionProfile) -> OptionProfile:
+        before = option.forward_peak_bytes
+        return replace(option, forward_peak_bytes=before + int(rng.integers(0, 300)), before_loss_bytes=before)
+
+    blocks = list(map(known, profile.blocks))
+    blocks[-1] = replace(blocks[-1], options=tuple(map(with_loss, blocks[-1].options)))
     return replace(profile, blocks=tuple(blocks))
 
 

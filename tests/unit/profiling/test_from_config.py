@@ -24,7 +24,7 @@ from tests.support import models
 
 SIZES = (
     *("saved_bytes", "keeps_input", "offload_bytes"),
-    *("forward_peak_bytes", "backward_peak_bytes", "held_peak_bytes"),
+    *("forward_peak_bytes", "backward_peak_bytes", "held_peak_bytes", "passing_peak_bytes"),
 )
 """As the models' cards state them."""
 FUSED = partial(torch.optim.AdamW, fused=True)
