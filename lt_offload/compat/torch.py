@@ -92,6 +92,8 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Name, arguments and what an operation writes. Without it every operation on a weight would count as a write."""
 packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
 """The operation that an overload belongs to, by which torch counts floating point operations."""
+Operation = torch._ops.OpOverload
+"""What the nodes of a graph call."""
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
@@ -218,6 +220,32 @@ def skip_in_dynamo(function: Any) -> None:
 def reset_dynamo() -> None:
     """Bring ``torch.compile`` back to where a process starts."""
     torch._dynamo.reset()
+
+
+def lower_graphs(module: Any, inputs: list[Any], lower: Callable[[Any], Callable[[list[Any]], Any]]) -> Any:
+    """Return what runs ``module``, a graph that Dynamo has traced, as inductor divides it in forward and backward.
+
+    Args:
+        module: the graph.
+        inputs: what it is called with.
+        lower: returns what runs a graph of inductor's, in place of generated code: it takes a list of the arguments,
+            which it empties.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def inner(graph: Any, *_arguments: Any, **_settings: Any) -> Any:
+        run = lower(graph)
+
+        def call(arguments: list[Any]) -> Any:
+            return run(arguments)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    # Where the same graph was compiled before, a cache has code for it, and training has no use for what runs here.
+    with config.patch(enable_autograd_cache=False):
+        return compile_fx(module, inputs, inner_compile=inner)
 
 
 # -- what torch computes with ------------------------------------------------------------------------------------------

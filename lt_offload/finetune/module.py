@@ -25,6 +25,7 @@ from lt_offload.finetune.data.batches.attention import check_packing
 from lt_offload.finetune.data.batches.updates import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
+from lt_offload.finetune.kernels import compile_layers
 from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.optimizers import (
     WITH_BETAS,
@@ -39,7 +40,6 @@ from lt_offload.finetune.unused import as_written, refuse_unused
 from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
 from lt_offload.finetune.weights.vocabulary import check_rows, check_tokens, has_grown, names_of_embeddings, resize
-from lt_offload.model.blocks import find_blocks
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
@@ -69,7 +69,8 @@ class FineTune(LightningModule):
         attention: implementation of attention: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``; null:
             the fastest that the architecture has.
         dropout: replaces every dropout probability of the model; null leaves them as they are.
-        compile_blocks: compile every layer by itself with ``torch.compile``.
+        compile_blocks: compile every layer by itself with ``torch.compile``: faster, with the numbers of the compiled
+            model; the first steps take a minute or more.
         lora: adapters to train instead of the model; null trains everything.
         quantize: ``nf4`` keeps the layers under the adapters in four bits (QLoRA, with bitsandbytes), unpacked to
             ``dtype`` where they compute; null keeps them in ``dtype``.
@@ -261,9 +262,7 @@ class FineTune(LightningModule):
             model = quantized(model, getattr(torch, self.model_dtype))
         model = self._adapt(model)
         if self.compile_blocks:
-            for block in find_blocks(model).blocks:
-                if block.kind == "layer":
-                    block.module.compile()
+            compile_layers(model)
         return model
 
     def prepare(self, model: nn.Module) -> nn.Module:

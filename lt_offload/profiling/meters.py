@@ -109,6 +109,11 @@ class Roofline(TorchDispatchMode):
         self.traffic = 0
         """Bytes read and written so far."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Count what stands for compiled code, instead of the operations that it is compiled from."""
+        return True
+
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -56,8 +56,6 @@ def estimate(
     except ConfigError:  # a plan needs nothing from the hub
         module.assume_tokens(config.vocab_size + len(module.new_tokens))
         say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
-    if module.compile_blocks:
-        say("estimating the blocks as they are without model.compile_blocks; training measures what is compiled")
     profile = profile_config(
         config,
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
@@ -72,6 +70,7 @@ def estimate(
         packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),
         micro_batches=parts,
+        compile_blocks=module.compile_blocks,
         on_progress=status,
     )
     return replace(profile, model=model_name(app), added_up_first=reads_gradients(app.trainer))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from lt_offload.compat.hugging_face import is_known
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.compiled import forget_compiled
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
+from lt_offload.profiling.from_config.compiled import compile_planned
 from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import assemble, check_samples, measure_blocks
@@ -59,6 +62,7 @@ def profile_config(
     packing: bool = False,
     blocks: str | None = None,
     micro_batches: int = 1,
+    compile_blocks: bool = False,
     prepare: Callable[[nn.Module], nn.Module] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
@@ -83,6 +87,9 @@ def profile_config(
             attention gets a mask of all pairs of tokens.
         blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
         micro_batches: parts of the batch that go through each block in turn.
+        compile_blocks: whether every layer is compiled by itself, ``layer.compile()``: what it saves is then what
+            torch's compiler decides, and cheap operations between two costly ones are taken as one kernel. What
+            ``torch.compile`` has compiled in this process is forgotten, as by ``profile``.
         prepare: takes the model, on meta, and returns the one that is trained, e.g. with parts of it frozen.
         on_progress: is told what is being done.
 
@@ -110,11 +117,14 @@ def profile_config(
         raise ConfigError(f"sequence_length={sequence_length} is longer than the model's {longest} positions")
     say("building the model without weights")
     model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize=quantize is not None)
-    with FakeTensorMode():
+    with FakeTensorMode(), ExitStack() as stack:
         _make_fake(model)
         batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
         check_samples(batch, micro_batches)
         structure = find_blocks(model, blocks)
+        if compile_blocks:
+            stack.callback(forget_compiled)
+            compile_planned(structure)
         with Roofline(machine) as meter:
             measured = measure_blocks(
                 model,

@@ -308,6 +308,7 @@ def steps() -> None:
 @check(
     "blocks that are compiled, and their memory", "compiled_call_of", "COMPILED_CALL", "plain_call_of",
     "WRAPPED_MODULE", "compiled_allocations", "allocate_compiled_with", "skip_in_dynamo", "reset_dynamo",
+    "lower_graphs", "Operation",
 )  # fmt: skip
 def compiled() -> None:
     net, allocated = nn.Linear(2, 2), []
@@ -332,6 +333,22 @@ def compiled() -> None:
         graphs: list[Any] = []
         torch.compile(plus_one, backend=lambda graph, _: graphs.append(graph) or graph.forward)(given)
         assert graphs == []
+        lowered: list[Any] = []
+
+        def lower(graph: Any) -> Any:
+            lowered.append(graph)
+            return lambda arguments: graph(*arguments)
+
+        product = torch.compile(
+            lambda x: nn.functional.linear(x, net.weight, net.bias),
+            backend=lambda graph, inputs: compat.lower_graphs(graph, inputs, lower),
+        )
+        product(given).sum().backward()
+        assert net.bias.grad is not None
+        assert torch.equal(net.bias.grad, torch.ones(2))
+        assert len(lowered) == 2  # forward and backward
+        called = [n.target for graph in lowered for n in graph.graph.nodes if isinstance(n.target, compat.Operation)]
+        assert torch.ops.aten.permute.default in called
     finally:
         compat.reset_dynamo()
 

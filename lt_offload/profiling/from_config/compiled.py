@@ -1,0 +1,173 @@
+"""Blocks under ``torch.compile`` as they are planned: torch's own graphs, with what it would fuse taken as one kernel.
+
+Inductor makes the graphs of forward and backward, and so decides what is saved in between. Instead of code for a
+machine that is not here, each run of cheap operations between two costly ones (products, attention) becomes one
+operation, which reads what comes from elsewhere and writes what is used elsewhere; nothing in between is in memory.
+That is how inductor fuses at best. Where its kernels write over what they read, the code takes less memory.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from lt_offload.compat.torch import Operation, lower_graphs, packet_of, schema_of
+from lt_offload.model.blocks import Structure
+
+_library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "fused(Tensor[] read, str written) -> Tensor[]"
+)
+
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "any", "all", "prod", "argmax", "argmin"})
+_RANDOM = frozenset({"rand", "rand_like", "randn_like", "inductor_random", "inductor_randint", "inductor_seeds"})
+"""Made once, and kept for the backward."""
+_OTHERS = frozenset(
+    {
+        "_softmax", "_to_copy", "arange", "cat", "constant_pad_nd", "full", "full_like", "gather", "index",
+        "inductor_lookup_seed", "iota", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu",
+    }
+)  # fmt: skip
+"""Neither marked as pointwise nor reductions, but part of fused kernels."""
+
+
+@torch.library.register_fake("lt_offload::fused", lib=_library)  # type: ignore[untyped-decorator]
+def _fused(read: list[Tensor], written: str) -> list[Tensor]:
+    return [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype)) for shape, stride, dtype in json.loads(written)
+    ]
+
+
+def compile_planned(structure: Structure) -> None:
+    """Let calls of the layers of ``structure``, which are on fake tensors, run what stands for their compiled code."""
+    for block in structure.blocks:
+        if block.kind == "layer":
+            block.module.compile(backend=_backend, dynamic=False)
+
+
+def _backend(module: GraphModule, inputs: list[Any]) -> Any:
+    return lower_graphs(module, inputs, _lowered)
+
+
+def _lowered(module: GraphModule) -> Any:
+    """Return what runs a graph; the arguments, in a list that it empties, are freed as soon as they have been used."""
+    lowered = GraphModule(module, fuse(module.graph))
+    # One for each run: it holds on to what the graph has returned.
+    return lambda arguments: Interpreter(lowered).boxed_run(arguments)
+
+
+def fuse(graph: Graph) -> Graph:
+    """Return ``graph``, of aten operations on tensors of known sizes, with each run of cheap operations as one."""
+    runs = _runs(graph)
+    kept = _kept(graph, runs)
+    new = Graph()
+    made: dict[Node, Node] = {}
+
+    def value(node: Node) -> Node:
+        if node not in made:
+            assert _is_view(node), node
+            made[node] = new.node_copy(node, value)
+        return made[node]
+
+    waiting: list[Node] = []
+    for node in graph.nodes:
+        if node in runs:
+            waiting += [node] if node in kept else []
+        elif not _is_view(node):
+            _write(new, waiting, made, value, kept=kept, runs=runs)
+            waiting = []
+            made[node] = new.node_copy(node, value)
+    return new
+
+
+def _write(
+    new: Graph, outputs: list[Node], made: dict[Node, Node], value: Any, *, kept: set[Node], runs: dict[Node, int]
+) -> None:
+    """Add the operation that makes ``outputs``, all of one run."""
+    if not outputs:
+        return
+    reads = list(dict.fromkeys(_reads(outputs, kept, runs)))
+    tensors = [output.meta["val"] for output in outputs]
+    written = json.dumps([[*_shape(tensor), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors])
+    kernel = new.call_function(torch.ops.lt_offload.fused.default, ([value(node) for node in reads], written))
+    for position, output in enumerate(outputs):
+        made[output] = new.call_function(operator.getitem, (kernel, position))
+
+
+def _shape(tensor: Tensor) -> tuple[list[int], list[int]]:
+    return [int(size) for size in tensor.shape], [int(step) for step in tensor.stride()]
+
+
+def _reads(outputs: Iterable[Node], kept: set[Node], runs: dict[Node, int]) -> Iterator[Node]:
+    """Yield what is in memory and is read to make ``outputs``; the rest is made in registers, again where need be."""
+    seen: set[Node] = set(outputs)
+    waiting = list(seen)
+    run = runs[waiting[0]]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            base = _base(source)
+            if base in seen:
+                continue
+            seen.add(base)
+            if base in runs and (base not in kept or runs[base] == run):
+                waiting.append(base)
+            else:
+                yield base
+
+
+def _runs(graph: Graph) -> dict[Node, int]:
+    """Return, for every node that fuses, the number of the run that it is in: costly operations divide them."""
+    found: dict[Node, int] = {}
+    run = 0
+    for node in graph.nodes:
+        if _fuses(node) or (node.target is operator.getitem and node.args[0] in found):
+            found[node] = run
+        elif node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
+            run += 1
+    return found
+
+
+def _kept(graph: Graph, runs: dict[Node, int]) -> set[Node]:
+    """Return the nodes of runs whose results are in memory: what others read, and later runs cannot make again."""
+    kept: set[Node] = set()
+    for node in graph.nodes:
+        if _is_view(node):
+            continue
+        for base in map(_base, node.all_input_nodes):
+            if base in runs and runs.get(node) != runs[base] and (node not in runs or not _is_cheap(base)):
+                kept.add(base)
+    return kept
+
+
+def _base(node: Node) -> Node:
+    """Return what ``node`` is a view of."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, Operation) and node.target.is_view
+
+
+def _fuses(node: Node) -> bool:
+    func = node.target
+    if not isinstance(func, Operation) or func.is_view or schema_of(func).is_mutable:
+        return False
+    name = _name(func)
+    return torch.Tag.pointwise in func.tags or name in _REDUCTIONS or name in _RANDOM or name in _OTHERS
+
+
+def _is_cheap(node: Node) -> bool:
+    """Return whether a later kernel makes a result again instead of reading it."""
+    return node.target is not operator.getitem and _name(node.target) not in _REDUCTIONS | _RANDOM
+
+
+def _name(func: Any) -> str:
+    return str(packet_of(func)).rpartition(".")[2]
