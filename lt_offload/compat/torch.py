@@ -288,6 +288,9 @@ current_stream_key: Any = getattr(_C, "_cuda_getCurrentStream", None)
 cuda_memory_stats: Any = getattr(_C, "_cuda_memoryStats", None)
 """The allocator's statistics. ``torch.cuda.memory_reserved`` flattens and sorts all of them for one number."""
 reset_cuda_peaks: Any = getattr(_C, "_cuda_resetPeakMemoryStats", None)
+sleep_on_device: Callable[[int], None] | None = getattr(_C, "_cuda_sleep", None)
+"""Launches a kernel that does nothing for so many cycles. Without it blocks are timed together with the gaps that a
+device has while it waits for its first kernels."""
 
 
 def set_allocator(settings: str) -> None:

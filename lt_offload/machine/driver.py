@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 import torch
 
-from lt_offload.compat.torch import clear_cublas_workspaces, set_allocator
+from lt_offload.compat.torch import clear_cublas_workspaces, set_allocator, sleep_on_device
 from lt_offload.machine.pinning import is_wsl2
 
 CONTEXT_LIMIT = 1 << 30
@@ -26,6 +26,7 @@ PAGE_TABLE_SHARE = 512
 """The device holds page tables of page-locked host memory: 8 bytes for every 4 KiB, one byte in so many."""
 
 _TRIAL_BYTES = 1 << 20
+_TRIAL_CYCLES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,29 @@ def warm_up(device: torch.device) -> None:
             attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
             torch.autograd.grad(attended.sum(), [x, bias])
     torch.cuda.synchronize(device)
+
+
+def occupy(device: torch.device, seconds: float) -> None:
+    """Keep the current stream of a CUDA ``device`` busy with nothing for about ``seconds``: the host gets ahead."""
+    if sleep_on_device is not None:
+        with torch.cuda.device(device):
+            sleep_on_device(int(seconds * _cycles_per_s(device)))
+
+
+@functools.cache
+def _cycles_per_s(device: torch.device) -> float:
+    """Return the rate of a CUDA ``device``'s clock, about: it changes with load."""
+    assert sleep_on_device is not None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream(device)
+    with torch.cuda.device(device):
+        sleep_on_device(1)  # loads the kernel
+        begin.record(stream)
+        sleep_on_device(_TRIAL_CYCLES)
+        end.record(stream)
+    end.synchronize()
+    elapsed = begin.elapsed_time(end) / 1e3
+    return _TRIAL_CYCLES / elapsed if elapsed > 0 else 0.0
 
 
 def context_bytes(device: torch.device) -> int:

@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 _FEW_DRAWS, _MOST_DRAWS = 3, 16
 """Three runs show whether a block leaves modules out at random; if it does, the fullest of sixteen is measured."""
 
+_LAUNCHES, _AHEAD = 2, 1.5
+"""Launches are timed so often; then the host is ahead of the device by so many times what they take."""
+
 Option = Literal["keep", "recompute", "mixed"]
 """The options that are run; ``offload`` computes what ``keep`` computes."""
 
@@ -286,19 +289,34 @@ def _mixed(mixed: _Figures, input_bytes: int) -> OptionProfile:
 
 
 def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figures:
-    """Run ``call`` once for its bytes, which warms up, and then for its times."""
+    """Run ``call`` once for its bytes, which warms up, and then for its times.
+
+    On a GPU the launches are timed first, and then how long it computes while the host is ahead of it.
+    """
     figures = _Figures()
     if call.compiled:
         _run(call, option, meter, None)  # compiles
-    forward, backward = _run(call, option, meter, figures)
+    launches = [_run(call, option, meter, figures)]
+    ahead = 0.0, 0.0
+    if timed and meter.lags:
+        launches = [_run(call, option, meter, None) for _ in range(_LAUNCHES)]
+        ahead = (_AHEAD * _launch(launches, 0), _AHEAD * _launch(launches, 1))
     laps: list[tuple[Lap, Lap]] = []
     while timed and not meter.enough([_seconds(run) for run in laps]):
-        laps.append(_run(call, option, meter, None))
-    counted = sorted(laps, key=_seconds)[: len(fastest([_seconds(run) for run in laps]))] or [(forward, backward)]
+        laps.append(_run(call, option, meter, None, ahead))
+    counted = sorted(laps, key=_seconds)[: len(fastest([_seconds(run) for run in laps]))] or launches
     figures.forward = _mean([lap for lap, _ in counted])
     figures.backward = _mean([lap for _, lap in counted])
+    if timed and meter.lags:
+        figures.forward = replace(figures.forward, launch_s=_launch(launches, 0))
+        figures.backward = replace(figures.backward, launch_s=_launch(launches, 1))
     figures.scatter = scatter([_seconds(run) for run in laps]) if laps else 0.0
     return figures
+
+
+def _launch(runs: Sequence[tuple[Lap, Lap]], which: Literal[0, 1]) -> float:
+    """Return the seconds that the host needs to launch a forward (0) or a backward (1)."""
+    return min(run[which].launch_s for run in runs)
 
 
 def _seconds(run: tuple[Lap, Lap]) -> float:
@@ -312,12 +330,21 @@ def _mean(laps: list[Lap]) -> Lap:
     )
 
 
-def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> tuple[Lap, Lap]:
-    """Run forward and backward; fill in ``figures`` if given (which costs time)."""
+def _run(
+    call: Call,
+    option: Option,
+    meter: Meter,
+    figures: _Figures | None,
+    ahead: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Lap, Lap]:
+    """Run forward and backward, ``ahead`` of the device by so many seconds.
+
+    Fills in ``figures`` if given, which costs time.
+    """
     trial = _Trial(call, option)
     watch = Watch(_device(call)) if figures is not None else None
     # Starts the clock: what lies before is not the forward's.
-    meter.lap()
+    meter.lap(ahead[0])
     if watch is None:
         trial.forward()
     else:
@@ -334,7 +361,7 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
     if not call.has_backward:
         return forward, Lap(seconds=0.0, launch_s=0.0)
     gradients = trial.incoming_gradients()
-    meter.lap()
+    meter.lap(ahead[1])
     if watch is None:
         trial.backward(gradients)
     else:

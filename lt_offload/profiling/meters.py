@@ -20,6 +20,7 @@ from lt_offload.compat.torch import (
     schema_of,
 )
 from lt_offload.machine.accounting import Account, tensors_in
+from lt_offload.machine.driver import occupy
 from lt_offload.machine.workspaces import workspace
 from lt_offload.schema.profile import HardwareProfile
 
@@ -44,14 +45,23 @@ class Lap:
 
     seconds: float
     launch_s: float
-    """Part of it that the host needed to launch the work; 0 where the host does the work itself."""
+    """What the host needed of it to launch the work; 0 where the host does the work itself."""
 
 
 class Meter(Protocol):
     """Tells the time of computations that ran between two calls of :meth:`lap`."""
 
-    def lap(self) -> Lap:
-        """Return the time since the last call."""
+    @property
+    def lags(self) -> bool:
+        """Whether a device runs what the host has launched, later."""
+        ...
+
+    def lap(self, behind: float = 0.0) -> Lap:
+        """Return the time since the last call.
+
+        Args:
+            behind: seconds for which a device that lags is busy with nothing before it comes to what is launched next.
+        """
         ...
 
     def enough(self, seconds: Sequence[float]) -> bool:
@@ -63,20 +73,40 @@ class Stopwatch:
     """Measures on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self.lags = device.type == "cuda"
         self._device = device
+        self._begin: Any = None
+        """On the device, behind what kept it busy."""
         self._last = time.perf_counter()
 
-    def lap(self) -> Lap:
-        """Return the time since the last call, all work of the device included."""
+    def lap(self, behind: float = 0.0) -> Lap:
+        """Return the time since the last call, all work of the device included.
+
+        In training the host is ahead of a GPU, which then goes from kernel to kernel. Behind something that takes as
+        long as the launches, a block is timed like that, by the device's clock, without the gaps that a device has
+        while it waits for the first kernels; ``launch_s`` means nothing then if the host had to wait.
+        """
         launched = time.perf_counter()
         # Up to here the host has launched work; what follows is waiting for it.
-        if self._cuda:
+        end = None if self._begin is None else self._mark()
+        if self.lags:
             torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        lap = Lap(seconds=now - self._last, launch_s=launched - self._last if self._cuda else 0.0)
+        seconds = time.perf_counter() - self._last
+        if end is not None:
+            seconds = self._begin.elapsed_time(end) / 1e3
+        lap = Lap(seconds=seconds, launch_s=launched - self._last if self.lags else 0.0)
+        self._begin = None
+        if self.lags and behind > 0:
+            occupy(self._device, behind)
+            self._begin = self._mark()
         self._last = time.perf_counter()
         return lap
+
+    def _mark(self) -> Any:
+        """Return an event at the end of what was launched."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def enough(self, seconds: Sequence[float]) -> bool:
         """Until two times agree: others on the machine make times longer, and never shorter."""
@@ -142,7 +172,10 @@ class Roofline(TorchDispatchMode):
             self._launch_s += LAUNCH_SECONDS
         return out
 
-    def lap(self) -> Lap:
+    lags = False
+    """Launches are counted, not timed."""
+
+    def lap(self, behind: float = 0.0) -> Lap:
         """Return the estimate for what ran since the last call."""
         lap = Lap(seconds=self._seconds, launch_s=self._launch_s)
         self._seconds = self._launch_s = 0.0

@@ -60,6 +60,8 @@ _HOST_ELEMENTS = 1 << 25
 """With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
 _TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
 """Tensors of a trial: for an fp32 AdamW a quarter of a gigabyte in all, and steps of milliseconds."""
+_AHEAD = 1.5
+"""By so many times what launches take the host is ahead of the device."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
@@ -348,7 +350,8 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     speeds = _host_speeds(optimizer, sample, memory_node_of(device))
     threads = _enough(speeds)
     on_device = _ParameterStandIn(sample, device)
-    device_speed = _speed(on_device, device)
+    device_speed = _device_speed(optimizer, sample, device)
+    on_device.step()  # makes the state
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     on_device.step()
@@ -361,6 +364,19 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         host_threads=threads,
         host_speeds={n: speed for n, speed in speeds.items() if n <= threads},
     )
+
+
+def _device_speed(optimizer: Optimizer, sample: _Sample, device: torch.device) -> float:
+    """Return the speed of updates on a GPU, of as much as there is to update or finds room: more than caches hold."""
+    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    copies = max(1, min(elements, _HOST_ELEMENTS) // max(1, math.prod(sample.shape)))
+    while True:
+        try:
+            return _speed(_ParameterStandIn(sample, device, copies=copies), device)
+        except torch.OutOfMemoryError:
+            if copies == 1:
+                raise
+            copies //= 2
 
 
 def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dict[int, float]:
@@ -469,9 +485,13 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
     """Return parameter bytes per second."""
     watch = Stopwatch(device)
     stand_in.step()  # makes the state
-    times: list[float] = []
-    while not watch.enough(times):
+    launch_s, times = 0.0, list[float]()
+    if watch.lags:
         watch.lap()
+        stand_in.step()
+        launch_s = watch.lap().launch_s
+    while not watch.enough(times):
+        watch.lap(_AHEAD * launch_s)
         stand_in.step()
         times.append(watch.lap().seconds)
     return stand_in.nbytes / statistics.mean(fastest(times))

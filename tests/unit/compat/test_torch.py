@@ -18,7 +18,10 @@ from lt_offload.compat import torch as compat
 
 CHECKS: list[Any] = []
 CHECKED: set[str] = set()
-CUDA = {"current_stream_key", "cuda_memory_stats", "reset_cuda_peaks", "clear_cublas_workspaces", "set_allocator"}
+CUDA = {
+    *("current_stream_key", "cuda_memory_stats", "reset_cuda_peaks", "clear_cublas_workspaces", "set_allocator"),
+    "sleep_on_device",
+}
 """Run by tests/gpu, on a GPU or the fake one."""
 
 
@@ -428,4 +431,5 @@ def test_every_name_is_checked() -> None:
 
 def test_a_torch_without_cuda_has_nothing_in_its_place() -> None:
     if not torch.cuda.is_available() and "tests.fake_cuda.runtime" not in sys.modules:
-        assert (compat.current_stream_key, compat.cuda_memory_stats, compat.reset_cuda_peaks) == (None, None, None)
+        names = ("current_stream_key", "cuda_memory_stats", "reset_cuda_peaks", "sleep_on_device")
+        assert [getattr(compat, name) for name in names] == [None] * 4
