@@ -20,8 +20,13 @@ from lt_offload.units import format_seconds
 from scripts.common import RESULTS, save
 
 CARD, LENGTH = "rtx-3060-12gb", 512
-MODELS = (("llama2-7b", "float32", 4), ("phi3-mini", "bfloat16", 2))
-"""Configurations, their dtypes and samples per micro-batch."""
+ADAPTERS = {"r": 16, "target_modules": "all-linear"}
+MODELS: tuple[tuple[str, str, int, dict[str, Any] | None], ...] = (
+    ("llama2-7b", "float32", 4, None),
+    ("phi3-mini", "bfloat16", 2, None),
+    ("llama3-8b", "bfloat16", 8, ADAPTERS),
+)
+"""Configurations, their dtypes, samples per micro-batch and adapters."""
 WINDOWS = (1, 4)
 """Micro-batches per update."""
 
@@ -77,10 +82,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     options = parser.parse_args()
     found: list[Result] = []
-    for model, dtype, samples in MODELS:
-        profile = profile_config(model, batch_size=samples, sequence_length=LENGTH, dtype=dtype, hardware=CARD)
+    for model, dtype, samples, lora in MODELS:
+        profile = profile_config(
+            model, batch_size=samples, sequence_length=LENGTH, dtype=dtype, hardware=CARD, lora=lora
+        )
+        name = f"{model} {dtype}{', LoRA' if lora else ''}, {samples} x {LENGTH}"
         for case in cases(profile, options.seconds):
-            found.append(case | {"model": f"{model} {dtype}, {samples} x {LENGTH}"})
+            found.append(case | {"model": name})
             print(found[-1], flush=True)
     settings = {"card": CARD, "seconds": options.seconds}
     print(save("bench-clipping-cards", "bench-clipping-cards", settings, {"cases": found}, options.output))

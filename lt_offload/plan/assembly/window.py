@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from lt_offload.plan.iteration.durations import accumulated, added, durations, gathered
 from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
+from lt_offload.plan.iteration.settling import with_settling_pass
 from lt_offload.schema.accesses import IN_ARENA, takes_room
 from lt_offload.schema.plan import ADDING, InitialCopy, Op, Pass, Payload, Plan, TensorGroup
 from lt_offload.schema.profile import Profile, TensorProfile
@@ -93,6 +94,7 @@ def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False
         ),
     )
     if delayed:
+        found = with_settling_pass(found, profile)
         found = replace(found, ops=tuple(_after_former_occupants(found)))
     timed = zip(found.ops, durations(found, profile.with_host_threads(plan.host_threads)), strict=True)
     return replace(found, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
@@ -121,13 +123,6 @@ def _after_former_occupants(plan: Plan) -> Iterator[Op]:
         yield replace(op, after=tuple(sorted(after)))
 
 
-def _settles(op: Op, moving: set[int]) -> bool:
-    """Return whether a settling pass carries out ``op``; ``moving``: the groups that it moves."""
-    if op.payload in IN_ARENA:
-        return not moving.isdisjoint(op.groups)
-    return op.kind == "update"
-
-
 class _Split:
     """The ops of ``plan`` for windows. An op of ``plan`` may become several, and others may wait for all of them."""
 
@@ -148,7 +143,7 @@ class _Split:
         self._added: dict[int, int] = {}
         """By update of ``plan``: the op that adds up instead."""
         self._only: list[frozenset[Pass]] = []
-        """By op: the kinds of passes that carry it out. Settling ones do a part of what updating ones do."""
+        """By op: the kinds of passes that carry it out. Of settling passes see ``settling.py``."""
         self._reduced: dict[int, int] = {}
         """By tensor: the op in which machines add up."""
         self._between = delayed and profile.machines > 1 and profile.common_updates
@@ -176,26 +171,9 @@ class _Split:
             self._end(left)
 
     def programs(self, ops: Sequence[Op]) -> dict[Pass, tuple[int, ...]]:
-        """Return the ops of each kind of pass, in the order of issue."""
+        """Return the ops of each kind of pass, in the order of issue; settling passes have none yet."""
         found = {which: [op for op in ops if which in self._only[op.id]] for which in _EVERY}
-        if self.delayed:
-            moving = self._settling_groups(ops)
-            found["settling"] = [op for op in found.pop("updating") if _settles(op, moving)]
         return {which: tuple(op.id for op in carried) for which, carried in found.items()}
-
-    def _settling_groups(self, ops: Sequence[Op]) -> set[int]:
-        """Return the groups that move in a settling pass: what is there at its start, what is updated on the device."""
-        moving = {copy.group for copy in self.initial}
-        moving |= {g for op in ops if op.kind == "update" and op.lane != "host" for g in op.groups}
-        moving |= {g for g, group in enumerate(self.groups) if group.payload in ("state", "sum")}
-        together = [set(op.groups) for op in ops if op.payload == "weight"]
-        # An op moves all of its groups or none, so what shares one with a moving group moves, and that may draw in
-        # more.
-        while True:  # what moves together with something
-            more = moving.union(*(groups for groups in together if not moving.isdisjoint(groups)))
-            if more == moving:
-                return moving
-            moving = more
 
     def linked(self) -> Iterator[Op]:
         """Yield the ops with what they wait for."""

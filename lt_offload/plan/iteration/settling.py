@@ -1,0 +1,218 @@
+"""The settling pass of a plan whose updates wait: of a pass with computations and updates, what the updates need.
+
+A settling pass begins and ends with what is on the device at the start of every pass, and computes nothing. So weights
+that a pass fetches for a computation alone are not fetched there, and what leaves to come back later stays, unless
+something that an update needs takes its place meanwhile. Where an op moves some groups that a settling pass needs and
+others that it does not, the settling pass has an op of its own for those that it needs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lt_offload.schema.accesses import IN_ARENA, takes_room
+from lt_offload.schema.plan import InitialCopy, Op, Pass, Plan, TensorGroup
+from lt_offload.schema.profile import Profile
+
+
+def with_settling_pass(plan: Plan, profile: Profile) -> Plan:
+    """Return ``plan`` with a settling pass in the place of its updating one.
+
+    Args:
+        plan: with an updating pass that ends where it begins; what ops wait for is said.
+        profile: what it is for.
+    """
+    needed = _needed(plan.program("updating"), plan.groups, plan.initial)
+    ops: list[Op] = []
+    became: dict[int, list[int]] = {}
+    """By op of ``plan``: that op, and the one that a settling pass has instead."""
+    settling: list[int] = []
+    for op in plan.ops:
+        became[op.id] = [len(ops)]
+        ops.append(replace(op, id=len(ops)))
+        kept = needed.get(op.id)
+        if kept is not None and kept != op.groups:
+            became[op.id].append(len(ops))
+            ops.append(_part(replace(op, id=len(ops)), kept, plan, profile))
+        if kept is not None:
+            settling.append(became[op.id][-1])
+    programs: dict[Pass, tuple[int, ...]] = {
+        which: tuple(became[number][0] for number in numbers)
+        for which, numbers in plan.programs.items()
+        if which != "updating"
+    }
+    programs["settling"] = tuple(settling)
+    linked = (replace(op, after=tuple(sorted(new for old in op.after for new in became[old]))) for op in ops)
+    carried = {number for numbers in programs.values() for number in numbers}
+    return _without_others(replace(plan, ops=tuple(linked), programs=programs), carried)
+
+
+def _part(op: Op, groups: tuple[int, ...], plan: Plan, profile: Profile) -> Op:
+    """Return ``op`` on weights, for some of its groups."""
+    offsets = dict(zip(op.groups, op.offsets, strict=False))
+    return replace(
+        op,
+        groups=groups,
+        offsets=tuple(offsets[group] for group in groups if group in offsets),
+        bytes=sum(profile.tensors[t].bytes for group in groups for t in plan.groups[group].tensors),
+    )
+
+
+def _without_others(plan: Plan, carried: set[int]) -> Plan:
+    """Return ``plan`` without the ops that are not ``carried`` out in any pass, for which nobody has to wait."""
+    number = {old: new for new, old in enumerate(sorted(carried))}
+    ops = (
+        replace(op, id=number[op.id], after=tuple(number[other] for other in op.after if other in number))
+        for op in plan.ops
+        if op.id in number
+    )
+    programs = {which: tuple(number[old] for old in numbers) for which, numbers in plan.programs.items()}
+    return replace(plan, ops=tuple(ops), programs=programs)
+
+
+def _needed(
+    ops: Sequence[Op], groups: Sequence[TensorGroup], initial: Sequence[InitialCopy]
+) -> dict[int, tuple[int, ...]]:
+    """Return, by op of those in ``ops`` that a settling pass carries out, the groups that it is carried out for."""
+    moving = {copy.group for copy in initial}
+    moving |= {g for op in ops if op.kind == "update" and op.lane != "host" for g in op.groups}
+    moving |= {g for g, group in enumerate(groups) if group.payload in ("state", "sum")}
+    moves = [op for op in ops if op.kind == "update" or op.payload in IN_ARENA]
+    spared = _Detours(moves, groups, initial).spared()
+    needed: dict[int, tuple[int, ...]] = {}
+    for op in moves:
+        kept = tuple(g for g in op.groups if op.kind == "update" or (g in moving and (op.id, g) not in spared))
+        if kept:
+            needed[op.id] = kept
+    return needed
+
+
+@dataclass(eq=False, slots=True)
+class _Occupancy:
+    """A group in a range of the arena, from one op to another; times count the ops of the pass."""
+
+    group: int
+    low: int
+    high: int
+    begin: int = -1
+    end: int = -1
+    arrives: int | None = None
+    """The op that brings it; None: it is there at the start."""
+    leaves: int | None = None
+    """The op that gives it back; None: it is there at the end."""
+    used: bool = False
+    """An update changes it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Detour:
+    """Two ops on one group that a settling pass may do without: a way in and out, or out and in again."""
+
+    group: int
+    ops: tuple[int, int]
+    place: _Occupancy | None = None
+    """Where the group would stay in between, if it is to."""
+    visit: _Occupancy | None = None
+    """What there would not be."""
+
+
+class _Detours:
+    """What of a pass is of no use to its updates."""
+
+    def __init__(self, ops: Sequence[Op], groups: Sequence[TensorGroup], initial: Sequence[InitialCopy]) -> None:
+        self._ops, self._groups = ops, groups
+        self._on_host = {t for op in ops if op.updates_on_host for g in op.groups for t in groups[g].tensors}
+        self._occupancies = list(self._walk(initial))
+
+    def spared(self) -> set[tuple[int, int]]:
+        """Return the ops that can be done without, each with the group for which it can."""
+        found = list(self._detours())
+        # What is done without takes no place, so that one decides about others.
+        while True:
+            gone = {id(detour.visit) for detour in found}
+            there = [stay for stay in self._occupancies if id(stay) not in gone]
+            kept = [detour for detour in found if detour.place is None or not _taken(detour.place, there)]
+            if len(kept) == len(found):
+                return {(op, detour.group) for detour in found for op in detour.ops} | self._idle_copies()
+            found = kept
+
+    def _detours(self) -> Iterator[_Detour]:
+        of_group: dict[int, list[_Occupancy]] = defaultdict(list)
+        for stay in self._occupancies:
+            of_group[stay.group].append(stay)
+        for group, stays in of_group.items():
+            if stays[0].arrives is None:
+                if not self._on_host.isdisjoint(self._groups[group].tensors):
+                    continue  # it comes back as the host has updated it
+                for one, other in zip(stays, stays[1:], strict=False):
+                    if one.leaves is not None and other.arrives is not None and one.low == other.low:
+                        place = _Occupancy(group, one.low, one.high, one.end, other.begin)
+                        yield _Detour(group, (one.leaves, other.arrives), place=place)
+                continue
+            for stay in stays:
+                if not stay.used and stay.arrives is not None and stay.leaves is not None:
+                    yield _Detour(group, (stay.arrives, stay.leaves), visit=stay)
+
+    def _idle_copies(self) -> set[tuple[int, int]]:
+        """Return copies of weights to the host before any update of them, which give no range back."""
+        updated: set[int] = set()
+        found: set[tuple[int, int]] = set()
+        for op in self._ops:
+            if op.kind == "update" and op.lane != "host":
+                updated.update(op.groups)
+            elif op.kind == "offload" and op.payload == "weight" and op.release_after is None:
+                found.update((op.id, group) for group in op.groups if group not in updated)
+        return found
+
+    def _walk(self, initial: Sequence[InitialCopy]) -> Iterator[_Occupancy]:
+        """Yield where every group is, and when."""
+        there = {copy.group: self._occupy(copy.group, copy.offset, -1, None) for copy in initial}
+        leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        step = 0
+        for now, op in enumerate(self._ops):
+            for done in sorted(at for at in leaving if at < op.step) if op.step != step else ():
+                for group, leaves in leaving.pop(done):
+                    yield _ended(there.pop(group), now, leaves)
+            step = op.step
+            if op.kind == "update":
+                if op.lane != "host":
+                    self._use(op, there)
+            elif takes_room(op):
+                for group, offset in zip(op.groups, op.offsets, strict=True):
+                    there[group] = self._occupy(group, offset, now, op.id)
+            elif op.kind == "drop":
+                for group in op.groups:
+                    yield _ended(there.pop(group), now, op.id)
+            elif op.release_after is not None:
+                leaving[op.release_after] += [(group, op.id) for group in op.groups]
+        for group, leaves in (pair for pairs in leaving.values() for pair in pairs):
+            yield _ended(there.pop(group), len(self._ops), leaves)
+        for stay in there.values():
+            yield _ended(stay, len(self._ops), None)
+
+    def _use(self, op: Op, there: dict[int, _Occupancy]) -> None:
+        tensors = {t for group in op.groups for t in self._groups[group].tensors}
+        for stay in there.values():
+            stay.used = stay.used or not tensors.isdisjoint(self._groups[stay.group].tensors)
+
+    def _occupy(self, group: int, offset: int, begin: int, arrives: int | None) -> _Occupancy:
+        return _Occupancy(group, offset, offset + self._groups[group].bytes, begin, arrives=arrives)
+
+
+def _ended(stay: _Occupancy, end: int, leaves: int | None) -> _Occupancy:
+    stay.end, stay.leaves = end, leaves
+    return stay
+
+
+def _taken(place: _Occupancy, stays: Sequence[_Occupancy]) -> bool:
+    """Return whether another group is in ``place`` at its time."""
+    return any(
+        stay.group != place.group
+        and stay.low < place.high
+        and place.low < stay.high
+        and stay.begin < place.end
+        and place.begin < stay.end
+        for stay in stays
+    )
