@@ -256,6 +256,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="timed steps per row (default 4)")
     parser.add_argument("--host-memory", metavar="SIZE", help="RAM per process, whatever is free (default: that)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the result file is")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep profiles, and the last plan and trace of each"
+    )
     parser.add_argument("--again", action="store_true", help="measure rows again that the file has")
     parser.add_argument("--list", action="store_true", help="only say what would be run")
     options = parser.parse_args(arguments)
@@ -288,7 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     _end_with_children()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, results, Path(folder))
+        if options.keep is not None:
+            options.keep.mkdir(parents=True, exist_ok=True)
+        bench = Bench(options, results, options.keep or Path(folder))
         bench.describe({"suite": options.suite, "device": options.device, "steps": options.steps})
         left_out = measure(bench, wanted)
     if left_out:

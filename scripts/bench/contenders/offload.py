@@ -12,6 +12,8 @@ from torch import Tensor
 import lt_offload
 from lt_offload import Plan, Profile
 from lt_offload.profiling.hardware import measure_hardware
+from lt_offload.schema.lanes import MACHINE_LANES
+from lt_offload.schema.trace import Trace
 from scripts.bench.contenders.case import Batch, Case, Training
 from scripts.planning import describe
 
@@ -49,8 +51,13 @@ def training(case: Case) -> Iterator[Training]:
             return loss.detach()
 
         def figures() -> dict[str, Any]:
+            trace = engine.trace()
+            plan.save(case.folder / "plan.json")
+            trace.save(case.folder / "trace.json")
             return {
                 "plan": _figures(plan, profile) | times,
+                "busy_s": _busy(trace),
+                "predicted_busy_s": _busy(lt_offload.simulate(plan, profile)),
                 "engine_peak_bytes": engine.stats.device_peak_bytes,
                 "engine_host_bytes": engine.stats.host_peak_bytes,
             }
@@ -81,6 +88,11 @@ def _figures(plan: Plan, profile: Profile) -> dict[str, Any]:
         "device_update_bytes_per_s": profile.optimizer.device_bytes_per_s,
         "notes": list(plan.notes),
     }
+
+
+def _busy(trace: Trace) -> dict[str, float]:
+    """Return the seconds of an iteration for which each lane is busy."""
+    return {lane.name: trace.busy(lane.name) for lane in MACHINE_LANES}
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:
