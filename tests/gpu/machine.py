@@ -15,6 +15,7 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.machine import zero_copy
 from lt_offload.machine.driver import context_bytes
 from lt_offload.profiling import measure
+from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.hardware import load_hardware, measure_hardware
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
 from tests.gpu.target import Target
@@ -30,12 +31,24 @@ def machine(target: Target) -> HardwareProfile:
     return replace(load_hardware(FILE), context_bytes=context_bytes(target.torch_device))
 
 
+SHARED: list[Contention] = []
+"""How the machine's lanes slow each other down, once that was measured."""
+
+
+def contention(optimizer: Any, device: Any, **options: Any) -> Contention:
+    """Measure it with the first optimizer that comes; what each takes alone is measured for each."""
+    if not SHARED:
+        SHARED.append(measure_contention(optimizer, device, **options))
+    return SHARED[0]
+
+
 @contextmanager
 def known_machine(target: Target) -> Iterator[None]:
     """Let profiles be of :func:`machine`; what lanes share is measured on hardware only."""
     with patch.object(measure, "measure_hardware", lambda device, **_: machine(target)):
         if target.real:
-            yield
+            with patch.object(measure, "measure_contention", contention):
+                yield
             return
         with (
             patch.object(measure, "measure_contention", lambda *args, **kwargs: Contention()),
