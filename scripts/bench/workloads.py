@@ -103,7 +103,18 @@ CURVE = tuple(
     for size in (48, 8, 24, 12, 16)
 )
 """From hardly anything resident to everything."""
-SUITES = {"small": SMALL, "papers": PAPERS, "curve": CURVE}
+BATCHES = tuple(
+    Workload(
+        name=f"llama3-8b-12gb-{size}-rows",
+        config="llama3-8b",
+        dtype="bfloat16",
+        memory_bytes=12 * GB,
+        batch_size=size,
+    )
+    for size in (16, 4)
+)
+"""The same copies beside more and less to compute."""
+SUITES = {"small": SMALL, "papers": PAPERS, "curve": CURVE, "batches": BATCHES}
 
 _TINY_BUDGET = {"float32": 2_600_000, "bfloat16": 1_400_000}
 _TINY = {
@@ -139,12 +150,13 @@ def _shrunk(workload: Workload, among: tuple[Workload, ...], context: int) -> Wo
     memory = context + int(_TINY_BUDGET[workload.dtype] * workload.memory_bytes / least)
     size = format_bytes(memory).replace(" ", "").lower()
     small = _TINY_BLOOM if workload.config == "bloom-3b" else _TINY
+    rows = workload.batch_size // 2
     return Workload(
-        name=f"tiny-{workload.config}-{size}",
+        name=f"tiny-{workload.config}-{size}{f'-{rows}-rows' if rows != 2 else ''}",
         config=workload.config,
         dtype=workload.dtype,
         memory_bytes=memory,
-        batch_size=2,
+        batch_size=rows,
         sequence_length=16,
         overrides=dict(small),
         changed="tiny",

@@ -76,5 +76,5 @@ _ALL = (
     _ours("resident", "planner resident", 3, planner="resident"),
 )
 CONTENDERS = {contender.name: contender for contender in _ALL}
-DEFAULT_TIERS = {"small": 1, "papers": 3, "curve": 1}
+DEFAULT_TIERS = {"small": 1, "papers": 3, "curve": 1, "batches": 0}
 """Per suite: tiers up to which contenders run unless they are named."""

@@ -16,6 +16,7 @@ TITLES = {
     "small": "The same step in the same memory",
     "papers": "Models that do not fit, in the memory of a small card",
     "curve": "Throughput against memory",
+    "batches": "The same copies beside more and less to compute",
 }
 HEAD = [
     "model, budget",
