@@ -50,13 +50,14 @@ def with_settling_pass(plan: Plan, profile: Profile) -> Plan:
 
 
 def _part(op: Op, groups: tuple[int, ...], plan: Plan, profile: Profile) -> Op:
-    """Return ``op`` on weights, for some of its groups."""
+    """Return ``op``, which moves weights, states or sums, for some of its groups."""
     offsets = dict(zip(op.groups, op.offsets, strict=False))
+    tensors = [profile.tensors[t] for group in groups for t in plan.groups[group].tensors]
     return replace(
         op,
         groups=groups,
         offsets=tuple(offsets[group] for group in groups if group in offsets),
-        bytes=sum(profile.tensors[t].bytes for group in groups for t in plan.groups[group].tensors),
+        bytes=sum(tensor.state_bytes if op.payload == "state" else tensor.bytes for tensor in tensors),
     )
 
 
