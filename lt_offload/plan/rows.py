@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count, takewhile
 
 from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import aligned
@@ -112,9 +113,59 @@ def two_parts(plan: Plan, profile: Profile, table: int, *, host_budget: int | No
         host_budget: RAM that it may take; None: as much more than ``plan`` may as the rows take.
 
     Returns:
-        None if it does not update the table on the host, by ops of its own, or fetches it before its last rows are
-        there.
+        None if it does not update the table on the host, by ops of its own. If ``plan`` fetches it again in the
+        iteration that updates it, before its last rows are there, the next iteration does that, in the step that the
+        simulator likes best of a few.
     """
+    choices = [plan]
+    if _fetches(plan, table):
+        choices = [_fetched_later(plan, table, step) for step in _starts(len(profile.blocks))]
+    found = [parted for choice in choices if (parted := _parted(choice, profile, table, host_budget)) is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return min(found, key=lambda parted: simulate(parted, profile).iteration_time)
+
+
+def _starts(blocks: int) -> Iterator[int]:
+    """Yield steps in which the next iteration may fetch the table, before the last block needs it."""
+    yield 0
+    yield from takewhile(lambda step: step < blocks, (1 << power for power in count()))
+
+
+def _fetches(plan: Plan, table: int) -> list[int]:
+    """Return what fetches the table when it has been updated, within the iteration; nothing if updates wait anyway."""
+    updates = {op.id for op in plan.ops if op.updates_on_host and table in plan.tensors(op)}
+    fetches = (op for op in plan.ops if op.kind == "prefetch" and op.payload == "weight")
+    mine = (op for op in fetches if set(plan.tensors(op)) == {table} and not plan.delayed)
+    return [op.id for op in mine if any(update < op.id for update in updates.intersection(op.after))]
+
+
+def _fetched_later(plan: Plan, table: int, step: int) -> Plan:
+    """Return ``plan`` with its :func:`_fetches` in ``step`` of the next iteration.
+
+    What they wait for was an iteration ago, then. The table keeps its place in the arena, which nothing else needs
+    from where the plan fetches it to where it is used.
+    """
+    fetches = _fetches(plan, table)
+    at = next(op.id for op in plan.ops if op.step == step and op.computes)
+    order = [op.id for op in plan.ops if op.id not in fetches]
+    order[order.index(at) : order.index(at)] = fetches
+    number = {op: place for place, op in enumerate(order)}
+    moved = {group for op in fetches for group in plan.ops[op].groups}
+    ops = []
+    for old in order:
+        op = replace(plan.ops[old], id=number[old], after=tuple(sorted(number[other] for other in plan.ops[old].after)))
+        ops.append(replace(op, step=step) if old in fetches else op)
+    return replace(
+        plan,
+        ops=tuple(ops),
+        programs={which: tuple(sorted(number[op] for op in found)) for which, found in plan.programs.items()},
+        initial=tuple(copy for copy in plan.initial if copy.group not in moved),
+    )
+
+
+def _parted(plan: Plan, profile: Profile, table: int, host_budget: int | None) -> Plan | None:
+    """Return ``plan``, which does not fetch the table too early, in two parts, checked."""
     found = _TwoParts(plan, profile, table)
     if not found.possible:
         return None

@@ -35,8 +35,6 @@ VOCABULARY = 512
 SHAPES = ((5, 24), (5, 24), (2, 9), (5, 24))
 """The first is planned for."""
 
-PLANNERS: tuple[PlannerName, ...] = ("auto", "greedy", "stream")
-
 MAKERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
     "torch": (torch.float32, lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True)),
     "masters": (torch.bfloat16, lambda groups: AdamW(groups, lr=1e-2)),
@@ -86,9 +84,8 @@ def planned(
     low = make_plan(head, Settings(planner="stream")).predicted.device_peak_bytes
     high = make_plan(head, Settings()).predicted.device_peak_bytes
     budget = int(low + part_of_budget * (high - low))
-    # The fastest one may fetch the table again within the iteration.
-    made = (make_plan(head, Settings(memory=budget, planner=planner)) for planner in PLANNERS)
-    plan = next(plan for one in made if (plan := split(one, found, table)) is not None)
+    plan = split(make_plan(head, Settings(memory=budget)), found, table)
+    assert plan is not None
     assert not check(plan, found)
     return plan, budget
 
@@ -110,7 +107,6 @@ def in_two_parts(case: Case, window: int = 1) -> Plan:
     assert table is not None
     head = as_head(with_sums(found, window) if window > 1 else found, table)
     low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
-    # With all the room there is, the table would be fetched again within the iteration.
     made = make_plan(head, for_one(Settings(planner="greedy", memory=int(1.1 * low))))
     plan = split(windowed(made, as_head(found, table), window) if window > 1 else made, found, table)
     assert plan is not None
@@ -147,6 +143,43 @@ def test_a_table_in_two_parts_has_the_numbers_of_plain_pytorch(maker: str, part_
     plan, budget = planned(maker, part_of_budget)
     assert [op.rows for op in plan.ops if op.kind == "update" and op.rows] == ["others", "looked up"]
     assert differences(plain(maker), trained(plan, budget, maker)) == []
+
+
+@cache
+def fetched_again(planner: PlannerName, part_of_budget: float) -> tuple[Plan, Plan, int]:
+    """A plan that fetches the table again when it has been updated, that plan in two parts, and the budget."""
+    found = measured("torch")
+    table = table_of(found)
+    assert table is not None
+    head = as_head(found, table)
+    low = make_plan(head, Settings(planner=planner)).predicted.device_peak_bytes
+    high = make_plan(head, Settings()).predicted.device_peak_bytes
+    budget = int(low + part_of_budget * max(high - low, 0))
+    whole = make_plan(head, Settings(memory=budget, planner=planner))
+    plan = split(whole, found, table)
+    assert plan is not None
+    return whole, plan, budget
+
+
+def fetches(plan: Plan) -> list[tuple[int, set[str | None]]]:
+    """Return the steps in which a plan fetches the table, and which of its rows' updates that waits for."""
+    made = measured("torch")
+    found = [op for op in plan.ops if op.kind == "prefetch" and table_of(made) in plan.tensors(op)]
+    updates = {op.id: op.rows for op in plan.ops if op.updates_on_host and table_of(made) in plan.tensors(op)}
+    return [(op.step, {updates[other] for other in op.after if other in updates}) for op in found]
+
+
+@pytest.mark.own_plan("is about plans that fetch the table early")
+@pytest.mark.parametrize("planner", ["stream", "l2l"])
+@pytest.mark.parametrize("mode", ["lazy", "random"])
+def test_a_table_that_a_plan_fetches_again_is_fetched_by_the_next_iteration(planner: PlannerName, mode: str) -> None:
+    whole, plan, budget = fetched_again(planner, 0.3)
+    ((early, of_whole),) = fetches(whole)
+    ((late, of_parts),) = fetches(plan)
+    blocks = len(plan.options)
+    assert (early >= blocks, of_whole) == (True, {None})
+    assert (late < blocks, of_parts) == (True, {"others", "looked up"})
+    assert differences(plain("torch"), trained(plan, budget, "torch", mode=mode)) == []
 
 
 @pytest.mark.parametrize("mode", ["eager", "random"])

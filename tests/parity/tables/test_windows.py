@@ -23,9 +23,9 @@ from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.windows import for_one, priced
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import Op, Plan, PlannerName
 from lt_offload.schema.profile import Profile
-from tests.parity.tables.test_tables import MAKERS, PLANNERS, VOCABULARY, build, measured, optimizer_of
+from tests.parity.tables.test_tables import MAKERS, VOCABULARY, build, measured, optimizer_of
 from tests.support import models
 from tests.support.engines import Result, differences, installed
 
@@ -62,6 +62,7 @@ def planned(
     rows: int = VOCABULARY,
     window: int = 3,
     delayed: bool = False,
+    planner: PlannerName = "auto",
 ) -> tuple[Plan, int]:
     """A plan in two parts, with so much of what is between the smallest budget and the largest; and the budget."""
     found = measured(maker, family, parts, rows)
@@ -71,10 +72,9 @@ def planned(
     low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
     high = make_plan(head, for_one(Settings())).predicted.device_peak_bytes
     budget = int(low + part_of_budget * (high - low))
-    # The fastest one may fetch the table again within the iteration.
-    made = (make_plan(head, for_one(Settings(memory=budget, planner=planner))) for planner in PLANNERS)
-    whole = (windowed(one, as_head(found, table), window, delayed=delayed) for one in made)
-    plan = next(plan for one in whole if (plan := two_parts(one, found, table)) is not None)
+    made = make_plan(head, for_one(Settings(memory=budget, planner=planner)))
+    plan = two_parts(windowed(made, as_head(found, table), window, delayed=delayed), found, table)
+    assert plan is not None
     return priced(plan, found), budget
 
 
@@ -189,6 +189,22 @@ def test_other_models_and_orders_of_lanes_give_the_same_numbers(family: str, mod
     training = Training("torch", family)
     training.run(plan, budget, flat(), mode=mode)
     assert differences(plain("torch", family=family), training.result) == []
+
+
+@pytest.mark.parametrize("planner", ["stream", "l2l"])
+def test_a_table_that_a_plan_fetches_again_is_fetched_by_the_next_micro_batch(planner: PlannerName) -> None:
+    plan, budget = planned("noise", 0.3, planner=planner)
+    table = table_of(measured("noise"))
+    (fetch,) = (op for op in plan.ops if op.kind == "prefetch" and table in plan.tensors(op))
+    assert fetch.step < len(plan.options)
+    assert all(fetch.id in plan.programs[which] for which in plan.passes)
+    rows = {op.id for op in plan.ops if op.updates_on_host and op.rows == "looked up"}
+    early = replace(fetch, after=tuple(other for other in fetch.after if other not in rows))
+    assert check(replace(plan, ops=tuple(early if op is fetch else op for op in plan.ops)), measured("noise"))
+    training = Training("noise")
+    training.run(plan, budget, flat())
+    assert training.peak <= budget
+    assert differences(plain("noise"), training.result) == []
 
 
 @pytest.mark.parametrize("maker", ["torch", "noise"])
