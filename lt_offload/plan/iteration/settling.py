@@ -27,16 +27,15 @@ def with_settling_pass(plan: Plan, profile: Profile) -> Plan:
     needed = _needed(plan.program("updating"), plan.groups, plan.initial)
     ops: list[Op] = []
     became: dict[int, list[int]] = {}
-    """By op of ``plan``: that op, and the one that a settling pass has instead."""
+    """By op of ``plan``: that op, and those that a settling pass has instead."""
     settling: list[int] = []
     for op in plan.ops:
         became[op.id] = [len(ops)]
         ops.append(replace(op, id=len(ops)))
-        kept = needed.get(op.id)
-        if kept is not None and kept != op.groups:
-            became[op.id].append(len(ops))
-            ops.append(_part(replace(op, id=len(ops)), kept, plan, profile))
-        if kept is not None:
+        for kept, stay in needed.get(op.id, ()):
+            if kept != op.groups or stay:
+                became[op.id].append(len(ops))
+                ops.append(_part(replace(op, id=len(ops)), kept, plan, profile, stay=stay))
             settling.append(became[op.id][-1])
     programs: dict[Pass, tuple[int, ...]] = {
         which: tuple(became[number][0] for number in numbers)
@@ -49,8 +48,8 @@ def with_settling_pass(plan: Plan, profile: Profile) -> Plan:
     return _without_others(replace(plan, ops=tuple(linked), programs=programs), carried)
 
 
-def _part(op: Op, groups: tuple[int, ...], plan: Plan, profile: Profile) -> Op:
-    """Return ``op``, which moves weights, states or sums, for some of its groups."""
+def _part(op: Op, groups: tuple[int, ...], plan: Plan, profile: Profile, *, stay: bool) -> Op:
+    """Return ``op``, which moves weights, states or sums, for some of its groups; ``stay``: they do not leave."""
     offsets = dict(zip(op.groups, op.offsets, strict=False))
     tensors = [profile.tensors[t] for group in groups for t in plan.groups[group].tensors]
     return replace(
@@ -58,6 +57,7 @@ def _part(op: Op, groups: tuple[int, ...], plan: Plan, profile: Profile) -> Op:
         groups=groups,
         offsets=tuple(offsets[group] for group in groups if group in offsets),
         bytes=sum(tensor.state_bytes if op.payload == "state" else tensor.bytes for tensor in tensors),
+        release_after=None if stay else op.release_after,
     )
 
 
@@ -75,18 +75,26 @@ def _without_others(plan: Plan, carried: set[int]) -> Plan:
 
 def _needed(
     ops: Sequence[Op], groups: Sequence[TensorGroup], initial: Sequence[InitialCopy]
-) -> dict[int, tuple[int, ...]]:
-    """Return, by op of those in ``ops`` that a settling pass carries out, the groups that it is carried out for."""
+) -> dict[int, list[tuple[tuple[int, ...], bool]]]:
+    """Return, by op of those in ``ops`` that a settling pass carries out, for which groups.
+
+    And whether these stay on the device, though others that ``ops`` are for leave it.
+    """
     moving = {copy.group for copy in initial}
     moving |= {g for op in ops if op.kind == "update" and op.lane != "host" for g in op.groups}
     moving |= {g for g, group in enumerate(groups) if group.payload in ("state", "sum")}
     moves = [op for op in ops if op.kind == "update" or op.payload in IN_ARENA]
-    spared = _Detours(moves, groups, initial).spared()
-    needed: dict[int, tuple[int, ...]] = {}
+    spared, staying = _Detours(moves, groups, initial).found()
+    needed: dict[int, list[tuple[tuple[int, ...], bool]]] = defaultdict(list)
     for op in moves:
-        kept = tuple(g for g in op.groups if op.kind == "update" or (g in moving and (op.id, g) not in spared))
-        if kept:
-            needed[op.id] = kept
+        if op.kind == "update":
+            needed[op.id].append((op.groups, False))
+            continue
+        kept = [group for group in op.groups if group in moving and (op.id, group) not in spared]
+        for stay in (False, True):
+            found = tuple(group for group in kept if ((op.id, group) in staying) is stay)
+            if found:
+                needed[op.id].append((found, stay))
     return needed
 
 
@@ -115,6 +123,8 @@ class _Detour:
     ops: tuple[int, int]
     place: _Occupancy | None = None
     """Where the group would stay in between, if it is to."""
+    changed: bool = False
+    """An update has changed it before, in the same pass, and the first op copies it to the host."""
     visit: _Occupancy | None = None
     """What there would not be."""
 
@@ -125,10 +135,14 @@ class _Detours:
     def __init__(self, ops: Sequence[Op], groups: Sequence[TensorGroup], initial: Sequence[InitialCopy]) -> None:
         self._ops, self._groups = ops, groups
         self._on_host = {t for op in ops if op.updates_on_host for g in op.groups for t in groups[g].tensors}
+        self._copies = {op.id for op in ops if op.kind == "offload"}
         self._occupancies = list(self._walk(initial))
 
-    def spared(self) -> set[tuple[int, int]]:
-        """Return the ops that can be done without, each with the group for which it can."""
+    def found(self) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+        """Return what can be done without, and what stays on the device: ops, each with the group for which.
+
+        What stays is copied to the host there: an update has changed it, and other passes may drop it.
+        """
         found = list(self._detours())
         # What is done without takes no place, so that one decides about others.
         while True:
@@ -136,8 +150,11 @@ class _Detours:
             there = [stay for stay in self._occupancies if id(stay) not in gone]
             kept = [detour for detour in found if detour.place is None or not _taken(detour.place, there)]
             if len(kept) == len(found):
-                return {(op, detour.group) for detour in found for op in detour.ops} | self._idle_copies()
+                break
             found = kept
+        staying = {(detour.ops[0], detour.group) for detour in found if detour.changed}
+        spared = {(op, detour.group) for detour in found for op in detour.ops} | self._idle_copies()
+        return spared - staying, staying
 
     def _detours(self) -> Iterator[_Detour]:
         of_group: dict[int, list[_Occupancy]] = defaultdict(list)
@@ -150,7 +167,12 @@ class _Detours:
                 for one, other in zip(stays, stays[1:], strict=False):
                     if one.leaves is not None and other.arrives is not None and one.low == other.low:
                         place = _Occupancy(group, one.low, one.high, one.end, other.begin)
-                        yield _Detour(group, (one.leaves, other.arrives), place=place)
+                        yield _Detour(
+                            group,
+                            (one.leaves, other.arrives),
+                            place=place,
+                            changed=one.used and one.leaves in self._copies,
+                        )
                 continue
             for stay in stays:
                 if not stay.used and stay.arrives is not None and stay.leaves is not None:

@@ -14,7 +14,7 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.plan.iteration.settling import with_settling_pass
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.accesses import IN_ARENA
-from lt_offload.schema.plan import InitialCopy, Op, TensorGroup
+from lt_offload.schema.plan import InitialCopy, Op, Pass, TensorGroup
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.fixtures import tensor
 from tests.support.profiles.program_rules import random_profile
@@ -166,3 +166,23 @@ def test_a_part_of_the_states_that_travel_together_counts_its_bytes() -> None:
     found = with_settling_pass(plan, profile).program("settling")
     moved = [(op.kind, op.groups, op.bytes) for op in found if op.payload == "state"]
     assert moved == [("offload", (4,), 1024), ("prefetch", (4,), 1024)]
+
+
+def test_what_an_update_has_changed_goes_to_the_host_where_other_passes_drop_it() -> None:
+    plan, profile = _by_hand(taken=False)
+    states = TensorGroup(payload="state", tensors=(0,), sizes=(1536,))
+    state: dict[str, Any] = {"payload": "state", "groups": (4,), "bytes": 1024}
+    weight: dict[str, Any] = {"payload": "weight", "groups": (0,), "bytes": 512}
+    ops = (
+        _op(0, "prefetch", 0, offsets=(0,), **weight),
+        _op(1, "update", 0, groups=(0,), after=(0,)),
+        _op(2, "offload", 0, release_after=0, after=(1,), **weight),
+        _op(3, "offload", 0, release_after=0, after=(1,), **state),
+        _op(4, "drop", 0, **state),
+        _op(5, "prefetch", 1, offsets=(2048,), after=(3, 4), **state),
+    )
+    programs: dict[Pass, tuple[int, ...]] = {"beginning": (0, 4, 5), "updating": (0, 1, 2, 3, 5)}
+    initial = (InitialCopy(group=4, offset=2048),)
+    plan = replace(plan, groups=(*plan.groups, states), initial=initial, ops=ops, programs=programs)
+    found = with_settling_pass(plan, profile).program("settling")
+    assert [(op.kind, op.release_after) for op in found if op.payload == "state"] == [("offload", None)]
