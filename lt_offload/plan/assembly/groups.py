@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lt_offload.plan.assembly.ops import Draft
@@ -151,16 +151,14 @@ def _uses(drafts: Sequence[Draft]) -> dict[_Key, list[int]]:
     return dict(uses)
 
 
-def own_slots(drafts: Sequence[Draft], profile: Profile) -> tuple[tuple[Draft, ...], int]:
-    """Return ``drafts`` with a place on the host for each that copies gradients there, and the extent of all.
+def own_slots(drafts: Sequence[Draft], profile: Profile) -> int:
+    """Give each of ``drafts`` that copies gradients to the host a place there; return the extent of all.
 
     No two share any; see :mod:`lt_offload.plan.planners.slots` for that.
     """
-    placed, extent = [], 0
+    extent = 0
     for draft in drafts:
         if draft.payload == "grad" and draft.lane == "d2h":
-            placed.append(replace(draft, host_offset=extent))
+            draft.host_offset = extent
             extent += sum(aligned(profile.tensors[t].bytes) for t in draft.tensors)
-        else:
-            placed.append(draft)
-    return tuple(placed), extent
+    return extent

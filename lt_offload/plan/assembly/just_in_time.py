@@ -28,7 +28,7 @@ _WAYS: tuple[tuple[Policy, float], ...] = (
 """How to fill the arena, and how full, the best guess first."""
 _BEST = 4
 """Where schedules take long, only the first of those are tried, and less of everything else."""
-_FEW_STEPS = 76
+_FEW_STEPS = 80
 """With more steps, schedules take long."""
 _ENOUGH = 1.001
 """A schedule that is this near to the sum of the computations is not improved any more; only its arena gets smaller."""

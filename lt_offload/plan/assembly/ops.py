@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,9 +21,12 @@ from lt_offload.schema.lanes import LaneName, OpKind
 from lt_offload.schema.plan import Payload, Save
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Draft:
-    """An op that names tensors, one by one; else the fields are those of :class:`lt_offload.schema.plan.Op`."""
+    """An op that names tensors, one by one; else the fields are those of :class:`lt_offload.schema.plan.Op`.
+
+    It is completed where it stands: copies of thousands of them take a tenth of the time of a plan.
+    """
 
     id: int
     kind: OpKind
@@ -295,10 +298,12 @@ class Emitter:
         return sum(self.profile.tensors[t].bytes for t in tensors)
 
 
-def link(emitted: Emitter) -> tuple[Draft, ...]:
-    """Return the ops of ``emitted`` with ``after`` filled in."""
+def link(emitted: Emitter) -> list[Draft]:
+    """Return the ops of ``emitted``, of which it fills in ``after``."""
     linker = _Linker(emitted)
-    return tuple(replace(op, after=tuple(sorted(linker.after(op)))) for op in emitted.ops)
+    for op in emitted.ops:
+        op.after = tuple(sorted(linker.after(op)))
+    return emitted.ops
 
 
 class _Linker:

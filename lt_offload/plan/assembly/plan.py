@@ -39,7 +39,8 @@ def build(
     decisions, copies = timetable.sets.decisions, timetable.copies
     emitter = Emitter(timetable)
     emitter.emit()
-    drafts, gradient_bytes = own_slots(link(emitter), profile)
+    drafts = link(emitter)
+    gradient_bytes = own_slots(drafts, profile)
     grouped = group_tensors(
         drafts,
         {(copy.payload, copy.tensor): copy.offset for copy in copies if copy.at_start},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import highspy
@@ -12,11 +12,16 @@ from lt_offload.errors import PlanError
 
 Term: TypeAlias = pulp.LpVariable | float
 Pair: TypeAlias = tuple[float, Term]
+NameRows: TypeAlias = Callable[[pulp.LpProblem, str, Sequence[pulp.LpAffineExpression]], list[list[Pair]]]
+"""Adds variables, with a name, that equal rows; returns them."""
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
 Method = Literal["interior", "value", "again"]
 
 _SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
+
+_CANCELLED = 1e-12
+"""Differences of coefficients below this are rounding errors."""
 
 
 def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
@@ -44,6 +49,37 @@ def require(
 def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
     """Return the terms of ``row``, its constant included."""
     return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
+
+
+def totals(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
+    """Return, per step, a variable that equals its row, which is never negative: for rows that others name."""
+    found = []
+    for step, row in enumerate(rows):
+        terms = pairs(row)
+        if len(row) > 1:
+            total = problem.add_variable(f"{name}_{step:03d}", 0)
+            require(problem, [*terms, (-1, total)], "==")
+            terms = [(1, total)]
+        found.append(terms)
+    return found
+
+
+def levels(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
+    """Return, per step, a variable that equals its row, for rows that are alike.
+
+    Each is the one before and what has changed since, so that a term is named where it begins and where it ends only.
+    """
+    found: list[list[Pair]] = []
+    before = pulp.LpAffineExpression()
+    for step, row in enumerate(rows):
+        level = problem.add_variable(f"{name}_{step:03d}")
+        changes = [(row.get(x, 0.0) - before.get(x, 0.0), x) for x in {**row, **before}]
+        changed = [(factor, x) for factor, x in changes if abs(factor) > _CANCELLED]
+        constant = row.constant - before.constant
+        require(problem, [*changed, (constant, 1.0), *(found[-1] if found else ()), (-1, level)], "==")
+        found.append([(1, level)])
+        before = row
+    return found
 
 
 class _Silent(highspy.Highs):

@@ -31,6 +31,7 @@ from scripts.papers.offmate import PAPER, PaperProgram
 from tests import sampling
 from tests.support.profiles.fixtures import GB, llama7b_b4, llama7b_b8_3090, with_bandwidth
 from tests.support.profiles.program_rules import host_bytes, peak_bytes, random_profile, violations
+from tests.unit.plan.test_planner_bounds import rich_profile
 
 SEEDS = range(10)
 
@@ -224,6 +225,24 @@ def test_windows_cost_nothing_that_matters(budget: int) -> None:
     dense = lower_bound(profile, paper(budget, reach=20, gradient_reach=20), PaperProgram)
     assert dense <= lower_bound(profile, paper(budget), PaperProgram) * (1 + 1e-6)
     assert lower_bound(profile, paper(budget), PaperProgram) <= dense * 1.001
+
+
+@pytest.mark.parametrize(("seed", "share", "slower"), [(26, 0.45, 4), (15, 0.8, 4), (1, 0.45, 1)])
+@pytest.mark.parametrize("reach", [3, 6])
+def test_what_bounds_count_of_all_groups_together_raises_none(
+    seed: int, share: float, slower: float, reach: int
+) -> None:
+    """With nothing between the steps that are near, the first two bounds would be 0.4 and 0.01 % too high."""
+    profile = rich_profile(seed)
+    optimizer = replace(profile.optimizer, host_bytes_per_s=profile.optimizer.host_bytes_per_s / slower)
+    profile = replace(profile, optimizer=optimizer)
+    everything = sum(2 * tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    config = OffmateConfig(
+        budget_bytes=int(share * everything), pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True
+    )
+    exact = lower_bound(profile, config)
+    together = lower_bound(profile, replace(config, update_reach=reach))
+    assert exact * (1 - 1e-3) <= together <= exact * (1 + 1e-6)
 
 
 def test_the_tie_break_changes_traffic_and_not_the_bound() -> None:
@@ -460,7 +479,9 @@ def test_a_time_limit_that_is_too_short_is_named() -> None:
         solve_offmate(llama7b_b4(16), paper(8, time_limit=0.01), PaperProgram)
 
 
-@pytest.mark.parametrize("setting", [{"reach": 1}, {"gradient_reach": 0}, {"lookahead": -1}, {"phi": -0.1}])
+@pytest.mark.parametrize(
+    "setting", [{"reach": 1}, {"gradient_reach": 0}, {"update_reach": 2}, {"lookahead": -1}, {"phi": -0.1}]
+)
 def test_settings_out_of_range(setting: dict[str, Any]) -> None:
     (name,) = setting
     with pytest.raises(ConfigError, match=f"^{name}="):

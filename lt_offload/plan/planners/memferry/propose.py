@@ -34,7 +34,7 @@ from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, c
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, format_seconds
 
 _RESERVES = (1.0, 0.5, 0.0)
 """Parts of the gradients that are kept on the device, if the user does not say."""
@@ -71,6 +71,12 @@ def propose_memferry(request: Request) -> list[Proposal]:
         raise NotApplicable("host_update=False, and it updates all parameters on the host")
     if all(tensor.zero_copy is None for tensor in profile.tensors):
         raise NotApplicable("the profile has no figures for direct host access")
+    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
+    updating_s = trained / profile.optimizer.host_bytes_per_s
+    if updating_s >= request.beat_s:
+        raise NotApplicable(
+            f"not asked: it updates all parameters on the host, which takes {format_seconds(updating_s)} by itself"
+        )
     planner = _Planner(request)
     proposals: list[Proposal] = []
     seen: list[Given] = []
@@ -126,7 +132,8 @@ class _Planner:
         self.options = ladder(self.profile, request.allowed).top
         reserve = request.settings.gradient_reserve
         # If the user does not say, all that can be is kept while that fits without giving anything else up.
-        written = [self._written(part) for part in (_RESERVES if reserve is None else (reserve,))]
+        found = chain(self.profile, self.options, [Reading()] * len(self.profile.tensors))
+        written = [self._written(part, found) for part in (_RESERVES if reserve is None else (reserve,))]
         ram = min(least_host_bytes(self.options, places, some, self.profile) for some in written)
         if ram > request.host_budget_bytes:
             budget = format_bytes(request.host_budget_bytes)
@@ -245,15 +252,16 @@ class _Planner:
             for block, layer, indices in zip(blocks, found.layers, found.tensors, strict=True)
         )
 
-    def _written(self, reserve: float) -> frozenset[int]:
+    def _written(self, reserve: float, found: ProfileChain) -> frozenset[int]:
         """Return the tensors whose gradients the backward writes to host memory, so that ``reserve`` of all are kept.
+
+        ``found``: what blocks and tensors cost.
 
         Raises:
             NotApplicable: if that cannot be, because too many have no figures for it.
         """
         profile = self.profile
         trainable = [index for index, tensor in enumerate(profile.tensors) if tensor.trainable]
-        found = chain(profile, self.options, [Reading()] * len(profile.tensors))
         weight_of = {
             index: weight
             for layer, indices in zip(found.layers, found.tensors, strict=True)

@@ -39,8 +39,8 @@ def pool_copies(
     gone: list[Pair] = []
     for step in range(steps):
         waiting = made
-        made = _total(problem, f"made_{step:03d}", [*made, *offloaded.get(step, [])])
-        gone = _total(problem, f"gone_{step:03d}", [*gone, (1, left[step])])
+        made = total(problem, f"made_{step:03d}", [*made, *offloaded.get(step, [])])
+        gone = total(problem, f"gone_{step:03d}", [*gone, (1, left[step])])
         require(problem, [*gone, *_less(made)], "<=" if step < steps - 1 else "==")
         if waiting:
             # What leaves in the step itself may have left before the computation needs its room.
@@ -52,10 +52,10 @@ def pool_copies(
     for step in range(steps):
         if timeline.is_backward(step):
             needed = [*needed, *offloaded.get(timeline.forward(timeline.block(step)), [])]
-        needed = _total(problem, f"needed_{step:03d}", needed)
+        needed = total(problem, f"needed_{step:03d}", needed)
         require(problem, [*there, *_less(needed)], ">=")
         add(memory[step], [*there, *_less(needed)])
-        there = _total(problem, f"there_{step:03d}", [*there, (1, arrived[step])])
+        there = total(problem, f"there_{step:03d}", [*there, (1, arrived[step])])
     for (rows, rate), flows in zip(lanes, (left, arrived), strict=True):
         for row, flow in zip(rows, flows, strict=True):
             add(row, [(1 / rate, flow)])
@@ -65,7 +65,7 @@ def _less(pairs: Sequence[Pair]) -> list[Pair]:
     return [(-factor, term) for factor, term in pairs]
 
 
-def _total(problem: pulp.LpProblem, name: str, pairs: list[Pair]) -> list[Pair]:
+def total(problem: pulp.LpProblem, name: str, pairs: list[Pair]) -> list[Pair]:
     """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
     if len(pairs) <= 1:
         return pairs

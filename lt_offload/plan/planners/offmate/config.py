@@ -46,6 +46,9 @@ class OffmateConfig:
     """Steps before and after a use in which its transfers may run."""
     gradient_reach: int = 3
     """Steps in which gradients are copied to the host."""
+    update_reach: int | None = None
+    """With ``optimistic``: gradients are copied and updated with in so many steps after they are made, and updated with
+    in so many before the next use; between, in those of all groups together. None: each in any of these steps."""
     traffic_weight: float = 1e-4
     """Weight of a second of copying in the objective; without it the solver returns pointless traffic."""
     gap: float = 0.01
@@ -66,3 +69,5 @@ class OffmateConfig:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; it is at least {smallest}")
+        if self.update_reach is not None and self.update_reach < self.gradient_reach:
+            raise ConfigError(f"update_reach={self.update_reach} is less than gradient_reach={self.gradient_reach}")

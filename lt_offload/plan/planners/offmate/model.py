@@ -40,212 +40,33 @@ wait: ``OP`` and the fetch belong to that step and are counted in C11, C12 and C
 
 Transfers are allowed in steps near the uses only (the ``reach``); between them one variable says what stays. This makes
 the program small enough to solve in seconds and costs less than 0.1 % with the default. Steps after a use are as
-necessary as those before: without them everything that leaves would have to leave within the step that uses it.
+necessary as those before: without them everything that leaves would have to leave within the step that uses it. In
+bounds the host updates in steps near the gradients or near the next use (the ``update_reach``), and what may be done
+between is counted of all groups together (:mod:`lt_offload.plan.planners.offmate.pooled`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pulp
 
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.timeline import Pace, timeline
-from lt_offload.plan.planners.lp import Pair, Problem, Term, add, pairs, require
+from lt_offload.plan.planners.lp import NameRows, Pair, Problem, Term, add, levels, pairs, require, totals
 from lt_offload.plan.planners.offmate.activations import pool_copies
 from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.group import GroupBuilder, GroupTerms
+from lt_offload.plan.planners.offmate.pooled import PooledWork, pool_work
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
 from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 
 Objective = Literal["time", "device", "host"]
-_WRITTEN_OUT = 6
-"""In bounds, sums of more terms become variables: they would fill the matrix."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupTerms:
-    """Variables, or constants where nothing is to be decided, per tau."""
-
-    group: Group
-    uses: tuple[int, ...]
-    """Steps that need all parameters, as tau, ascending."""
-    late: bool
-    """The host updates its share while the next forward waits."""
-    host_share: Term
-    resident: list[Term]
-    prefetch: list[Term]
-    write_back: list[Term]
-    grad_offload: list[Term]
-    host_update: list[Term]
-    state_resident: list[Term]
-    state_prefetch: list[Term]
-    state_offload: list[Term]
-
-    @property
-    def first_use(self) -> int:
-        """``tau_f``, the first forward use."""
-        return 2 * self.group.blocks[0] + 1
-
-
-class GroupBuilder:
-    """Adds the variables and rows of one group to a problem."""
-
-    def __init__(
-        self,
-        problem: pulp.LpProblem,
-        name: str,
-        group: Group,
-        uses: tuple[int, ...],
-        steps: int,
-        config: OffmateConfig,
-        *,
-        late_update: bool,
-    ) -> None:
-        self.problem, self.name, self.steps, self.config = problem, name, steps, config
-        trainable, paged = group.trainable_bytes > 0, group.state_bytes > 0
-        self.share = group.trainable_bytes / group.bytes if group.bytes else 0.0
-        self.same = int(config.optimistic)
-        """1: what happens within one step may happen in its order there, because steps are no barriers."""
-        first_use = 2 * group.blocks[0] + 1
-        # The host needs a step to receive gradients, one to update and one to send the result back.
-        on_host = config.host_update and trainable and first_use >= 3
-        late = config.host_update and late_update and trainable and first_use < 3
-        release = config.reach + config.gradient_reach if trainable else 0
-        resident, fetched = self._residency("R", uses, release)
-        state, state_fetched = self._residency("S", (0,), release) if paged else ([0.0] * steps, [])
-        self.terms = GroupTerms(
-            group=group,
-            uses=uses,
-            late=late,
-            host_share=problem.add_variable(f"{name}_X", 0, 1) if on_host or late else 0.0,
-            resident=resident,
-            prefetch=self._flow("P", {*fetched, *((0,) * self.same if on_host else ())}),
-            write_back=self._flow("OW", self._write_backs(uses, release) if trainable else ()),
-            grad_offload=self._flow("OG", range(1 if late else self._gradient_steps(first_use) * on_host)),
-            host_update=self._flow("OP", (first_use,) if late else self._update_steps(first_use) if on_host else ()),
-            state_resident=state,
-            state_prefetch=self._flow("PS", [*state_fetched, *((0,) * self.same if paged else ())]),
-            state_offload=self._flow("OS", range(min(release, steps - 1)) if paged else ()),
-        )
-        self._require_weights()
-        if on_host:
-            self._require_host_update()
-        elif late:
-            self._require_all_on_host()
-        if paged:
-            self._require_states()
-
-    def _gradient_steps(self, first_use: int) -> int:
-        return first_use if self.config.optimistic else min(self.config.gradient_reach, first_use - 2)
-
-    def _update_steps(self, first_use: int) -> range:
-        return range(first_use) if self.config.optimistic else range(1, first_use - 1)
-
-    def _flow(self, name: str, taus: Iterable[int]) -> list[Term]:
-        flow: list[Term] = [0.0] * self.steps
-        for tau in taus:
-            flow[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
-        return flow
-
-    def _residency(self, name: str, uses: tuple[int, ...], release: int) -> tuple[list[Term], list[int]]:
-        """Return the residency per tau, 1 at uses (C2), and the taus of possible prefetches.
-
-        There is a variable for each of the ``release`` steps after a use and the ``reach - 1`` steps before the next
-        one, and a common one for all steps between.
-        """
-        resident: list[Term] = [1.0] * self.steps
-        fetched: list[int] = []
-        for use, following in zip(uses, (*uses[1:], uses[0] + self.steps), strict=True):
-            gap = [tau % self.steps for tau in range(use + 1, following)]
-            late = gap[max(0, len(gap) - self.config.reach + 1) :]
-            fetched += late
-            middle: Term | None = None
-            for position, tau in enumerate(gap):
-                explicit = position < release or position >= len(gap) - len(late)
-                if explicit or middle is None:
-                    resident[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
-                    middle = middle if explicit else resident[tau]
-                else:
-                    resident[tau] = middle
-        return resident, fetched
-
-    def _write_backs(self, uses: tuple[int, ...], release: int) -> list[int]:
-        """Return the taus in which updated weights may leave: after the update, and around every further use."""
-        taus = set(range(release))
-        for use in uses[1:]:
-            taus.update(range(use - self.config.reach, use + self.config.reach))
-        return sorted(taus & set(range(self.steps - 1)))
-
-    def _require_weights(self) -> None:
-        v, problem = self.terms, self.problem
-        covered: set[int] = set()
-        for tau in range(self.steps):
-            following = (tau + 1) % self.steps
-            now, then = v.resident[tau], v.resident[following]
-            if tau not in v.uses and now is not then:
-                require(problem, [(1, then), (-1, now), (-1, v.prefetch[tau])], "<=")  # C3
-            if self.share and tau not in v.uses and id(now) not in covered:
-                covered.add(id(now))
-                copies = [(1.0, flow) for flow in v.write_back[:tau]]
-                require(problem, [(1, now), *copies, (self.share, v.host_share)], ">=", self.share)  # C5
-        if self.share:
-            require(problem, [(1, flow) for flow in v.write_back], "<=", self.share)  # C5
-
-    def _require_all_on_host(self) -> None:
-        v = self.terms
-        require(self.problem, [(-1, v.host_share), *((1, flow) for flow in v.grad_offload)], "==")  # C6
-        require(self.problem, [(-1, v.host_share), *((1, flow) for flow in v.host_update)], "==")  # C6
-
-    def _require_host_update(self) -> None:
-        v, problem, last = self.terms, self.problem, self.terms.first_use - 1
-        self._require_all_on_host()
-        arriving = last + 1 if self.config.optimistic else min(self.config.gradient_reach, last)
-        updated = self._so_far("U", v.host_update[: last + 1])
-        arrived = self._so_far("A", v.grad_offload[: arriving - 1 + self.same])
-        for tau in range(1 - self.same, arriving):
-            require(problem, [*updated[tau + 1], *((-f, flow) for f, flow in arrived[tau + self.same])], "<=")  # C7
-        # C8. What the host updates has to be fetched anew, in a bound perhaps within the step of the backward.
-        at_once = [(-1.0, v.prefetch[0]), (1.0, v.prefetch[1])] if not self.same else [(-1.0, v.prefetch[0])]
-        require(problem, [(1, v.resident[1]), *at_once, (self.share, v.host_share)], "<=", 1)
-        for tau in range(2, last + 1):
-            # Without a prefetch, C3 and the row of tau = 1 imply it.
-            if not isinstance(v.prefetch[tau], float):
-                stale = [(self.share, flow) for flow in v.host_update[tau : last + 1]]
-                if self.same:
-                    stale = [(self.share, v.host_share), *((-self.share * f, flow) for f, flow in updated[tau + 1])]
-                require(problem, [(1, v.resident[tau]), (1, v.prefetch[tau]), *stale], "<=", 1)  # C8
-
-    def _so_far(self, name: str, flow: Sequence[Term]) -> list[list[Pair]]:
-        """Return, per position and behind the last, terms for the sum of ``flow`` before it."""
-        sums: list[list[Pair]] = [[]]
-        for tau, term in enumerate(flow):
-            total = sums[-1] if isinstance(term, float) else [*sums[-1], (1.0, term)]
-            if self.same and len(total) > _WRITTEN_OUT:
-                variable = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
-                require(self.problem, [*total, (-1, variable)], "==")
-                total = [(1.0, variable)]
-            sums.append(total)
-        return sums
-
-    def _require_states(self) -> None:
-        v, problem, end = self.terms, self.problem, self.steps - 1
-        arrived = [(1.0, v.state_prefetch[end]), (1.0, v.state_prefetch[0])]
-        require(problem, [(1, v.state_resident[end]), *arrived, (1, v.host_share)], ">=", 1)  # C4
-        require(problem, [(1, v.state_resident[1]), (1, v.host_share)], "<=", 1)  # C4
-        covered: set[int] = set()
-        for tau in range(1, self.steps):
-            now = v.state_resident[tau]
-            if tau < end and now is not v.state_resident[tau + 1]:
-                require(problem, [(1, v.state_resident[tau + 1]), (-1, now), (-1, v.state_prefetch[tau])], "<=")  # C3
-            if id(now) not in covered:
-                covered.add(id(now))
-                copies = [(1.0, flow) for flow in v.state_offload[:tau]]
-                require(problem, [(1, now), *copies, (1, v.host_share)], ">=", 1)  # C5
 
 
 class Program:
@@ -286,6 +107,8 @@ class Program:
         self.arriving: defaultdict[int, pulp.LpAffineExpression] = defaultdict(pulp.LpAffineExpression)
         """By step: bytes of its gradients that the host updates with."""
         self.launched = pulp.LpAffineExpression()
+        self.work: dict[str, list[list[Pair]]] = {}
+        """By lane and step: what it has to do, once all of it is known."""
         self.offloaded: dict[int, list[Pair]] = {}
         """By forward step; only if they are counted together."""
         self._add_blocks()
@@ -306,6 +129,7 @@ class Program:
             self._count_parameters(builder.terms)
             self._count_gradients(builder.terms)
             self._count_transfers(builder.terms)
+        self._pool_work()
         self.device_budget = self._limit_device()
         self.host_budget = self._limit_host()
         self.limit(config.budget_bytes, config.host_budget_bytes)
@@ -514,6 +338,20 @@ class Program:
 
     # Rows over all blocks and groups
 
+    def _pool_work(self) -> None:
+        """Count gradients and updates of all groups that are in steps without a variable of their own."""
+        reach, backward = self.config.update_reach or 0, self.steps // 2
+        for lane, rows, rate in (("d2h", self.d2h, self.d2h_rate), ("host", self.host, self.host_rate)):
+            works = []
+            for v in self.terms:
+                term, last = v.grad_offload_between, v.first_use - 1
+                if lane == "host":
+                    term, last = v.host_update_between, last - reach
+                if not isinstance(term, float):
+                    amount, made = self._size(v.group.trainable_bytes) / rate, v.group.last_backward - backward
+                    works.append(PooledWork((amount, term), made + reach, made + last))
+            pool_work(self.problem, f"pooled_{lane}", works, [*rows[backward:], *rows[:backward]])
+
     def _limit_device(self) -> pulp.LpVariable | None:
         """Add C9; return what the budget leaves a plan, None without limit."""
         budget: pulp.LpVariable | None = None
@@ -525,14 +363,18 @@ class Program:
             return None
         split = self.config.pools == "split"
         extent: Term = self.problem.add_variable("extent", 0) if split else 0.0
-        for arena, other in zip(self.arena, self.other, strict=True):
-            row = other.copy()
+        arenas = self._named("arena", self.arena, levels)
+        for arena, other in zip(arenas, self.other, strict=True):
             if split:
-                require(self.problem, [*pairs(arena), (-1, extent)], "<=")  # C9
-            else:
-                add(row, pairs(arena))
-            require(self.problem, [*pairs(row), (1, extent), (-1, budget)], "<=")  # C9
+                require(self.problem, [*arena, (-1, extent)], "<=")  # C9
+            beside = [(1.0, extent)] if split else arena
+            require(self.problem, [*pairs(other), *beside, (-1, budget)], "<=")  # C9
         return budget
+
+    def _named(self, name: str, rows: Sequence[pulp.LpAffineExpression], way: NameRows) -> list[list[Pair]]:
+        """Return what equals ``rows``: for a bound, of which only the value matters, variables that keep it small."""
+        # Of plans with the same value, which one is found depends on the matrix, and the difference is no gain.
+        return way(self.problem, name, rows) if self.config.optimistic else [pairs(row) for row in rows]
 
     def _limit_host(self) -> pulp.LpVariable | None:
         """Add C10; return the budget like :meth:`_limit_device`."""
@@ -557,13 +399,14 @@ class Program:
         if self.objective != "time":
             return []
         times = [self.problem.add_variable(f"t{step:03d}", 0) for step in range(self.steps)]
-        computed = [[*pairs(own), *pairs(waits)] for own, waits in zip(self.compute, self.exposed, strict=True)]
-        copied = [[pairs(row) for row in rows] for rows in (self.h2d, self.d2h, self.host)]
-        work = {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}
+        lanes = {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}
+        self.work = {lane: self._named(lane, rows, totals) for lane, rows in lanes.items()}
+        computed = [[*own, *pairs(waits)] for own, waits in zip(self.work["compute"], self.exposed, strict=True)]
+        copied = [self.work[lane] for lane in ("h2d", "d2h", "host")]
         direct = self.config.optimistic and any(tensor.zero_copy for tensor in self.profile.tensors)
         for factors in sharing_rows(self.profile.contention, direct=direct):
-            used = [(factor, work[lane]) for lane, factor in factors.items() if lane in work]
-            copied.append([[(f * a, x) for f, rows in used for a, x in pairs(rows[t])] for t in range(self.steps)])
+            used = [(factor, self.work[lane]) for lane, factor in factors.items() if lane in self.work]
+            copied.append([[(f * a, x) for f, rows in used for a, x in rows[t]] for t in range(self.steps)])
         for rows in (computed, *copied):  # C11 to C15
             for row, time in zip(rows, times, strict=True):
                 require(self.problem, [*row, (-1, time)], "<=")
@@ -574,8 +417,8 @@ class Program:
         goal = pulp.LpAffineExpression()
         if self.objective == "time":
             add(goal, [(1, time) for time in self.times])
-            for row in (*self.h2d, *self.d2h):
-                add(goal, [(self.config.traffic_weight * factor, term) for factor, term in pairs(row)])
+            for row in (*self.work["h2d"], *self.work["d2h"]):
+                add(goal, [(self.config.traffic_weight * factor, term) for factor, term in row])
         else:
             budget = self.device_budget if self.objective == "device" else self.host_budget
             assert budget is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pulp
 
 from lt_offload.plan.iteration.durations import accumulated, added
-from lt_offload.plan.planners.lp import Pair, add, pairs, require
+from lt_offload.plan.planners.lp import Pair, add, require
 from lt_offload.plan.planners.offmate.model import Program
 from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.lanes import LaneName
@@ -76,13 +76,12 @@ class PassProgram(Program):
 
     def _limit_times(self) -> list[pulp.LpVariable]:
         times = super()._limit_times()
-        work = {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}
         direct = any(tensor.zero_copy for tensor in self.profile.tensors)
         alone = [{lane: 1.0} for lane in self._free]
         for factors in (*alone, *sharing_rows(self.profile.contention, direct=direct)):
             free = [(factor * a, x) for lane, factor in factors.items() for a, x in self._free[lane]]
             in_steps = [
-                (factor * a, x) for lane, factor in factors.items() for row in work.get(lane, ()) for a, x in pairs(row)
+                (factor * a, x) for lane, factor in factors.items() for row in self.work.get(lane, ()) for a, x in row
             ]
             require(self.problem, [*free, *in_steps, *((-1, time) for time in times)], "<=")
         return times

@@ -19,7 +19,8 @@ from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.iteration.memory import budget_for
 from lt_offload.plan.planners.lp import Method, Outcome, Term, run
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.model import GroupTerms, Objective, Program
+from lt_offload.plan.planners.offmate.group import GroupTerms
+from lt_offload.plan.planners.offmate.model import Objective, Program
 from lt_offload.plan.planners.offmate.rounding import round_options
 from lt_offload.plan.planners.offmate.solution import Flow, GroupFlows, Solution
 from lt_offload.plan.planners.request import held_bytes
