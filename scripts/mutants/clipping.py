@@ -51,4 +51,25 @@ CLIPPED = (
         "grad.clamp_(max=value)",
         WINDOWS,
     ),
+    mutant(
+        "what a settling pass leaves on the device is not copied to the host",
+        "plan/iteration/settling.py",
+        "changed=one.used and one.leaves in self._copies",
+        "changed=False",
+        "unit/assembly/test_settling.py",
+    ),
+    mutant(
+        "a settling pass leaves things where updates need room",
+        "plan/iteration/settling.py",
+        "detour.place is None or not _taken(detour.place, there)",
+        "True",
+        "unit/assembly/test_settling.py",
+    ),
+    mutant(
+        "weights that the host has updated do not come back in a settling pass",
+        "plan/iteration/settling.py",
+        "if not self._on_host.isdisjoint(self._groups[group].tensors):",
+        "if False:",
+        "unit/assembly/test_settling.py",
+    ),
 )

@@ -186,3 +186,16 @@ def test_what_an_update_has_changed_goes_to_the_host_where_other_passes_drop_it(
     plan = replace(plan, groups=(*plan.groups, states), initial=initial, ops=ops, programs=programs)
     found = with_settling_pass(plan, profile).program("settling")
     assert [(op.kind, op.release_after) for op in found if op.payload == "state"] == [("offload", None)]
+
+
+def test_a_weight_that_is_there_at_the_start_comes_back_when_the_host_has_updated_it() -> None:
+    plan, profile = _by_hand(taken=False)
+    weight: dict[str, Any] = {"payload": "weight", "groups": (0,), "bytes": 512}
+    ops = (
+        _op(0, "drop", 0, **weight),
+        replace(_op(1, "update", 0, groups=(0,)), lane="host"),
+        _op(2, "prefetch", 1, offsets=(512,), after=(0, 1), **weight),
+    )
+    programs: dict[Pass, tuple[int, ...]] = {"beginning": (0, 2), "updating": (0, 1, 2)}
+    plan = replace(plan, initial=(InitialCopy(group=0, offset=512),), ops=ops, programs=programs)
+    assert [op.kind for op in with_settling_pass(plan, profile).program("settling")] == ["drop", "update", "prefetch"]
