@@ -43,4 +43,32 @@ IN_TWO_PARTS = (
         "                pass  # a pass",
         WINDOWS,
     ),
+    mutant(
+        "a table is fetched when its other rows have been updated, without those that are looked up",
+        "plan/rows.py",
+        "            after.add(last)\n",
+        "            pass\n",
+        WINDOWS,
+    ),
+    mutant(
+        "a table that the next iteration fetches counts as there at its start",
+        "plan/rows.py",
+        " if copy.group not in moved),",
+        "),",
+        WINDOWS,
+    ),
+    mutant(
+        "gradients that the backward writes to the host count as if they stayed",
+        "plan/iteration/memory.py",
+        "        at_once = written or (",
+        "        at_once = (",
+        "unit/assembly/test_plan_reruns.py",
+    ),
+    mutant(
+        "copies that leave before the loss count beside it",
+        "plan/iteration/memory.py",
+        "    return total - _gone_before_the_loss(used, profile, time)\n",
+        "    return total\n",
+        "unit/assembly/test_plan_reruns.py",
+    ),
 )
