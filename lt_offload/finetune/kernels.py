@@ -1,16 +1,174 @@
-"""What computes a layer: operation by operation, or code that ``torch.compile`` makes for each layer by itself."""
+"""What computes a layer: operation by operation, code that ``torch.compile`` makes for it, or Liger's kernels.
+
+Liger Kernel (Hsu et al., 2024) has Triton kernels that do with few operations what a layer does with many, forward and
+backward, and save less in between: RMSNorm, and the activation of a gated MLP. They take the place of the ``forward``
+of single modules here; nothing of transformers is replaced, which other models of the process share, so that rotary
+embeddings stay as they are. The head's loss is planned anyway (``chunked_loss``).
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from types import MethodType
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
+from lt_offload.profiling.from_config.liger import PlannedGated, PlannedNorm
+
+Kernels = Literal["liger"]
+
+_GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+"""By the name of an activation in a configuration, which of Liger's it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NormKind:
+    """How models of a type compute a norm."""
+
+    casts: Literal["llama", "gemma"] = "llama"
+    """Liger's word for what is in float32: the root of the mean of squares, or all."""
+    offset: float = 0.0
+    """Added to the weight."""
+
+
+_LLAMA, _GEMMA = _NormKind(), _NormKind(casts="gemma", offset=1.0)
+FAMILIES = {
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "phi3": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+"""By ``model_type``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Functions:
+    """What computes in place of operations."""
+
+    norm: Callable[..., Tensor]
+    """Takes the input, the weight, epsilon, the offset, the casts and whether to write over the gradient."""
+    silu: Callable[[Tensor, Tensor], Tensor]
+    """Takes the two halves of a gated MLP; its backward writes their gradients over them."""
+    gelu: Callable[[Tensor, Tensor], Tensor]
+
+
+def check_kernels(kernels: Kernels | None, *, compiled: bool) -> None:
+    """Raise ``ConfigError`` for a setting that is not known, or not possible beside compiled layers."""
+    if kernels not in (None, "liger"):
+        raise ConfigError(f"model.kernels={kernels!r} is not known; use liger, or set it to null")
+    if kernels is not None and compiled:
+        raise ConfigError(
+            "model.kernels=liger is not offered with model.compile_blocks=true, which fuses the same operations; set "
+            "one of them back"
+        )
+
+
+def use_liger(model: Any, device: str | None) -> None:
+    """Let the norms and gated MLPs of ``model``, a Hugging Face model, compute with Liger's kernels.
+
+    Args:
+        model: the model.
+        device: type of the device on which layers run, if that is known.
+
+    Raises:
+        ConfigError: without a GPU or the package, or if there are none for this model.
+    """
+    use_functions(model, liger_functions(device))
+
+
+def plan_liger(model: Any) -> None:
+    """Let what stands for Liger's kernels on a model without memory take their place in ``model``.
+
+    Raises:
+        ConfigError: if there are none for this model.
+    """
+    gated = PlannedGated.apply
+    use_functions(model, Functions(norm=PlannedNorm.apply, silu=gated, gelu=gated))
+
+
+def liger_functions(device: str | None) -> Functions:
+    """Return Liger's kernels for layers that run on a ``device`` of that type, see :func:`use_liger`."""
+    if device not in (None, "cuda") or not torch.cuda.is_available():
+        raise ConfigError("model.kernels=liger needs a GPU, for which Triton compiles them; set model.kernels=null")
+    if find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "model.kernels=liger needs the package liger-kernel: pip install lt-offload[liger], or set "
+            "model.kernels=null"
+        )
+    ops: Any = import_module("liger_kernel.ops")
+    return Functions(
+        norm=ops.LigerRMSNormFunction.apply,
+        silu=ops.LigerSiLUMulFunction.apply,
+        gelu=ops.LigerGELUMulFunction.apply,
+    )
+
+
+def use_functions(model: Any, functions: Functions) -> None:
+    """Let the norms and gated MLPs of ``model`` compute with ``functions``, see :func:`use_liger`."""
+    config = model.config.get_text_config()
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ConfigError(
+            f"model.kernels=liger has nothing for models of type {config.model_type!r}, but for "
+            f"{', '.join(FAMILIES)}; set model.kernels=null, or model.compile_blocks=true"
+        )
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in _GATED:
+        raise ConfigError(
+            f"model.kernels=liger has no gated {name}, but {', '.join(_GATED)}; set model.kernels=null, or "
+            "model.compile_blocks=true"
+        )
+    gated = functions.silu if _GATED[name] == "silu" else functions.gelu
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            _bind(module, _norm(functions.norm, family))
+        elif kind.endswith("MLP"):
+            _bind(module, _joint_mlp(gated) if hasattr(module, "gate_up_proj") else _mlp(gated))
+
+
+def _bind(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Give ``module`` a ``forward`` of its own; copies of the module get theirs."""
+    vars(module)["forward"] = MethodType(forward, module)
+
+
+def _norm(function: Callable[..., Tensor], family: _NormKind) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        epsilon = getattr(self, "variance_epsilon", None) or self.eps
+        # Never over the gradient that it is given, which may be somebody else's as well.
+        return function(hidden_states, self.weight, epsilon, family.offset, family.casts, False)
+
+    return forward
+
+
+def _mlp(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        return result
+
+    return forward
+
+
+def _joint_mlp(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        result: Tensor = self.down_proj(gated(gate, up))
+        return result
+
+    return forward
 
 
 def compile_layers(model: nn.Module) -> None:

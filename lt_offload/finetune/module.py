@@ -25,7 +25,7 @@ from lt_offload.finetune.data.batches.attention import check_packing
 from lt_offload.finetune.data.batches.updates import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
-from lt_offload.finetune.kernels import compile_layers
+from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger
 from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.optimizers import (
     WITH_BETAS,
@@ -71,6 +71,8 @@ class FineTune(LightningModule):
         dropout: replaces every dropout probability of the model; null leaves them as they are.
         compile_blocks: compile every layer by itself with ``torch.compile``: faster, with the numbers of the compiled
             model; the first steps take a minute or more.
+        kernels: ``liger`` lets norms and gated MLPs compute with the Triton kernels of Liger Kernel, on a GPU, which
+            save less for the backward: the numbers of the model that has them; null: as transformers computes.
         lora: adapters to train instead of the model; null trains everything.
         quantize: ``nf4`` keeps the layers under the adapters in four bits (QLoRA, with bitsandbytes), unpacked to
             ``dtype`` where they compute; null keeps them in ``dtype``.
@@ -115,6 +117,7 @@ class FineTune(LightningModule):
         attention: load.Attention | None = None,
         dropout: float | None = None,
         compile_blocks: bool = False,
+        kernels: Kernels | None = None,
         lora: LoraArgs | None = None,
         quantize: Quantize | None = None,
         adapter: str | None = None,
@@ -154,6 +157,7 @@ class FineTune(LightningModule):
         if quantize is not None and lora is not None and lora.dora:
             raise ConfigError(NO_PACKED_DORA)
         check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks)
+        check_kernels(kernels, compiled=compile_blocks)
         if master_weights and stochastic_rounding:
             raise ConfigError(
                 "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
@@ -172,6 +176,7 @@ class FineTune(LightningModule):
         self.attention = attention
         self.dropout = dropout
         self.compile_blocks = compile_blocks
+        self.kernels: Kernels | None = kernels
         self.lora = lora
         self.quantize: Quantize | None = quantize
         self.adapter = adapter
@@ -258,6 +263,9 @@ class FineTune(LightningModule):
             as_stored=self.quantize is not None,
         )
         self._grow(model, init)
+        if self.kernels is not None:
+            trainer = trainer_of(self)
+            use_liger(model, None if trainer is None else trainer.strategy.root_device.type)
         if self.quantize is not None:
             model = quantized(model, getattr(torch, self.model_dtype))
         model = self._adapt(model)
@@ -268,6 +276,8 @@ class FineTune(LightningModule):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts, to plan it."""
         self._grow(model, self.init)
+        if self.kernels is not None:
+            plan_liger(model)
         return self._adapt(model, planned=True)
 
     def _grow(self, model: Any, init: load.Init) -> None:

@@ -16,7 +16,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import Profile
+from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import equal, same_state
@@ -101,12 +101,13 @@ class Forced(OffmateStrategy):
     """Has a plan that uses every option and every place, instead of a good one."""
 
     places: tuple[str, ...] = ("device", "paged", "host")
+    options: tuple[OptionName, ...] = ("keep", "recompute", "offload", "mixed")
 
     def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
         return plans.streamed(
             find_blocks(self._module),
             self.optimizers[0],
-            options=("keep", "recompute", "offload", "mixed"),
+            options=self.options,
             places=self.places,
         )
 

@@ -25,6 +25,8 @@ _library.define(  # type: ignore[no-untyped-call]
     "fused(Tensor[] read, str written) -> Tensor[]"
 )
 
+_library.define("fused_into(Tensor[] read, Tensor(a!)[] written) -> ()")  # type: ignore[no-untyped-call]
+
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "any", "all", "prod", "argmax", "argmin"})
 _RANDOM = frozenset({"rand", "rand_like", "randn_like", "inductor_random", "inductor_randint", "inductor_seeds"})
 """Made once, and kept for the backward."""
@@ -42,6 +44,11 @@ def _fused(read: list[Tensor], written: str) -> list[Tensor]:
     return [
         torch.empty_strided(shape, stride, dtype=getattr(torch, dtype)) for shape, stride, dtype in json.loads(written)
     ]
+
+
+@torch.library.register_fake("lt_offload::fused_into", lib=_library)  # type: ignore[untyped-decorator]
+def _fused_into(read: list[Tensor], written: list[Tensor]) -> None:
+    pass
 
 
 def compile_planned(structure: Structure) -> None:
@@ -94,14 +101,19 @@ def _write(
         return
     reads = list(dict.fromkeys(_reads(outputs, kept, runs)))
     tensors = [output.meta["val"] for output in outputs]
-    written = json.dumps([[*_shape(tensor), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors])
+    written = json.dumps([written_as(tensor) for tensor in tensors])
     kernel = new.call_function(torch.ops.lt_offload.fused.default, ([value(node) for node in reads], written))
     for position, output in enumerate(outputs):
         made[output] = new.call_function(operator.getitem, (kernel, position))
 
 
-def _shape(tensor: Tensor) -> tuple[list[int], list[int]]:
-    return [int(size) for size in tensor.shape], [int(step) for step in tensor.stride()]
+def written_as(tensor: Tensor) -> list[Any]:
+    """Return how the operation is told to make a tensor like ``tensor``: sizes, strides, dtype."""
+    return [
+        [int(size) for size in tensor.shape],
+        [int(step) for step in tensor.stride()],
+        str(tensor.dtype).removeprefix("torch."),
+    ]
 
 
 def _reads(outputs: Iterable[Node], kept: set[Node], runs: dict[Node, int]) -> Iterator[Node]:

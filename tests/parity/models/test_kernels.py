@@ -1,4 +1,4 @@
-"""Recipes with ``compile_blocks``: the numbers of the same compiled model in plain Lightning, at every budget."""
+"""Recipes with ``compile_blocks`` or ``kernels``: the numbers of the same model in plain Lightning, at every budget."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
+from lt_offload.finetune import kernels
 from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.module import FineTune
 from tests import sampling
 from tests.parity.engine.test_compiled import QUICKLY
+from tests.parity.models import liger
 from tests.support import tiny
 from tests.support.trainers import Forced, Run, Tokens, state_differences, trainer
 
@@ -83,3 +85,37 @@ def test_training_is_that_of_the_compiled_model(name: str, strategy: str) -> Non
 def test_dropout_shows_that_blocks_were_compiled() -> None:
     """Compiled code draws other random numbers: what is compared above is not the model as it is without."""
     assert state_differences(plainly("lora"), trained("lora", "auto", compile_blocks=False))
+
+
+class Mixed(Forced):
+    """Every block that can sends the results of its products to the host."""
+
+    options = ("mixed",)
+
+
+WITH_KERNELS: dict[str, Any] = {
+    "all places": lambda name: Forced(),
+    "mixed": lambda name: Mixed(),
+    "all memory": lambda name: OffmateStrategy(memory="1GB"),
+    "little memory": lambda name: OffmateStrategy(memory="155KB"),
+}
+
+
+@cache
+def plainly_with_kernels(name: str) -> Run:
+    return trained(name, "auto", compile_blocks=False, kernels="liger")
+
+
+@pytest.mark.parametrize(("name", "strategy"), sampling.grid(SETTINGS, WITH_KERNELS, count=6))
+def test_training_is_that_of_the_model_with_kernels(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what is saved travels, or is made again: the backward of a kernel writes over what it has saved."""
+    monkeypatch.setattr(kernels, "liger_functions", lambda device: liger.FUNCTIONS)
+    plain = plainly_with_kernels(name)
+    ours = trained(name, WITH_KERNELS[strategy](name), compile_blocks=False, kernels="liger")
+    assert state_differences(plain, ours) == []
+    before = FineTune(folder(), **SETTINGS[name]).build().state_dict()
+    after = ours.module.model.state_dict()
+    assert list(after) == list(before)
+    assert [key for key, value in after.items() if not torch.equal(value, before[key])]
+    # Other last bits than without: the kernels were there.
+    assert state_differences(plain, trained(name, "auto", compile_blocks=False))

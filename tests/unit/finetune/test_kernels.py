@@ -1,10 +1,12 @@
-"""What computes a layer: compiled layers on the command line, and what compiling needs, looked for before training."""
+"""What computes a layer: compiled layers, Liger's kernels, and what they need, looked for before training."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,14 @@ from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import kernels
 from lt_offload.finetune.module import FineTune
+from lt_offload.profiling.from_config import profile_config
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import Plan
+from scripts.simulated.kernels import rows
 from tests.parity.engine.test_compiled import QUICKLY
-from tests.support import tiny
+from tests.parity.models import liger
+from tests.support import models, tiny
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
@@ -84,3 +91,77 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="a C compiler, as gcc"):
         kernels.check_compiler()
+
+
+def test_the_table_of_ways_has_a_row_for_each() -> None:
+    config = models.build("llama-tied").config
+    found = list(rows(config, 0.5, batch_size=2, sequence_length=12))
+    assert [way for _, way, *_ in found] == ["as it is", "`kernels: liger`", "`compile_blocks`"]
+    assert all(len(row) == 6 for row in found)
+
+
+LIGER: dict[str, tuple[dict[str, Any], str]] = {
+    "no GPU": ({"kernels": "liger"}, "kernels=liger needs a GPU"),
+    "unknown": ({"kernels": "triton"}, "kernels='triton' is not known; use liger"),
+    "both": ({"kernels": "liger", "compile_blocks": True}, "not offered with model.compile_blocks=true"),
+}
+
+
+@pytest.mark.parametrize("name", LIGER)
+def test_kernels_that_cannot_be(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings, message = LIGER[name]
+    with pytest.raises(ConfigError, match=message):
+        FineTune(folder, **settings).build()
+
+
+def test_layers_on_the_cpu_of_a_machine_with_a_gpu_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="kernels=liger needs a GPU"):
+        kernels.liger_functions("cpu")
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package liger-kernel: pip install lt-offload\[liger\]"):
+        kernels.liger_functions("cuda")
+
+
+def test_models_without_kernels_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="nothing for models of type 'bloom', but for gemma, "):
+        kernels.plan_liger(models.build("bloom"))
+    model = models.build("llama")
+    model.config.hidden_act = "relu"
+    with pytest.raises(ConfigError, match="no gated relu, but silu, swish, gelu_pytorch_tanh"):
+        kernels.plan_liger(model)
+
+
+@pytest.mark.parametrize("family", sorted(set(models.FAMILIES) & set(kernels.FAMILIES)))
+def test_kernels_that_are_planned_save_what_those_that_run_save(family: str) -> None:
+    machine = replace(load_hardware("rtx-3060"), context_bytes=0)
+    model = models.build(family)
+    kernels.use_functions(model, liger.FUNCTIONS)
+    names = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert any(name.endswith("norm") for name in names)
+    assert any(name.endswith("mlp") for name in names)
+    expected = profile(
+        model,
+        models.batch(model, padding=True),
+        optimizer=torch.optim.AdamW,
+        device="cpu",
+        hardware=machine,
+        run=lambda batch: model(**batch).loss,
+    )
+
+    def prepare(made: torch.nn.Module) -> torch.nn.Module:
+        kernels.plan_liger(made)
+        return made
+
+    sizes: dict[str, Any] = {"batch_size": 2, "sequence_length": 12, "hardware": machine}
+    found = profile_config(model.config, **sizes, prepare=prepare)
+    plain = profile_config(model.config, **sizes)
+    for ours, theirs, without in zip(found.blocks, expected.blocks, plain.blocks, strict=True):
+        for one, other in zip(ours.options, theirs.options, strict=True):
+            for figure in ("name", "saved_bytes", "keeps_input", "offload_bytes"):
+                assert getattr(one, figure) == getattr(other, figure), (ours.name, one.name, figure)
+        if ours.kind == "layer":
+            keep, before = ours.option("keep"), without.option("keep")
+            assert keep.saved_bytes < before.saved_bytes
+            assert keep.forward_s + keep.backward_s < before.forward_s + before.backward_s
