@@ -421,6 +421,26 @@ def test_the_planner_takes_two_parts_where_that_is_faster(accumulate: int, delay
     assert differences(plain("masters", clip_norm=training.clip_norm), training.result) == []
 
 
+@pytest.mark.own_plan("is about a plan that fetches the table early")
+def test_the_planner_takes_two_parts_also_where_the_next_iteration_fetches_the_table() -> None:
+    found = slow(measured("masters"))
+    table = table_of(found)
+    assert table is not None
+    budget = make_plan(as_head(found, table), Settings(planner="stream")).predicted.device_peak_bytes
+    plan = make_plan(found, Settings(memory=budget))
+    whole = make_plan(
+        replace(found, tensors=tuple(replace(t, lookup_bytes=0) for t in found.tensors)), Settings(memory=budget)
+    )
+    assert plan.predicted.iteration_s < 0.9 * whole.predicted.iteration_s
+    rows = {op.id for op in plan.ops if op.updates_on_host and op.rows == "looked up"}
+    (fetch,) = (op for op in plan.ops if op.kind == "prefetch" and table in plan.tensors(op))
+    assert fetch.step < len(plan.options)
+    assert rows.intersection(fetch.after)
+    training = Training("masters")
+    training.run(plan, budget, flat(ONE_BY_ONE))
+    assert differences(plain("masters", ONE_BY_ONE), training.result) == []
+
+
 def test_sums_of_rows_that_are_looked_up_have_room_in_the_plan() -> None:
     plan, _ = planned("torch", 0.3)
     found = measured("torch")
