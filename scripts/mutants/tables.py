@@ -60,8 +60,8 @@ IN_TWO_PARTS = (
     mutant(
         "gradients that the backward writes to the host count as if they stayed",
         "plan/iteration/memory.py",
-        "        at_once = written or (",
-        "        at_once = (",
+        " - grads.written[at] + grads.scratch[at])",
+        " + grads.scratch[at])",
         "unit/assembly/test_plan_reruns.py",
     ),
     mutant(

@@ -233,9 +233,9 @@ def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
         if option.held_peak_bytes is not None:
             working = min(working, option.held_peak_bytes + grads.scratch[at])
         if option.passing_peak_bytes is not None:
-            working = min(working, option.passing_peak_bytes + grads.new[at] + grads.scratch[at])
+            working = min(working, option.passing_peak_bytes + grads.new[at] - grads.written[at] + grads.scratch[at])
         gone = option.saved_bytes if block < len(profile.blocks) - 1 else 0  # the last one's may belong to the loss
-        total[at] += max(working, grads.new[at] + grads.ending[at] - gone)
+        total[at] += max(working, grads.new[at] - grads.written[at] + grads.ending[at] - gone)
     return total
 
 
@@ -305,6 +305,8 @@ class _GradientBytes:
     """Of computations before, still there at its end."""
     new: Bytes
     """They come in a backward and stay to its end."""
+    written: Bytes
+    """That part of ``new`` which does not stay, as each is written to the host as soon as it is complete."""
     passing: Bytes
     """The most that comes in the middle of a backward and goes at once, with what its use takes."""
     scratch: Bytes
@@ -314,7 +316,7 @@ class _GradientBytes:
 
 
 def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
-    earlier, new, passing, scratch, updating, leaving = np.zeros((6, len(time)), dtype=np.int64)
+    earlier, new, passing, scratch, updating, leaving, gone = np.zeros((7, len(time)), dtype=np.int64)
     small: dict[tuple[int, str], list[int]] = {}
     """Gradients for the host that are gathered with others, by computation and dtype."""
     for index, (tensor, place) in enumerate(zip(profile.tensors, used.places, strict=True)):
@@ -330,11 +332,13 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
         tied, written = len(uses) > 1, index in used.grad_zero_copy
         waits = place == "host" and not written
         ends = time.last[used.grad_release_after[index]] if waits and index in used.grad_release_after else last
-        # A large one that is used on the device goes at once, and so does any that is written to the host: it never
-        # lies beside others and counts as passing below.
-        at_once = written or (not waits and size >= COLLECTED_BELOW)
+        # A large one that is used or written at once never lies beside others and counts as passing below. Measured
+        # peaks are without small ones, whatever becomes of them.
+        at_once = not waits and size >= COLLECTED_BELOW
         if tied or not at_once:
             new[first] += size
+        if written and not tied and not at_once:
+            gone[first] += size
         if tied or waits:
             earlier[first + 1 : ends + 1] += size
         for at in uses[1:]:
@@ -358,6 +362,7 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
     return _GradientBytes(
         earlier=earlier,
         new=new,
+        written=gone,
         passing=passing + early,
         scratch=scratch + early,
         ending=np.maximum(updating, leaving),

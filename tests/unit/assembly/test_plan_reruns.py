@@ -241,7 +241,7 @@ def in_backward(
     plan: Plan, profile: Profile, step: int, held: dict[tuple[str, int], int], option: OptionProfile
 ) -> int:
     """Return what comes with a backward; sums of tied tensors are held from their first one to their last."""
-    staying = passing = 0
+    staying = passing = gone = 0
     gathered: list[int] = []
     copied = {t for op in plan.ops if op.payload == "grad" and op.lane == "d2h" for t in plan.tensors(op)}
     written = {t for op in plan.ops if op.writes_gradients for t in plan.tensors(op)}
@@ -251,8 +251,9 @@ def in_backward(
         )
         if not tensor.trainable or step not in steps:
             continue
-        if step == steps[0] and (len(steps) > 1 or t not in written):
+        if step == steps[0]:
             staying += tensor.bytes
+            gone += tensor.bytes if len(steps) == 1 and t in written else 0
         else:
             passing = max(passing, tensor.bytes)
         if step == steps[-1] and t in copied:
@@ -265,10 +266,10 @@ def in_backward(
     if option.held_peak_bytes is not None:
         middle = min(middle, option.held_peak_bytes)
     if option.passing_peak_bytes is not None:
-        middle = min(middle, option.passing_peak_bytes + staying)
+        middle = min(middle, option.passing_peak_bytes + staying - gone)
     last = step == len(profile.blocks)
     copies = sum(gathered) if len(gathered) > 1 else 0
-    return max(middle, staying + copies - (0 if last else option.saved_bytes))
+    return max(middle, staying - gone + copies - (0 if last else option.saved_bytes))
 
 
 def with_held_peaks(profile: Profile, rng: np.random.Generator) -> Profile:
