@@ -21,7 +21,7 @@ from lt_offload.units import format_bytes, format_seconds
 from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
-from scripts.docs import curves, figures, several, states
+from scripts.docs import curves, figures, gpu_runs, several, states
 from scripts.hf import tables as trainer_tables
 from scripts.simulated import clipping, large_updates
 
@@ -477,7 +477,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-orders": bench_orders,
     "bench-launch": bench_launch,
     "guard": guard,
-    "bench-update": bench_update,
+    "bench-update": lambda results: "\n\n".join(map(bench_update, figures.by_processor(results))),
     "smallest-budget": smallest_budget,
     "bench-planner": bench_planner,
     "bench-gaps": bench_gaps,
@@ -520,7 +520,7 @@ def pages(root: Path) -> dict[Path, str]:
         "docs/architecture.md": {"states": states.markdown()},
         "docs/benchmarks.md": {"numbers": render(root / "results")},
         "docs/faq.md": {"home": figures.home(results.get("recipes", []))},
-        "docs/gpu.md": {"mutants": figures.mutants(results.get("gpu-mutants", []))},
+        "docs/gpu.md": gpu_runs.blocks(root) | {"mutants": figures.mutants(results.get("gpu-mutants", []))},
         "docs/limits.md": {
             "limits": limits.markdown(),
             "optimizers": figures.optimizers(results.get("optimizers", [])),

@@ -202,7 +202,7 @@ def measure_machine(
     device: torch.device | str | None = None, *, on_progress: Callable[[str], None] | None = None
 ) -> HardwareProfile:
     """Return ``measure_hardware`` together with the rates of matrix products and of memory, which estimates need."""
-    from lt_offload.machine.driver import device_for
+    from lt_offload.machine.driver import context_bytes, device_for
     from lt_offload.profiling.rates import measure_rates
 
     target = device_for(device)
@@ -210,6 +210,8 @@ def measure_machine(
     rates = measure_rates(target, on_progress=on_progress or (lambda _message: None))
     return replace(
         machine,
+        # Products have loaded kernels that training loads, too.
+        context_bytes=context_bytes(target) if target.type == "cuda" else 0,
         flops_per_s=rates.flops_per_s,
         device_memory_bytes_per_s=rates.device_bytes_per_s,
         host_memory_bytes_per_s=rates.host_bytes_per_s,

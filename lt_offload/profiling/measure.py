@@ -102,6 +102,7 @@ def profile(
         ModelError: if the model has no block sequence, or calls its blocks in another order or more than once.
         ConfigError: if there are fewer samples than ``micro_batches``.
         UnsupportedError: if the model could not be trained exactly; names the block or weight.
+        torch.OutOfMemoryError: if a GPU has no memory for one block, or for the loss; a note names the batch.
     """
     say = on_progress or _silent
     target = device_for(device)
@@ -127,16 +128,20 @@ def profile(
             warm_up(target)  # or the first block would be charged for the libraries' workspaces
         if any(is_compiled(block.module) for block in structure.blocks):
             stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
-        measured = measure_blocks(
-            model,
-            structure,
-            batch,
-            run=run,
-            device=target,
-            meter=Stopwatch(target),
-            say=say,
-            micro_batches=micro_batches,
-        )
+        try:
+            measured = measure_blocks(
+                model,
+                structure,
+                batch,
+                run=run,
+                device=target,
+                meter=Stopwatch(target),
+                say=say,
+                micro_batches=micro_batches,
+            )
+        except torch.OutOfMemoryError as error:
+            error.add_note(_too_large(batch, target))
+            raise
     if target.type == "cuda":  # by now all kernels are there
         machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
     found = assemble(
@@ -150,6 +155,15 @@ def profile(
         estimated=False,
     )
     return replace(found, contention=contention)
+
+
+def _too_large(batch: Any, device: torch.device) -> str:
+    """Return what to do if a device has no memory for the largest block, or the loss, of ``batch``."""
+    samples, length = extent(batch)
+    return (
+        f"{samples} samples of {length} tokens were to be measured: one block or the loss takes more memory for them "
+        f"than {device} has left; measure with fewer samples, or with shorter ones"
+    )
 
 
 def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:

@@ -19,6 +19,14 @@ def origin(result: Result) -> str:
     return f"{where}, torch {result['versions']['torch']}, {result['date']}"
 
 
+def by_processor(results: Sequence[Result]) -> list[list[Result]]:
+    """Return ``results`` with those of one processor together."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result["machine"]["processor"], []).append(result)
+    return list(groups.values())
+
+
 def headline(results: Results) -> str:
     """Return the figures that matter most, the worst beside the best, with where they were made."""
     rows = [row for make in (_same, _memory, _time, _predicted, _simulated, _bound) for row in make(results)]

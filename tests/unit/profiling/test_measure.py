@@ -198,6 +198,18 @@ def test_dropout_between_the_blocks_is_shared() -> None:
     assert dropped - plain == 2 * 12 * 32 * FLOAT
 
 
+def test_a_batch_that_is_too_large_for_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("lt_offload.profiling.measure.measure_blocks", full)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        measured(models.build("llama"))
+    (note,) = error.value.__notes__
+    assert note.startswith("2 samples of 12 tokens were to be measured")
+    assert note.endswith("than cpu has left; measure with fewer samples, or with shorter ones")
+
+
 def test_interfaces_chain() -> None:
     blocks = measured(models.build("llama")).blocks
     activation = 2 * 12 * 32 * FLOAT
