@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from scripts.docs import gpu_runs
 from scripts.gpu import __main__ as program
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,3 +155,45 @@ def test_figures_of_the_first_minute_are_printed(
     assert "stages installed: driver 9, nvml 8" in lines
     assert "retries: [1, 0]" in lines
     assert "device_peak: predicted 10, measured 9" in lines
+
+
+def test_runs_are_tabled_side_by_side() -> None:
+    def run(*parts: dict[str, Any]) -> dict[str, Any]:
+        machine = {"gpu": "GPU X", "processor": "CPU Y", "cores": 4}
+        return {"machine": machine, "versions": {"torch": "2.11"}, "date": "2026-01-01", "figures": {"parts": parts}}
+
+    def part(name: str, passed: int | None, status: str = "ok", **found: Any) -> dict[str, Any]:
+        return {"name": name, "status": status, "passed": passed} | found
+
+    peak = {"budget": 2 * 10**9, "predicted": 19 * 10**8, "peak": 18 * 10**8}
+    seconds = {"predicted_s": 0.5, "measured_s": 0.4}
+    figures = {f"{gpu_runs.PEAK}[tight]": peak, f"{gpu_runs.TIME}[tight]": seconds}
+    results = [
+        run(part("smoke", 3, failures={"one": "why"}), part("memory", 2, figures=figures)),
+        run(part("smoke", 4, "time limit"), part("cards", 0, skipped={"all": "why"}), part("update", None)),
+    ]
+    table = gpu_runs.runs(results)
+    assert f"| smoke | {gpu_runs.WHAT['smoke']} | 3 passed, 1 failed | 4 passed, out of time |" in table
+    assert f"| cards | {gpu_runs.WHAT['cards']} |  | not run: one card |" in table
+    assert f"| update | {gpu_runs.WHAT['update']} |  | ok |" in table
+    assert "| parity |" not in table
+    assert "(GPU X, torch 2.11, 2026-01-01)" in table
+    assert "| 2 GB | 1.9 GB | 1.8 GB | 500 ms | 400 ms |" in gpu_runs.budgets(results)
+    assert gpu_runs.runs([]) == gpu_runs.budgets([]) == ""
+
+
+def test_parts_that_may_run_beside_each_other_do(gpu: ModuleType) -> None:
+    def one(name: str, beside: bool) -> Any:
+        return gpu.Part(name=name, command=[], minutes=1.0, beside=beside)
+
+    chosen = [one("a", False), one("b", True), one("c", True), one("d", False), one("e", True)]
+    assert [[part.name for part in group] for group in gpu.groups(chosen)] == [["a"], ["b", "c"], ["d"], ["e"]]
+
+
+def test_a_part_without_time_is_not_begun(gpu: ModuleType, tmp_path: Path) -> None:
+    log = tmp_path / "all.log"
+    log.write_bytes(b"")
+    parts = [gpu.Part(name=name, command=["-c", f"print('{name} ran')"], minutes=1.0) for name in ("a", "b")]
+    done = gpu.run_all(parts, lambda part: 60.0 if part.name == "a" else 0.0, log, tmp_path)
+    assert [found["status"] for found in done] == ["ok", "no time left"]
+    assert "a ran" in log.read_text()

@@ -314,7 +314,7 @@ def root(results: Path) -> Path:
     """A repository with the pages that have blocks of figures."""
     above = results.parent
     marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits optimizers"}
-    marks |= {"docs/gpu.md": "mutants", "docs/faq.md": "home", "docs/architecture.md": "states"}
+    marks |= {"docs/gpu.md": "runs budgets mutants", "docs/faq.md": "home", "docs/architecture.md": "states"}
     marks |= {"docs/several-gpus.md": "processes cards machines links"}
     (above / "docs").mkdir()
     for name, among in marks.items():
