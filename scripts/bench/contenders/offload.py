@@ -11,7 +11,6 @@ from torch import Tensor
 
 import lt_offload
 from lt_offload import Plan, Profile
-from lt_offload.profiling.hardware import measure_hardware
 from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.trace import Trace
 from scripts.bench.contenders.case import Batch, Case, Training
@@ -29,14 +28,12 @@ def training(case: Case) -> Iterator[Training]:
     if path.exists():  # then whether there is a plan at all is known before the model is built
         profile = Profile.load(path)
         plan = _plan(case, profile, times)
-    else:  # before the model is built: it counts among what training takes
-        hardware = measure_hardware(case.place)
     model = case.model()
     optimizer = case.optimizer(model.parameters())
     if plan is None:
         case.say("measuring")
         began = time.perf_counter()
-        profile = lt_offload.profile(model, batch, optimizer=optimizer, device=case.place, hardware=hardware)
+        profile = lt_offload.profile(model, batch, optimizer=optimizer, device=case.place)
         times["measure_s"] = time.perf_counter() - began
         profile.save(path)
         plan = _plan(case, profile, times)
