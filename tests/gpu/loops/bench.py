@@ -140,11 +140,12 @@ class Bench:
         return lt_offload.solve(profile, memory=ROOM, **switches | {"host_update": False, "planner": "resident"})
 
     @contextmanager
-    def within(self, way: str, here: Here, accumulate: int = 1, **options: Any) -> Iterator[Here]:
-        """Run what is within by a plan."""
+    def within(self, way: str, here: Here, accumulate: int = 1, beside: int = 0, **options: Any) -> Iterator[Here]:
+        """Run what is within by a plan, in a budget that has so many bytes ``beside`` for tensors of the loop's own."""
         delayed = options.pop("delayed", False)
         switches: dict[str, Any] = {"accumulate": accumulate} | ({"delayed": True} if delayed else {})
         plan = self.plan(way, switches, **options)
+        plan = replace(plan, budget_bytes=plan.budget_bytes + beside)
         with lt_offload.offloaded(
             here.model,
             here.optimizer,
@@ -168,19 +169,27 @@ class Bench:
         return Result(losses, model, optimizer), here
 
     def ours(
-        self, way: str, loop: Loop, before: bool = False, accumulate: int = 1, delayed: bool = False, **options: Any
+        self,
+        way: str,
+        loop: Loop,
+        before: bool = False,
+        accumulate: int = 1,
+        delayed: bool = False,
+        beside: int = 0,
+        **options: Any,
     ) -> tuple[Result, Here]:
         """Run ``loop`` within a plan; ``before``: the model is on the device before."""
         model, optimizer = self.fresh(on_device=before, **options)
         here = Here(model=model, optimizer=optimizer, batches=self.batches(), device=self.device)
-        with self.within(way, here, accumulate, delayed=delayed, **options) as here:
+        with self.within(way, here, accumulate, beside, delayed=delayed, **options) as here:
             torch.manual_seed(1)
             losses = loop(here)
         return Result(losses, model, optimizer), here
 
     def compare(self, way: str, loop: Loop, **options: Any) -> list[str]:
         """Name what differs between ``loop`` with and without the package."""
-        made = {name: value for name, value in options.items() if name not in ("before", "accumulate", "delayed")}
+        ours_only = ("before", "accumulate", "delayed", "beside")
+        made = {name: value for name, value in options.items() if name not in ours_only}
         expected, plainly = self.plainly(loop, **made)
         gc.collect()
         found, ours = self.ours(way, loop, **options)
