@@ -75,7 +75,6 @@ def compiled_blocks(monkeypatch: pytest.MonkeyPatch, target: Target) -> Iterator
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning",
     "ignore:The .grad attribute of a Tensor:UserWarning",
     "ignore:TensorFloat32 tensor cores for float32:UserWarning",  # torch's compiler advises them; bits are compared
 )

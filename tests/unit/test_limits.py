@@ -236,14 +236,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_model_settings(name: str) -> None:
     make, setting = MODELS[name]
     assert f"- {setting}: " in message("model", Setup(model=make()))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_blocks_pass() -> None:
     model = models.build()
     for layer in model.model.layers:
@@ -277,7 +275,6 @@ COMPILED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_in_other_ways(name: str) -> None:
     compile_it, setting = COMPILED[name]

@@ -22,9 +22,7 @@ from lt_offload.schema.profile import Profile
 from tests.support import engines, models, plans
 from tests.support.engines import Case, changed, differences, offloaded, plain, trained_on
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 QUICKLY = {"cpp.simdlen": 1, "compile_threads": 1}
 """Compile for no particular processor."""

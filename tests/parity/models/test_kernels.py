@@ -22,9 +22,7 @@ from tests.parity.models import liger
 from tests.support import tiny
 from tests.support.trainers import Forced, Run, Tokens, state_differences, trainer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -24,9 +24,7 @@ from tests.parity.engine.test_compiled import QUICKLY
 from tests.parity.models import liger
 from tests.support import models, tiny
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 RECIPE = """\
 base: configs/base.yaml

@@ -35,7 +35,6 @@ def test_training_lowers_the_held_out_loss(folder: str, text: str) -> None:
     assert module.training
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("lora", [None, LoraArgs(r=2)])
 def test_layers_are_compiled_one_by_one(folder: str, lora: LoraArgs | None) -> None:
     module = FineTune(folder, compile_blocks=True, lora=lora)

@@ -22,7 +22,6 @@ from tests.parity.engine.test_compiled import QUICKLY
 from tests.support import models
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning",
     "ignore:.*should not be instantiated:DeprecationWarning",  # Dynamo, of Bloom's function with a backward of its own
 )
 
