@@ -21,7 +21,7 @@ from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.calls import Call, bit_sums, has_values
 from lt_offload.model.parts import Joint
 from lt_offload.model.saving import CacheCostly, ReplayCostly, SparseParts, travels
-from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
+from lt_offload.profiling.meters import AHEAD, Lap, Meter, Watch, fastest, scatter
 from lt_offload.schema.profile import RECORDED, OptionName, OptionProfile
 
 _log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 _FEW_DRAWS, _MOST_DRAWS = 3, 16
 """Three runs show whether a block leaves modules out at random; if it does, the fullest of sixteen is measured."""
 
-_LAUNCHES, _AHEAD = 2, 1.5
-"""Launches are timed so often; then the host is ahead of the device by so many times what they take."""
+_LAUNCHES = 2
+"""Launches are timed so often."""
 
 Option = Literal["keep", "recompute", "mixed"]
 """The options that are run; ``offload`` computes what ``keep`` computes."""
@@ -300,7 +300,7 @@ def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figur
     ahead = 0.0, 0.0
     if timed and meter.lags:
         launches = [_run(call, option, meter, None) for _ in range(_LAUNCHES)]
-        ahead = (_AHEAD * _launch(launches, 0), _AHEAD * _launch(launches, 1))
+        ahead = (AHEAD * _launch(launches, 0), AHEAD * _launch(launches, 1))
     laps: list[tuple[Lap, Lap]] = []
     while timed and not meter.enough([_seconds(run) for run in laps]):
         laps.append(_run(call, option, meter, None, ahead))

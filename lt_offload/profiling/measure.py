@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.hugging_face import is_base
 from lt_offload.compat.torch import tree_leaves, tree_map
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.machine.driver import (
     context_bytes,
     current,
@@ -102,7 +102,7 @@ def profile(
         ModelError: if the model has no block sequence, or calls its blocks in another order or more than once.
         ConfigError: if there are fewer samples than ``micro_batches``.
         UnsupportedError: if the model could not be trained exactly; names the block or weight.
-        torch.OutOfMemoryError: if a GPU has no memory for one block, or for the loss; a note names the batch.
+        OverBudget: if a GPU has no memory for one block of the batch, or for its loss.
     """
     say = on_progress or _silent
     target = device_for(device)
@@ -140,8 +140,7 @@ def profile(
                 micro_batches=micro_batches,
             )
         except torch.OutOfMemoryError as error:
-            error.add_note(_too_large(batch, target))
-            raise
+            raise OverBudget(_too_large(batch, target)) from error
     if target.type == "cuda":  # by now all kernels are there
         machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
     found = assemble(
@@ -161,8 +160,8 @@ def _too_large(batch: Any, device: torch.device) -> str:
     """Return what to do if a device has no memory for the largest block, or the loss, of ``batch``."""
     samples, length = extent(batch)
     return (
-        f"{samples} samples of {length} tokens were to be measured: one block or the loss takes more memory for them "
-        f"than {device} has left; measure with fewer samples, or with shorter ones"
+        f"{samples} samples of {length} tokens, with which the model was to be measured: one block or the loss takes "
+        f"more memory for them than {device} has left; lower the batch size or the length, or raise memory"
     )
 
 

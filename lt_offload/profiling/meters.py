@@ -27,6 +27,9 @@ from lt_offload.schema.profile import HardwareProfile
 LAUNCH_SECONDS = 1e-5
 """Host time to launch one operation, for estimates."""
 
+AHEAD = 1.5
+"""A host that is ahead of a device by so many times what its launches take stays ahead."""
+
 _AGREE = 0.05
 """The two fastest of several repetitions differ by less than this part if nothing has disturbed them."""
 _MOST, _LONG = 6, 1.5

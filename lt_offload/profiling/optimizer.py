@@ -47,7 +47,7 @@ from lt_offload.model.optimizers import (
 from lt_offload.optim import AdamW, native
 from lt_offload.optim.rows import updates_rows
 from lt_offload.profiling.hardware import available_host_bytes
-from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
+from lt_offload.profiling.meters import AHEAD, Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
 from lt_offload.units import round_up
 
@@ -60,8 +60,6 @@ _HOST_ELEMENTS = 1 << 25
 """With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
 _TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
 """Tensors of a trial: for an fp32 AdamW a quarter of a gigabyte in all, and steps of milliseconds."""
-_AHEAD = 1.5
-"""By so many times what launches take the host is ahead of the device."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
@@ -317,7 +315,7 @@ class _ParameterStandIn:
                     raise
                 self.copy_state()  # it was made with the optimizer, not by its first step (Adagrad)
                 type(self._optimizer).step(self._optimizer)
-        except (DataDependentOutputException, OffloadError):
+        except (DataDependentOutputException, OffloadError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             use = f"optimizer {type(self._optimizer).__name__}, whose step() ends in {named(error)}"
@@ -491,7 +489,7 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
         stand_in.step()
         launch_s = watch.lap().launch_s
     while not watch.enough(times):
-        watch.lap(_AHEAD * launch_s)
+        watch.lap(AHEAD * launch_s)
         stand_in.step()
         times.append(watch.lap().seconds)
     return stand_in.nbytes / statistics.mean(fastest(times))

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.lightning import combined_loader, data_source, loaded_checkpoint, set_combined_loader
-from lt_offload.errors import ConfigError, InfeasibleError, OffloadError
+from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget
 from lt_offload.plan.batch.choose import LARGEST, BatchChoice, choose_batch
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
@@ -259,7 +259,7 @@ def _loaders(loader: Any) -> list[Any]:
 
 def _out_of_memory(error: Exception) -> bool:
     # What the host's allocator raises is a RuntimeError like any other.
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, OverBudget, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

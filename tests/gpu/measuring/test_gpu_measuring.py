@@ -92,6 +92,19 @@ def test_the_host_is_ahead_of_what_is_timed(device: torch.device, target: Target
         assert found[3].seconds == pytest.approx(found[1].seconds, rel=0.5), "it holds for one lap only"
 
 
+def test_updates_are_timed_with_what_finds_room(device: torch.device) -> None:
+    """Half a gigabyte is what they are timed with otherwise."""
+    weights = [torch.nn.Parameter(torch.zeros(1 << 22)) for _ in range(8)]
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 150 * MIB) / total, device)
+    try:
+        found = measure_optimizer(torch.optim.AdamW(weights, fused=True), device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert found.device_bytes_per_s > 0
+
+
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("most", [0, 8 * MIB, 140 * MIB], ids=["nothing", "a little", "not enough"])
 def test_a_machine_that_locks_little_memory_is_measured(
