@@ -557,8 +557,7 @@ def insert(text: str, mark: str, block: str, name: str) -> str:
 
 
 def _section(title: str, command: str, results: Sequence[Result], head: list[str], rows: Rows) -> str:
-    origins = {figures.origin(result): None for result in results}
-    return f"**{title}** (`python -m {command}`; {'; '.join(origins)})\n\n{_table(head, rows)}"
+    return f"**{title}** (`python -m {command}`; {figures.origins(results)})\n\n{_table(head, rows)}"
 
 
 def _table(head: list[str], rows: Rows) -> str:

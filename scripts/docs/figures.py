@@ -14,9 +14,21 @@ Results = Mapping[str, Sequence[Result]]
 
 def origin(result: Result) -> str:
     """Return on which machine and day a result was made."""
+    return f"{_machine(result)}, {result['date']}"
+
+
+def origins(results: Sequence[Result]) -> str:
+    """Return on which machines and days results were made, each machine once."""
+    days: dict[str, set[str]] = {}
+    for result in results:
+        days.setdefault(_machine(result), set()).add(result["date"])
+    return "; ".join(f"{where}, {', '.join(sorted(dates))}" for where, dates in days.items())
+
+
+def _machine(result: Result) -> str:
     machine = result["machine"]
     where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
-    return f"{where}, torch {result['versions']['torch']}, {result['date']}"
+    return f"{where}, torch {result['versions']['torch']}"
 
 
 def by_processor(results: Sequence[Result]) -> list[list[Result]]:
@@ -30,10 +42,10 @@ def by_processor(results: Sequence[Result]) -> list[list[Result]]:
 def headline(results: Results) -> str:
     """Return the figures that matter most, the worst beside the best, with where they were made."""
     rows = [row for make in (_same, _memory, _time, _predicted, _simulated, _bound) for row in make(results)]
-    used = {origin(result): None for kind in ("compare", *_RANGES) for result in results.get(kind, [])}
+    used = [result for kind in ("compare", *_RANGES) for result in results.get(kind, [])]
     table = ["| | best | worst | made by |", "|---|---:|---:|---|"]
     table += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*table, "", f"Made on {'; '.join(used)}."])
+    return "\n".join([*table, "", f"Made on {origins(used)}."])
 
 
 def _cases(results: Results, kind: str) -> list[dict[str, Any]]:
@@ -112,7 +124,7 @@ def fits(results: Sequence[Result]) -> str:
                 "| " + " | ".join([f"`{result['settings']['model']}`", *(cases[card] for card in cards)]) + " |"
             )
         parts += [f"**{way}**", "\n".join(rows)]
-    made = "; ".join({origin(result): None for result in results})
+    made = origins(results)
     size, length = settings["batch"]
     return "\n\n".join([*parts, f"**Simulated**, {size} x {length} tokens, by `python -m scripts.docs.fits` ({made})."])
 
@@ -141,7 +153,7 @@ def home(results: Sequence[Result]) -> str:
             cells += [format_bytes(found[key]) for key in ("device_peak_bytes", "host_peak_bytes")]
             rows.append("| " + " | ".join([*cells, format_seconds(found["iteration_s"])]) + " |")
             sizes[f"{found['samples']} x {found['sequence_length']}"] = None
-    made = "; ".join({origin(result): None for result in results})
+    made = origins(results)
     update = f"An update has {' or '.join(sizes)} tokens."
     return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({made}). {update}"])
 
@@ -158,7 +170,7 @@ def by_ram(results: Sequence[Result]) -> str:
             found = {row["ram"]: row for row in result["figures"]["rows"] if row["way"] == way}
             fits = ["no" if found[ram]["iteration_s"] is None else "yes" for ram in settings["rams"]]
             rows.append(f"| `{result['settings']['model']}` | {way} | {' | '.join(fits)} |")
-    made = "; ".join({origin(result): None for result in results})
+    made = origins(results)
     size, length = settings["batch"]
     how = f"`{settings['card']}`, {size} x {length} tokens, {settings['left']:.0%} of the RAM for training"
     return "\n".join([*rows, "", f"**Simulated**, {how}, by `python -m scripts.docs.fits --home` ({made})."])

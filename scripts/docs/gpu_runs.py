@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.units import format_bytes, format_seconds
-from scripts.docs.figures import origin
+from scripts.docs.figures import origin, origins
 
 Result = Mapping[str, Any]
 
@@ -48,7 +48,7 @@ def runs(results: Sequence[Result]) -> str:
         cells = [_outcome(result, name) for result in results]
         if any(cells):
             rows.append(f"| {name} | {what} | {' | '.join(cells)} |")
-    made = "; ".join(dict.fromkeys(origin(dict(result)) for result in results))
+    made = origins([dict(result) for result in results])
     return "\n".join([*rows, "", f"Parts of `make gpu` ({made}). A part that ran out of time ended between two tests."])
 
 
