@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import pynvml
 import torch
@@ -27,6 +28,7 @@ PAGE_TABLE_SHARE = 512
 
 _TRIAL_BYTES = 1 << 20
 _TRIAL_CYCLES = 1 << 20
+_Found = TypeVar("_Found")
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +94,24 @@ def warm_up(device: torch.device) -> None:
             attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
             torch.autograd.grad(attended.sum(), [x, bias])
     torch.cuda.synchronize(device)
+
+
+def in_what_room(measure: Callable[[int], _Found], most: int, *, least: int) -> _Found:
+    """Return ``measure(most)``, or of half as much, a quarter and so on, whatever a device has memory for.
+
+    Raises:
+        torch.OutOfMemoryError: if ``least`` is too much.
+    """
+    size = most
+    while True:
+        try:
+            return measure(size)
+        except torch.OutOfMemoryError:
+            if size // 2 < least:
+                raise
+        # Not within the handler: the error's frames hold what there was room for.
+        clear_cublas_workspaces()
+        size //= 2
 
 
 def occupy(device: torch.device, seconds: float) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from lt_offload.errors import UnsupportedError
+from lt_offload.machine.driver import in_what_room
 from lt_offload.machine.pages import map_pages
 from lt_offload.units import format_bytes
 
 LEAST_SPEED = 0.5
 """Least speed of kernels that read host memory, as part of the speed of copies: slower ones are of no use."""
-_SPEED_BYTES = 64 << 20
+_SPEED_BYTES, _LEAST_SPEED_BYTES = 64 << 20, 1 << 20
 
 
 def zero_copy_view(host: Tensor, device: torch.device) -> Tensor:
@@ -165,7 +167,13 @@ def measure_speeds(
     device: torch.device, synchronize: Callable[[], object], view_of: Callable[[Tensor], Tensor]
 ) -> Speeds:
     """Measure how fast ``device`` reads and writes host memory through ``view_of``; arguments: see :func:`refusal`."""
-    with locked(map_pages(_SPEED_BYTES).bytes()) as memory:
+    return in_what_room(partial(_measure_speeds, device, synchronize, view_of), _SPEED_BYTES, least=_LEAST_SPEED_BYTES)
+
+
+def _measure_speeds(
+    device: torch.device, synchronize: Callable[[], object], view_of: Callable[[Tensor], Tensor], nbytes: int
+) -> Speeds:
+    with locked(map_pages(nbytes).bytes()) as memory:
         host = memory.view(torch.float32)
         seen, near = view_of(host), torch.zeros(host.shape, device=device)
 

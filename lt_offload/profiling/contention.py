@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from lt_offload.errors import UnsupportedError
+from lt_offload.machine.driver import in_what_room
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.zero_copy import locked
 from lt_offload.profiling.optimizer import trial_updates
-from lt_offload.profiling.rates import product_size
+from lt_offload.profiling.rates import LEAST_SIZE, MOST_SIZE, product_size
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.profile import Contention, Slowdown
 
@@ -40,6 +41,7 @@ SETS: tuple[tuple[LaneName, ...], ...] = (*itertools.combinations(SHARING, 2), (
 """What runs together: every two lanes, and copies both ways beside updates."""
 
 _COPY_BYTES = 16 << 20
+"""What is copied: so much, or as little as the smallest matrix has."""
 _MATRIX = 512
 """Size of the matrices that the processor multiplies as the emulated device."""
 _SLOT_S = 0.04
@@ -60,19 +62,24 @@ Rates = Callable[[Sequence[LaneName]], Mapping[LaneName, float]]
 def measure_contention(optimizer: Optimizer, device: torch.device, *, host_threads: int = 0) -> Contention:
     """Measure how copies, updates and computations slow each other down on this machine, in a second or two.
 
+    Copies and products are smaller than usual if the device has little memory left.
+
     Args:
         optimizer: whose updates run on the host.
         device: where blocks run; the CPU stands for the emulated device.
         host_threads: threads of an update on the host; 0: as many as torch uses.
     """
     node = memory_node_of(device)
-    with ExitStack() as stack:
-        pieces: dict[LaneName, Piece] = {
-            "compute": _products(device),
-            **_copies(device, node, stack),
-            "host": _updates(optimizer, device),
-        }
-        return contention_of(lambda lanes: _together({lane: pieces[lane] for lane in lanes}, node, host_threads))
+    updates = _updates(optimizer, device)
+
+    def measure(size: int) -> Contention:
+        with ExitStack() as stack:
+            # Copies first: products are as large as they find room beside them.
+            copies = _copies(device, node, stack, min(_COPY_BYTES, size * size * torch.float32.itemsize))
+            pieces: dict[LaneName, Piece] = {"compute": _products(device, size), **copies, "host": updates}
+            return contention_of(lambda lanes: _together({lane: pieces[lane] for lane in lanes}, node, host_threads))
+
+    return in_what_room(measure, MOST_SIZE, least=LEAST_SIZE)
 
 
 def contention_of(rates: Rates) -> Contention:
@@ -214,19 +221,22 @@ def _together(pieces: Mapping[LaneName, Piece], node: MemoryNode, host_threads: 
     for thread in threads:
         thread.join()
     torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
-    if errors:
-        # The barrier breaks for all others because of the first error, which is the one that says something.
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    try:
+        if errors:
+            # The barrier breaks for all others because of the first error, which is the one that says something.
+            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    finally:
+        errors.clear()  # or the error would hold itself, and the memory of all pieces
     return {lane: count.pieces / count.seconds for lane, count in counts.items()}
 
 
-def _copies(device: torch.device, node: MemoryNode, stack: ExitStack) -> dict[LaneName, Piece]:
-    """Return copies each way, between host memory like the engine's and the device."""
-    pages = [map_pages(_COPY_BYTES) for _ in range(2)]
+def _copies(device: torch.device, node: MemoryNode, stack: ExitStack, nbytes: int) -> dict[LaneName, Piece]:
+    """Return copies of ``nbytes`` each way, between host memory like the engine's and the device."""
+    devices = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    pages = [map_pages(nbytes) for _ in range(2)]
     for each in pages:
         node.run(each.touch)
     hosts = [each.bytes() for each in pages]
-    devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     if device.type == "cuda":
         try:
             for host in hosts:
@@ -240,12 +250,17 @@ def _copies(device: torch.device, node: MemoryNode, stack: ExitStack) -> dict[La
     }
 
 
-def _products(device: torch.device) -> Piece:
-    """Return matrix products on the device."""
-    size = _MATRIX if device.type == "cpu" else product_size(torch.float32, device)
+def _products(device: torch.device, most: int) -> Piece:
+    """Return products on the device, of matrices of at most ``most`` rows."""
+    size, times = (_MATRIX, 1) if device.type == "cpu" else product_size(torch.float32, device, most=most)
     a, b = (torch.ones(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    return _on_stream(lambda: torch.mm(a, b, out=out), device)
+
+    def work() -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+
+    return _on_stream(work, device)
 
 
 def _updates(optimizer: Optimizer, device: torch.device) -> Piece:

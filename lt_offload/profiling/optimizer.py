@@ -13,6 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lt_offload.compat.torch import (
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.driver import in_what_room
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.model.optimizers import (
@@ -54,7 +56,8 @@ from lt_offload.units import round_up
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 _STEPS, _UNCHANGED = 16, 3
-_SAMPLE_ELEMENTS = 1 << 22
+_SAMPLE_ELEMENTS, _LEAST_ELEMENTS = 1 << 22, 1 << 16
+"""Of the tensor that is updated, and of all of it that a device has to have room for."""
 _ESTIMATE_SHAPE = (256, 256)
 _HOST_ELEMENTS = 1 << 25
 """With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
@@ -169,7 +172,7 @@ def _state_after_steps(sample: _Sample) -> int:
                 held = _state_bytes(stand_in.state)
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
-    part = replace(sample, shape=_cut(sample.shape))
+    part = replace(sample, shape=_cut(sample.shape, _SAMPLE_ELEMENTS))
     # Fake tensors came no further than into the first step, which had made the state by then: by how much that grows is
     # seen on a few real rows.
     grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
@@ -199,7 +202,7 @@ def _scratch_of_steps(sample: _Sample, room: int, device: torch.device) -> int:
             return fake
     except Exception:  # whatever a foreign optimizer meets on fake tensors
         fake = 0
-    part = replace(sample, shape=_cut(sample.shape))
+    part = replace(sample, shape=_cut(sample.shape, _SAMPLE_ELEMENTS))
     share = math.prod(part.shape) / max(1, math.prod(sample.shape))
     real = _scratch_by_step(part, torch.device("cpu"), int(room * share))
     return real if share == 1 else max(fake, math.ceil(real / share))
@@ -347,18 +350,13 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
     speeds = _host_speeds(optimizer, sample, memory_node_of(device))
     threads = _enough(speeds)
-    on_device = _ParameterStandIn(sample, device)
     device_speed = _device_speed(optimizer, sample, device)
-    on_device.step()  # makes the state
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    on_device.step()
-    scratch_bytes = torch.cuda.max_memory_allocated(device) - before
+    scratch_of = partial(_device_scratch, sample, device)
     return OptimizerProfile(
         name=name,
         host_bytes_per_s=speeds[threads],
         device_bytes_per_s=device_speed,
-        scratch_ratio=scratch_bytes / on_device.nbytes,
+        scratch_ratio=in_what_room(scratch_of, _SAMPLE_ELEMENTS, least=_LEAST_ELEMENTS),
         host_threads=threads,
         host_speeds={n: speed for n, speed in speeds.items() if n <= threads},
     )
@@ -367,14 +365,23 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
 def _device_speed(optimizer: Optimizer, sample: _Sample, device: torch.device) -> float:
     """Return the speed of updates on a GPU, of as much as there is to update or finds room: more than caches hold."""
     elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    copies = max(1, min(elements, _HOST_ELEMENTS) // max(1, math.prod(sample.shape)))
-    while True:
-        try:
-            return _speed(_ParameterStandIn(sample, device, copies=copies), device)
-        except torch.OutOfMemoryError:
-            if copies == 1:
-                raise
-            copies //= 2
+
+    def measure(most: int) -> float:
+        part = replace(sample, shape=_cut(sample.shape, most))
+        copies = max(1, min(elements, most) // max(1, math.prod(part.shape)))
+        return _speed(_ParameterStandIn(part, device, copies=copies), device)
+
+    return in_what_room(measure, _HOST_ELEMENTS, least=_LEAST_ELEMENTS)
+
+
+def _device_scratch(sample: _Sample, device: torch.device, most: int) -> float:
+    """Return the bytes that an update on a GPU takes for a moment, per byte of a tensor of ``most`` elements."""
+    stand_in = _ParameterStandIn(replace(sample, shape=_cut(sample.shape, most)), device)
+    stand_in.step()  # makes the state
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    stand_in.step()
+    return (torch.cuda.max_memory_allocated(device) - before) / stand_in.nbytes
 
 
 def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dict[int, float]:
@@ -470,13 +477,13 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
 def _largest(optimizer: Optimizer) -> _Sample:
     """Return the largest tensor, cut down to what can be updated quickly."""
     parameter, place = max(places_of(optimizer).items(), key=lambda pair: pair[0].numel())
-    return _Sample(optimizer, place, _cut(tuple(parameter.shape)), parameter.dtype, parameter)
+    return _Sample(optimizer, place, _cut(tuple(parameter.shape), _SAMPLE_ELEMENTS), parameter.dtype, parameter)
 
 
-def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ``shape`` with fewer rows, if it has too many elements for a trial."""
+def _cut(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return ``shape`` with fewer rows, if it has too many elements for a trial, of at least one row."""
     row = max(1, math.prod(shape[1:]))
-    return (max(1, min(shape[0], _SAMPLE_ELEMENTS // row)), *shape[1:]) if shape else shape
+    return (max(1, min(shape[0], most // row)), *shape[1:]) if shape else shape
 
 
 def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:

@@ -5,6 +5,7 @@ Copies between host and device are timed in memory like the engine's, each direc
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_offload.machine.driver import in_what_room
 from lt_offload.machine.numa import MemoryNode
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import locked
 
-_COPY_BYTES = 64 << 20
+_COPY_BYTES, _LEAST_COPY_BYTES = 64 << 20, 1 << 20
+"""What is copied: so much, or less of it where the device has no room."""
 _STREAM_REPEATS, _THREAD_REPEATS = 16, 5
 LOCKED_BYTES = 2 * _COPY_BYTES + STAGING_BYTES
 """Host memory that is page-locked for the measurement."""
@@ -48,17 +51,24 @@ class Links:
 def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> Links:
     """Measure copies, each way alone and both at once; without CUDA between two places in RAM.
 
+    Smaller ones than usual, if the device has little memory left.
+
     Args:
         device: where to copy to and from.
         pinned: whether ``LOCKED_BYTES`` of host memory can be page-locked.
         node: where host memory should be.
     """
+    measure = partial(_measure_links, device, pinned, node or MemoryNode())
+    return in_what_room(measure, _COPY_BYTES, least=_LEAST_COPY_BYTES)
+
+
+def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes: int) -> Links:
     with ExitStack() as stack:
-        pages = [map_pages(_COPY_BYTES) for _ in range(2)]
+        devices = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        pages = [map_pages(nbytes) for _ in range(2)]
         for each in pages:
-            (node or MemoryNode()).run(each.touch)
+            node.run(each.touch)
         hosts = [each.bytes() for each in pages]
-        devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         down, up = (devices[0], hosts[0]), (hosts[1], devices[1])
         if device.type != "cuda":
             return _links(partial(_on_threads, [Tensor.copy_, Tensor.copy_]), down, up)
@@ -109,7 +119,8 @@ def _on_streams(device: torch.device, pairs: Sequence[_Pair]) -> list[float]:
             mine.append(torch.Event("cuda", enable_timing=True))
             mine[-1].record(stream)
     torch.cuda.synchronize(device)
-    return _speeds([[start.elapsed_time(end) / 1e3 for end in mine] for start, mine in zip(starts, ends, strict=True)])
+    seconds = [[start.elapsed_time(end) / 1e3 for end in mine] for start, mine in zip(starts, ends, strict=True)]
+    return _speeds(seconds, pairs[0][0].nbytes)
 
 
 def _on_threads(copies: Sequence[_Copy], pairs: Sequence[_Pair]) -> list[float]:
@@ -128,25 +139,26 @@ def _on_threads(copies: Sequence[_Copy], pairs: Sequence[_Pair]) -> list[float]:
         jobs = [pool.submit(work, mine, copy, *pair) for mine, copy, pair in zip(ends, copies, pairs, strict=False)]
     for job in jobs:
         job.result()  # or an error of a thread would be lost
-    return _speeds(ends)
+    return _speeds(ends, pairs[0][0].nbytes)
 
 
-def _speeds(ends: Sequence[Sequence[float]]) -> list[float]:
+def _speeds(ends: Sequence[Sequence[float]], nbytes: int) -> list[float]:
     """Return bytes per second from the times at which copies ended, as long as all of them were copying."""
     first_end = min(mine[-1] for mine in ends)
     speeds: list[float] = []
     for mine in ends:
         counted = [end for end in mine if end <= first_end] or mine[:1]
-        speeds.append(len(counted) * _COPY_BYTES / counted[-1])
+        speeds.append(len(counted) * nbytes / counted[-1])
     return speeds
 
 
 _SIZE = 1024
 """Size of the matrices that the processor multiplies."""
-_LEAST, _MOST = 256, 8192
-"""The sizes of those for a GPU; which one is right depends on how fast it is."""
+LEAST_SIZE, MOST_SIZE = 256, 8192
+"""The sizes of those for a GPU; which one is right depends on how fast it is, and how much room it has."""
 _LONG_ENOUGH = 1e-3
-"""A product of so many seconds is long beside what it takes to launch it and to wait for it."""
+"""Products of so many seconds are long beside what it takes to launch the first and to wait for the last."""
+_MOST_TIMES = 256
 _SECONDS = 0.2
 
 
@@ -171,33 +183,56 @@ def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    size = _SIZE if device.type == "cpu" else product_size(dtype, device)
+    size, times = (_SIZE, 1) if device.type == "cpu" else product_size(dtype, device)
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b, device)
+    out = torch.empty_like(a)
+
+    def work() -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+
+    return times * 2 * size**3 / _seconds(work, device)
 
 
-def product_size(dtype: torch.dtype, device: torch.device) -> int:
-    """Return how large matrices have to be for a product on a CUDA ``device`` to take a millisecond, within limits."""
-    size = _LEAST
+def product_size(dtype: torch.dtype, device: torch.device, *, most: int = MOST_SIZE) -> tuple[int, int]:
+    """Return how large matrices have to be for a product on a CUDA ``device`` to take a millisecond, and a number.
+
+    Where those would be larger than ``most``, or than the device has room for, it takes that number of smaller ones.
+
+    Raises:
+        torch.OutOfMemoryError: if there is no room for the smallest.
+    """
+    size, seconds = LEAST_SIZE, _product_seconds(LEAST_SIZE, dtype, device)
     # From small to large, as the largest would keep a slow card busy for seconds.
-    while size < _MOST:
-        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        a @ b  # loads the kernel
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        a @ b
-        torch.cuda.synchronize(device)
-        if time.perf_counter() - start >= _LONG_ENOUGH:
+    while seconds < _LONG_ENOUGH and 2 * size <= most:
+        try:
+            seconds = _product_seconds(2 * size, dtype, device)
+        except torch.OutOfMemoryError:
             break
         size *= 2
-    return size
+    return size, math.ceil(min(max(1.0, _LONG_ENOUGH / seconds), _MOST_TIMES))
+
+
+def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    torch.mm(a, b, out=out)  # loads the kernel
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    torch.mm(a, b, out=out)
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _copy_rate(device: torch.device) -> float:
     """Return bytes read and written per second by a copy within ``device``."""
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+
+    def measure(nbytes: int) -> float:
+        source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return 2 * nbytes / _seconds(lambda: target.copy_(source), device)
+
+    return in_what_room(measure, _COPY_BYTES, least=_LEAST_COPY_BYTES)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -55,8 +57,9 @@ def test_a_machine(target: Target, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_long_enough_to_be_timed(dtype: torch.dtype, device: torch.device, target: Target) -> None:
-    size = rates.product_size(dtype, device)
-    assert rates._LEAST <= size <= rates._MOST
+    size, times = rates.product_size(dtype, device)
+    assert rates.LEAST_SIZE <= size <= rates.MOST_SIZE
+    assert times == 1 or size == rates.MOST_SIZE
     a = torch.ones(size, size, dtype=dtype, device=device)
     watch = Stopwatch(device)
     laps = []
@@ -65,7 +68,7 @@ def test_products_are_long_enough_to_be_timed(dtype: torch.dtype, device: torch.
         a @ a
         laps.append(watch.lap())
     if target.real:
-        assert size == rates._MOST or max(lap.seconds for lap in laps) > rates._LONG_ENOUGH / 2
+        assert times > 1 or max(lap.seconds for lap in laps) > rates._LONG_ENOUGH / 2
     assert all(0 < lap.launch_s <= lap.seconds for lap in laps)
 
 
@@ -92,17 +95,46 @@ def test_the_host_is_ahead_of_what_is_timed(device: torch.device, target: Target
         assert found[3].seconds == pytest.approx(found[1].seconds, rel=0.5), "it holds for one lap only"
 
 
-def test_updates_are_timed_with_what_finds_room(device: torch.device) -> None:
-    """Half a gigabyte is what they are timed with otherwise."""
-    weights = [torch.nn.Parameter(torch.zeros(1 << 22)) for _ in range(8)]
+@contextmanager
+def only(room: int, device: torch.device) -> Iterator[None]:
+    """Let torch's allocator have ``room`` bytes more than it holds."""
+    driver.warm_up(device)
+    gc.collect()
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 150 * MIB) / total, device)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + room) / total, device)
     try:
-        found = measure_optimizer(torch.optim.AdamW(weights, fused=True), device)
+        yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.parametrize("room", [150 * MIB, 24 * MIB])
+def test_updates_are_timed_with_what_finds_room(room: int, device: torch.device) -> None:
+    """Half a gigabyte is what they are timed with otherwise."""
+    weights = [torch.nn.Parameter(torch.zeros(1 << 22)) for _ in range(8)]
+    with only(room, device):
+        found = measure_optimizer(torch.optim.AdamW(weights, fused=True), device)
     assert found.device_bytes_per_s > 0
+
+
+def test_a_model_is_measured_in_little_memory(
+    device: torch.device, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However fast the device is: it would multiply matrices of a quarter of a gigabyte, were there room."""
+    monkeypatch.setattr(rates, "_LONG_ENOUGH", math.inf)
+    monkeypatch.setattr(rates, "_MOST_TIMES", 1)
+    monkeypatch.setattr(contention, "_ROUNDS", (1, 1))
+    monkeypatch.setattr(measure, "measure_hardware", hardware.measure_hardware)
+    monkeypatch.setattr(measure, "measure_contention", contention.measure_contention)
+    if not target.real:
+        monkeypatch.setattr(zero_copy, "LEAST_SPEED", 0.0)
+    with only(45 * MIB, device):
+        assert rates.product_size(torch.float32, device) == (1024, 1)
+        found = profiled(*tiny_model(), device)
+    assert found.contention.slowdowns
+    assert min(found.hardware.h2d_bytes_per_s, found.optimizer.device_bytes_per_s) > 0
+    assert any(tensor.zero_copy for tensor in found.tensors)
 
 
 @pytest.mark.usefixtures("short")

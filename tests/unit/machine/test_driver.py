@@ -166,3 +166,22 @@ def test_what_can_be_occupied_counts_the_context_once(cuda, allocator, monkeypat
 def test_page_tables_take_eight_bytes_per_page():
     assert driver.page_table_bytes(100 << 30) == 200 << 20
     assert driver.page_table_bytes(1) == 1
+
+
+def test_what_is_measured_is_as_large_as_there_is_room(monkeypatch):
+    cleared, tried = [], []
+    monkeypatch.setattr(driver, "clear_cublas_workspaces", lambda: cleared.append(len(tried)))
+
+    def measure(size):
+        tried.append(size)
+        if size > 30:
+            raise torch.OutOfMemoryError("no room")
+        return -size
+
+    assert driver.in_what_room(measure, 20, least=1) == -20
+    assert driver.in_what_room(measure, 100, least=1) == -25
+    assert tried == [20, 100, 50, 25]
+    assert cleared == [2, 3]
+    with pytest.raises(torch.OutOfMemoryError):
+        driver.in_what_room(measure, 100, least=26)
+    assert tried[4:] == [100, 50]

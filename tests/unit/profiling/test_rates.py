@@ -28,16 +28,14 @@ def test_host_memory_is_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> N
     assert touched == [("here", None)] * 2
 
 
-def test_speeds_count_only_while_all_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_count_only_while_all_are_busy() -> None:
     """The slower direction is faster when the other one is over: that is not its speed beside it."""
-    monkeypatch.setattr(rates, "_COPY_BYTES", 100)
-    assert rates._speeds([[1.0, 2.0, 3.0], [1.4, 2.8, 3.2]]) == [100.0, pytest.approx(200 / 2.8)]
-    assert rates._speeds([[1.0, 2.0]]) == [100.0]
-    assert rates._speeds([[1.0, 2.0], [5.0, 5.5]]) == [100.0, 20.0]
+    assert rates._speeds([[1.0, 2.0, 3.0], [1.4, 2.8, 3.2]], 100) == [100.0, pytest.approx(200 / 2.8)]
+    assert rates._speeds([[1.0, 2.0]], 100) == [100.0]
+    assert rates._speeds([[1.0, 2.0], [5.0, 5.5]], 100) == [100.0, 20.0]
 
 
-def test_both_directions_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_COPY_BYTES", 4)
+def test_both_directions_begin_together() -> None:
     inside, most, gate = itertools.count(), [], threading.Barrier(2)
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -45,7 +43,7 @@ def test_both_directions_begin_together(monkeypatch: pytest.MonkeyPatch) -> None
         most.append(next(inside))
         time.sleep(0.001)
 
-    pair = torch.zeros(4), torch.zeros(4)
+    pair = torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     with ThreadPoolExecutor(1) as pool:
         speeds = pool.submit(rates._on_threads, [copy, copy], [pair, pair]).result(60)
     assert len(most) == 2 * rates._THREAD_REPEATS
