@@ -75,7 +75,9 @@ def recipe(folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> Ite
 def planned(recipe: str, target: Target) -> str:
     """Return the file of a plan that has to copy."""
     if not Path("tight.json").is_file():
-        assert main([recipe, "--trainer.max_steps", "1", "--trainer.default_root_dir", "measured"]) == 0
+        # It validates first, so that the profile's context has the kernels of validation, too.
+        measured = ["--trainer.max_steps", "1", "--trainer.num_sanity_val_steps", "1"]
+        assert main([recipe, *measured, "--trainer.default_root_dir", "measured"]) == 0
         profile = Profile.load("measured/profile.json")
         switches: dict[str, Any] = {"host_update": equal_updates(target.torch_device), "time_limit": 2.0}
         plan = lt_offload.solve(profile, memory=between(profile, 0.4, **switches), **switches)
