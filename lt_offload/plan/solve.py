@@ -35,6 +35,7 @@ from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.rows import as_head, room_of_rows, split, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import for_one, has_windows, plan_forwards, plan_windows
+from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
@@ -169,8 +170,7 @@ def _chunked(plan: Plan, profile: Profile, why: str) -> Plan:
     predicted = replace(plan.predicted, no_offload_s=no_offload_s(profile))
     note = (
         f"{why}: {profile.blocks[-1].name} and the loss take {plan.chunk_tokens} tokens at a time. Its gradient is "
-        "summed chunk by chunk, so that its last bits are not those of plain PyTorch; "
-        "lt_offload.chunked_loss_reference defines them"
+        f"summed chunk by chunk, so that its {OTHER_BITS}; lt_offload.chunked_loss_reference defines them"
     )
     return replace(plan, predicted=predicted, notes=(*plan.notes, note))
 

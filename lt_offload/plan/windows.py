@@ -13,6 +13,7 @@ from lt_offload.plan.rows import as_head, room_of_rows, table_of, two_parts
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_seconds
@@ -151,7 +152,10 @@ def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[P
     shared = any(len(tensor.blocks) > 1 and tensor.trainable for tensor in profile.tensors)
     if forwards > 1 and (shared or settings.accumulate > 1):
         what = "micro-batches" if settings.accumulate > 1 else "weights that several blocks share"
-        notes.append(f"gradients of {what} are summed forward by forward, the last one first, not use by use")
+        notes.append(
+            f"gradients of {what} are summed forward by forward, the last one first, not use by use, so that their "
+            f"{OTHER_BITS}"
+        )
     return replace(plan, forwards=forwards, deferred_forwards=deferred, predicted=predicted, notes=tuple(notes))
 
 

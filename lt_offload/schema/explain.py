@@ -22,6 +22,8 @@ _LABEL = 16
 _MOST_ALTERNATIVES = 6
 _BAR = 20
 _NOT_SIMULATED = "not simulated"
+OTHER_BITS = "last bits are not those of plain PyTorch"
+"""What a note of a plan says where sums of gradients are in another order."""
 _MOST_CHAINS = 12
 _MEANINGS = {
     "keep": "activations stay on the device between forward and backward",
@@ -106,6 +108,8 @@ def brief(plan: Plan) -> str:
         f"{format_bytes(plan.host_budget_bytes)}{_own(plan)}. Copied: {dict(_traffic(plan))['copies']}. "
         f"Activations {activations}. Tensors updated: {', '.join(updates) or 'none'}."
     )
+    if any(OTHER_BITS in note for note in plan.notes):
+        text += f" Gradients are summed in another order: their {OTHER_BITS}, see explain()."
     lines = textwrap.wrap(text, _BRIEF_WIDTH, break_long_words=False, break_on_hyphens=False)
     if plan.batch_curve:
         lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]

@@ -18,6 +18,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Plan, solve
+from lt_offload.schema.explain import OTHER_BITS, brief
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.parity.windows.training import budgets
@@ -191,6 +192,7 @@ def test_weights_that_blocks_share_and_windows_sum_forward_by_forward(step: Step
         plan = solve(profile, memory=memory, **settings)
         assert plan.accumulate == window
         assert ("forward by forward" in "".join(plan.notes)) is (plan.forwards > 1)
+        assert (OTHER_BITS in " ".join(brief(plan).split())) is (plan.forwards > 1)
         assert differences(expected, by(plan, start, step, window)) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from lt_offload.plan import explain, solve
 from lt_offload.plan.assembly.plan import UNKNOWN
 from lt_offload.plan.iteration.decisions import TensorDecision
-from lt_offload.schema.explain import brief, headline
+from lt_offload.schema.explain import OTHER_BITS, brief, headline
 from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
 from tests.support.profiles.by_hand import built
@@ -70,6 +70,12 @@ def test_in_short_it_is_one_paragraph() -> None:
     assert "Device memory: 19 kB of 20 kB; RAM: 16 kB of" in text
     assert "Activations of 4 blocks stay on the device; of 1 block are computed again." in text
     assert "Tensors updated: 4 on the device, 1 on the host." in text
+
+
+def test_in_short_it_says_that_gradients_have_other_last_bits() -> None:
+    plan = replace(hand_made(), notes=("a thing to know", f"summed forward by forward, so that their {OTHER_BITS}"))
+    assert OTHER_BITS in " ".join(brief(plan).split())
+    assert OTHER_BITS not in " ".join(brief(hand_made()).split())
 
 
 @pytest.mark.parametrize(("changes", "rate"), [({}, 0.08), ({"window": 4}, 0.32), ({"batch_size": 4}, 0.16)])
