@@ -7,6 +7,7 @@ that are written in Python with the same parameters. Names are torch's own objec
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -202,13 +203,18 @@ compiled_allocations: dict[str, Callable[..., torch.Tensor]] = {
 def allocate_compiled_with(functions: dict[str, Callable[..., torch.Tensor]]) -> None:
     """Let compiled code, that there is and that will be, allocate with ``functions``, by device."""
     found: Any = sys.modules.get("torch._inductor.codecache")
-    generated = found.PyCodeCache.modules if found is not None else ()
+    generated = [vars(module) for module in found.PyCodeCache.modules] if found is not None else []
     for device, function in functions.items():
         name = _ALLOCATIONS[device]
+        before = getattr(_guards, f"_{name}")
         setattr(_guards, f"_{name}", function)
-        for module in generated:
-            if name in vars(module):
-                setattr(module, name, function)
+        others: list[Any] = []
+        if found is not None and found.config.force_disable_caches:
+            # torch forgets each module as soon as it is loaded, and its code goes on in what were its globals.
+            others = [holder for holder in gc.get_referrers(before) if type(holder) is dict]
+        for names in (*generated, *others):
+            if name in names:
+                names[name] = function
 
 
 def skip_in_dynamo(function: Any) -> None:

@@ -93,8 +93,6 @@ class Call:
     def passing_bytes(self) -> int:
         """Bytes of gradients that plans add to a measured peak themselves, so that it must not contain them."""
         sizes = [parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad]
-        if self.compiled:  # of those that are written to the host at once, plans add no more than the largest
-            return max(sizes, default=0)
         large = [size for size in sizes if size >= COLLECTED_BELOW]
         return sum(sizes) - sum(large) + max(large, default=0)
 

@@ -151,7 +151,17 @@ def test_profiled_planned_and_trained() -> None:
     assert peak <= plan.predicted.device_peak_bytes
 
 
-def test_buffers_of_compiled_code_are_counted() -> None:
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "not cached"])
+def test_buffers_of_compiled_code_are_counted(cached: bool) -> None:
+    """Also where torch does without caches, and forgets what it has loaded (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
+    start()
+    with torch._inductor.config.patch(force_disable_caches=not cached):
+        check_account()
+
+
+def check_account() -> None:
     layer = compiled(Case(dropout=0.1)).layers[0]
     x = torch.randn(2, 12, models.HIDDEN, requires_grad=True)
     layer(x)
