@@ -22,6 +22,7 @@ from lt_offload.plan.planners.baselines import (
     streaming_decisions,
 )
 from lt_offload.plan.planners.candidates import Candidates
+from lt_offload.plan.planners.collection import collection_paused
 from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.memferry.propose import propose_memferry
 from lt_offload.plan.planners.offmate.config import OffmateConfig
@@ -303,6 +304,10 @@ class _Selection:
 
     def run(self, *, bounded: bool = True) -> Plan:
         """Return the best plan, with the bound of its time if that is asked for."""
+        with collection_paused():
+            return self._run(bounded=bounded)
+
+    def _run(self, *, bounded: bool) -> Plan:
         if not self._ram_suffices():
             raise explain_infeasible(self.request, self.planner)
         if self.planner in ("auto", "resident"):

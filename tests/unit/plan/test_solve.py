@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, simulate, solve
 from lt_offload.plan.infeasible import smallest_ram
+from lt_offload.plan.planners import candidates
 from lt_offload.plan.planners.baselines import resident_decisions, smallest
+from lt_offload.plan.planners.collection import collection_paused
 from lt_offload.plan.planners.lp import Method, Outcome, run
 from lt_offload.plan.planners.offmate import program
 from lt_offload.plan.planners.offmate.config import OffmateConfig
@@ -344,3 +348,40 @@ def test_plans_survive_a_file(tmp_path: Path) -> None:
 def test_planning_imports_no_torch() -> None:
     code = "import sys, lt_offload.plan; assert not [m for m in sys.modules if m.split('.')[0] == 'torch']"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def _collection_as_before() -> Iterator[None]:
+    enabled = gc.isenabled()
+    yield
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.usefixtures("_collection_as_before")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_afterwards_as_it_was_before_also_after_an_error(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    with collection_paused():
+        assert not gc.isenabled()
+        with collection_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() == enabled
+    with pytest.raises(ZeroDivisionError), collection_paused():
+        raise ZeroDivisionError
+    assert gc.isenabled() == enabled
+
+
+@pytest.mark.usefixtures("_collection_as_before")
+def test_a_plan_is_made_without_searches_for_unreachable_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.enable()
+    enabled: list[bool] = []
+
+    def checked(*args: Any) -> list[str]:
+        enabled.append(gc.isenabled())
+        return check(*args)
+
+    monkeypatch.setattr(candidates, "check", checked)
+    solve(llama7b_b4(2), memory=int(8 * GB), host_memory=int(128 * GB), planner="greedy", time_limit=1e5)
+    assert enabled == [False]
+    assert gc.isenabled()
