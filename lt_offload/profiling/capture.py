@@ -75,6 +75,8 @@ class Capture:
     lasting: int
     """Bytes of what outlives the step and was there before the loss: blocks' outputs, and the gradients they retain."""
     tail: Tail
+    after: Tail
+    """The same of what follows the model's own loss, without that and all before it: other losses, other models."""
     with_loss: Mapping[OptionName, Call]
     """By option under which the last block computes the loss, too: what it is then called with. Empty if it may not."""
     forwards: int
@@ -147,12 +149,13 @@ class _CallRecorder:
         aside: Aside,
         cutters: Sequence[Cutter | None],
     ) -> None:
-        self.account = Account(device_type=device.type)
+        self.account = Account(device_type=device.type, timeline=True)
         self.blocks = structure.blocks
         self.cutters = cutters
         self.stage, self.meter = stage, meter
         self.boundary = BoundaryCheck(structure, aside)
-        self.watch = LogitsWatch(structure)
+        self.after = _AfterLoss(self.account, meter, [parameter for _, parameter in structure.rest])
+        self.watch = LogitsWatch(structure, self.after.begin)
         self._device = device
         self.by_signature: dict[object, Call] = {}
         self.anchor = torch.zeros((), requires_grad=True)
@@ -188,7 +191,7 @@ class _CallRecorder:
 
     def finish(self, result: Any) -> Capture:
         """Run the loss's backward; to be called with what the model returned."""
-        forward = self.meter.lap()
+        lap = self.meter.lap()
         self.watch.end(result)
         called = len(self._forwards[-1].calls) if self._forwards else 0
         if called < len(self.blocks):
@@ -197,7 +200,8 @@ class _CallRecorder:
         # Before the backward, which gives most of it back.
         below, live = last.below, self.account.live()
         kept = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)
+        forward, peak = self.after.end(lap, kept)
+        tail = Tail(forward=forward, forward_peak=peak - below, saved=self.account.current - below)
         # Without a loss there is nothing to run: the caller begins with a gradient as large as the output.
         tail.backward_peak = tail.left = tail.saved + last.output_bytes
         loss = find_loss(result)
@@ -209,6 +213,7 @@ class _CallRecorder:
             torch.autograd.backward(loss)
             tail.backward = self.meter.lap()
             tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
+            self.after.share(tail)
             self.boundary.check_gradients()
         else:
             self.boundary.check_results(result)
@@ -233,6 +238,7 @@ class _CallRecorder:
             lasting=sum(n for serial, n in live.items() if serial in kept & last.before_loss - last.masks)
             + last.retained_bytes(),
             tail=tail,
+            after=self.after.tail,
             with_loss=self.watch.calls(last.calls[-1]),
             forwards=len(self._forwards),
             deferred=len(waiting),
@@ -248,6 +254,66 @@ class _CallRecorder:
             forward.let_go()
         gc.collect()  # an error that was caught holds what was there when it was raised
         return self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
+
+
+class _AfterLoss:
+    """What a step does between the model's own loss and its backward, while a last block that has the loss waits.
+
+    Args:
+        account: of the memory.
+        meter: tells the time.
+        rest: parameters outside the blocks, whose gradients are counted elsewhere.
+    """
+
+    def __init__(self, account: Account, meter: Meter, rest: Sequence[nn.Parameter]) -> None:
+        self._account, self._meter, self._rest = account, meter, rest
+        self.tail = Tail(forward=_NO_TIME)
+        self._first, self._peak = _NO_TIME, 0
+        """The time from the last block to the loss, and the peak."""
+        self._others: set[int | None] = set()
+        """Storages that were there when the loss was, and what is counted elsewhere."""
+
+    def begin(self, loss: Any) -> None:
+        """Begin; to be called with the model's own loss."""
+        self._first, self._peak = self._meter.lap(), self._account.peak
+        self._account.reset_peak()
+        self._others = set(self._account.live())
+        if isinstance(loss, Tensor) and loss.grad_fn is not None:
+            # Autograd goes through what was made last first, so that all that follows the loss is done by then.
+            loss.grad_fn.register_prehook(self._reached)
+
+    def end(self, lap: Lap, kept: set[int | None]) -> tuple[Lap, int]:
+        """Take the figures of the forward; return the time and the peak since the last block.
+
+        Args:
+            lap: the time since the loss, or since the last block if there was none.
+            kept: storages that the step returns.
+        """
+        if not self._others:
+            return lap, self._account.peak
+        self._others |= kept
+        self.tail = Tail(forward=lap, forward_peak=self._peak_of_own(), saved=self._in_use())
+        self.tail.backward_peak = self.tail.left = self.tail.saved
+        both = Lap(seconds=self._first.seconds + lap.seconds, launch_s=self._first.launch_s + lap.launch_s)
+        return both, max(self._peak, self._account.peak)
+
+    def _reached(self, grads: object) -> None:
+        self._others |= {self._account.serial(p.grad) for p in self._rest if p.grad is not None}
+        self.tail.backward_peak, self.tail.left = self._peak_of_own(), self._in_use()
+
+    def share(self, whole: Tail) -> None:
+        """Take as much of the backward's time as this is of the forward's."""
+        share = self.tail.forward.seconds / whole.forward.seconds if whole.forward.seconds else 0.0
+        self.tail.backward = Lap(seconds=share * whole.backward.seconds, launch_s=share * whole.backward.launch_s)
+
+    def _peak_of_own(self) -> int:
+        return self._account.peak_without(serial for serial in self._others if serial is not None)
+
+    def _in_use(self) -> int:
+        return sum(nbytes for serial, nbytes in self._account.live().items() if serial not in self._others)
+
+
+_NO_TIME = Lap(seconds=0.0, launch_s=0.0)
 
 
 class _ModelCall:

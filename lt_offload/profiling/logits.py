@@ -33,10 +33,15 @@ class LogitsWatch(TorchFunctionMode):
     """Sees what is done with the output of the last block, from its return to the end of the run.
 
     On the stack of modes from :meth:`begin` to :meth:`end` only: code before that is not slowed down by it.
+
+    Args:
+        structure: the model's blocks.
+        on_loss: told the loss that the model has computed of these logits itself.
     """
 
-    def __init__(self, structure: Structure) -> None:
+    def __init__(self, structure: Structure, on_loss: Callable[[Any], None]) -> None:
         super().__init__()
+        self._on_loss = on_loss
         self._owner, self._head = structure.owner, structure.blocks[-1].module
         self._possible = self._owner is not None and suits(self._head) and uses_causal_loss(self._owner)
         self._logits: Tensor | None = None
@@ -129,6 +134,7 @@ class LogitsWatch(TorchFunctionMode):
         if logits is own:
             others = {name: options[name] for name in LOSS_ARGUMENTS if name in options}
             self._arguments.append((labels, vocab_size, others))
+            self._on_loss(result)
         return result
 
     @override

@@ -398,12 +398,13 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
         # The previous block's output stays while a block runs that does not take it (a second embedding).
         waiting = arrived if not call.slots else 0
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
-        options = [_with_tail(option, cost, tail, grad) if last else option for option in cost.options]
+        options = [_with_tail(option, cost.output_bytes, tail, grad) if last else option for option in cost.options]
         chained = captured.chained[index]
         once = captured.once[index] or cost.once
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
-        options += [option for cost in measured.with_loss for option in cost.options] if last else []
+        with_loss = [option for cost in measured.with_loss for option in cost.options] if last else []
+        options += [_with_after(option, captured.after) for option in with_loss]
         options = [option for option in options if option.name in RECORDED or not once]
         profiles.append(
             BlockProfile(
@@ -431,13 +432,20 @@ def _without_held(captured: Capture) -> Tail:
     return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - held, left=tail.left - held)
 
 
-def _with_tail(option: OptionProfile, cost: BlockCost, tail: Tail, grad_bytes: int) -> OptionProfile:
-    """Charge the loss to the last block, whose output nobody else counts.
+def _with_after(option: OptionProfile, after: Tail) -> OptionProfile:
+    """Charge what follows the model's own loss to the last block with that loss in it."""
+    if not after.forward_peak:
+        return option
+    return replace(_with_tail(option, 0, after, 0), before_loss_bytes=option.before_loss_bytes)
+
+
+def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes: int) -> OptionProfile:
+    """Charge the loss to the last block, whose output of ``output_bytes`` nobody else counts.
 
     Plans add at least the block's largest gradient (``grad_bytes``) to the peak of its backward. While the loss is
     differentiated that gradient does not exist yet, so as much of the peak is left out.
     """
-    block_forward = option.forward_peak_bytes + cost.output_bytes
+    block_forward = option.forward_peak_bytes + output_bytes
     block_backward = option.backward_peak_bytes + tail.left
 
     def whole(peak: int | None) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,9 +56,9 @@ def measured() -> Profile:
     )
 
 
-def only(*names: str) -> Profile:
+def only(*names: str, of: Profile | None = None) -> Profile:
     """The profile with these options of the last block only."""
-    found = measured()
+    found = of or measured()
     last = found.blocks[-1]
     options = tuple(option for option in last.options if option.name in names)
     assert {option.name for option in options} == set(names)
@@ -175,3 +177,45 @@ def test_no_chunks_without_recomputation_nor_where_another_planner_fits() -> Non
         make_plan(measured(), Settings(memory=fused, planner="resident"))
     with pytest.raises(InfeasibleError):
         make_plan(measured(), Settings(memory=fused - 1), exact=True)
+
+
+class WithAnother(nn.Module):
+    """A model and a second one outside the blocks, whose loss is computed after the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other = models.build(layers=3), models.build(layers=2, seed=5)
+
+    def forward(self, **batch: Any) -> Any:
+        return SimpleNamespace(loss=self.model(**batch).loss + 0.5 * self.other(**batch).loss)
+
+
+@pytest.mark.slow
+def test_what_follows_the_models_own_loss_has_room() -> None:
+    """Its activations wait beside a last block that computes that loss."""
+    start = WithAnother()
+    batches = [models.batch(start.model, batch_size=2, sequence_length=12, seed=seed) for seed in range(3)]
+    optimizer = make_optimizer(start, "adamw-fused")
+    found = only(
+        "fused", of=profile(start, batches[0], optimizer=optimizer, device="cpu", run=lambda b: start(**b).loss)
+    )
+    plain = copy.deepcopy(start)
+    optimizer = make_optimizer(plain, "adamw-fused")
+    losses = []
+    for batch in batches:
+        loss = plain(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    for settings in ({"activation_offload": False}, {}):
+        plan = make_plan(found, Settings(memory=least(found, **settings), time_limit=5.0, **settings))
+        model = copy.deepcopy(start)
+        used = make_optimizer(model, "adamw-fused")
+        device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+        result, peak = trained_by(device, plan, model, used, batches, after=used.zero_grad)
+        assert differences(Result(losses, plain, optimizer), result) == []
+        # Gradients outside the blocks are planned for all the time, and gone here when the second model runs.
+        gradients = sum(p.nbytes for p in start.other.parameters())
+        predicted = plan.predicted.device_peak_bytes
+        assert 0.95 * predicted - gradients <= peak <= predicted
