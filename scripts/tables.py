@@ -472,7 +472,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-emulated": bench_emulated,
     "bench-predictions": bench_predictions,
     "bench-clipping": bench_clipping,
-    "bench-clipping-cards": lambda results: clipping.table(_section, results),
+    "bench-clipping-cards": lambda results: clipping.tables(_section, results),
     "bench-checkpoints": bench_checkpoints,
     "bench-orders": bench_orders,
     "bench-launch": bench_launch,
