@@ -28,7 +28,7 @@ class Bounds:
     """What no plan for a request can beat.
 
     There are three bounds, each costing more than the one before: that of the computations alone; the linear program's
-    with all memory in one pool and copies that overlap with everything; and the same with copies at any time. Copies
+    with copies that overlap with everything that they need not wait for; and the same with copies at any time. Copies
     near the uses of their tensors are enough where each of them is done within the steps that are near, and the program
     is several times as small: 1 of 96 random profiles has another bound then (0.4 %, a host four times as slow). It is
     too high where some tensors are much larger than others (2 % for Gemma-2-2B), or steps are empty (4 %), so that it
@@ -84,7 +84,7 @@ class Bounds:
     def _solved(self, any_time: bool) -> float | None:
         optimistic = replace(
             self._config,
-            pools="shared",
+            pools="split",
             phi=0.0,
             lag=0,
             lookahead=0,

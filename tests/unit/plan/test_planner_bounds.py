@@ -22,7 +22,9 @@ from lt_offload.schema.profile import BlockProfile, Contention, Profile, ReadPro
 from tests import sampling
 from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, llama7b_b4, option, tensor
 from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import chained
+from tests.support.profiles.tiny import fastest_plans, tiny_profile
 
 PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "greedy", "l2l", "memferry", "pofo", "resident")
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
@@ -56,7 +58,6 @@ def bound_s(profile: Profile, plan: Plan) -> float:
     config = OffmateConfig(
         budget_bytes=plan.budget_bytes,
         host_budget_bytes=plan.host_budget_bytes,
-        pools="shared",
         phi=0.0,
         lag=0,
         lookahead=0,
@@ -115,6 +116,20 @@ def test_what_was_not_chosen_is_listed_with_the_reason() -> None:
     assert {"greedy", "l2l", "memferry", "pofo", "resident"} <= set(others) | {plan.planner}
     assert all(other.reason for other in plan.alternatives)
     assert "weights" in others["pofo"].reason or "not asked" in others["pofo"].reason
+
+
+DECISIONS = 20
+"""For each tiny model."""
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_decisions_beat_the_bound_in_as_little_memory_as_they_need(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = tiny_profile(rng, 2 + seed % 3)
+    found = list(fastest_plans(profile, (random_decisions(rng, profile) for _ in range(DECISIONS))))
+    assert found
+    for plan in found:
+        assert bound_s(profile, plan) <= plan.predicted.iteration_s * (1 + 1e-6)
 
 
 LAYERS = 8

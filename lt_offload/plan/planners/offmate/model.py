@@ -38,6 +38,12 @@ A group whose first forward directly follows its last backward (``tau_f = 1``, t
 which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
 wait: ``OP`` and the fetch belong to that step and are counted in C11, C12 and C14.
 
+Bounds (``optimistic``) are of the same program with fewer rules, each of which every plan keeps: what happens within
+one step may happen in its order there. A step lasts from the start of its computation to the start of the next one, and
+what has to wait for the end of the computation is counted by :mod:`lt_offload.plan.planners.offmate.between`; forwards
+that run again may do so early (:mod:`lt_offload.plan.planners.offmate.pooled`), and gradients take what the check
+counts at least (:mod:`lt_offload.plan.planners.offmate.peaks`).
+
 Transfers are allowed in steps near the uses only (the ``reach``); between them one variable says what stays. This makes
 the program small enough to solve in seconds and costs less than 0.1 % with the default. Steps after a use are as
 necessary as those before: without them everything that leaves would have to leave within the step that uses it. In
@@ -54,13 +60,16 @@ from typing import Literal
 
 import pulp
 
+from lt_offload.plan.iteration.computations import SAVED
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.timeline import Pace, timeline
 from lt_offload.plan.planners.lp import NameRows, Pair, Problem, Term, add, levels, pairs, require, totals
 from lt_offload.plan.planners.offmate.activations import pool_copies
+from lt_offload.plan.planners.offmate.between import Between
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.group import GroupBuilder, GroupTerms
-from lt_offload.plan.planners.offmate.pooled import PooledWork, pool_work
+from lt_offload.plan.planners.offmate.peaks import backward_peak
+from lt_offload.plan.planners.offmate.pooled import PooledWork, Rerun, pool_reruns, pool_work
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
 from lt_offload.plan.planners.sharing import sharing_rows
@@ -111,10 +120,15 @@ class Program:
         """By lane and step: what it has to do, once all of it is known."""
         self.offloaded: dict[int, list[Pair]] = {}
         """By forward step; only if they are counted together."""
+        self.between = Between(self.problem, self.steps) if config.optimistic else None
+        self.gradient_slopes: dict[int, float] = {}
+        """Of bounds, by backward step: bytes if the host gets all gradients of the block's own weights."""
+        self.reruns: dict[int, list[Rerun]] = {}
+        """Of bounds, by the step of their block's backward."""
         self._add_blocks()
-        if self.offloaded:
-            lanes = ((self.d2h, self.d2h_rate), (self.h2d, self.h2d_rate))
-            pool_copies(self.problem, self.timeline, self.offloaded, lanes, self.other)
+        if self.between is not None and self.offloaded:
+            self._pool_activations(self.between)
+            pool_reruns(self.problem, self.reruns, self.compute, self.between.computing, self.other)
         for index, group in enumerate(self.groups):
             builder = GroupBuilder(
                 self.problem,
@@ -180,20 +194,46 @@ class Program:
         for option, weight in zip(options, weights, strict=True):
             saved = option.saved_bytes if block.has_backward else 0
             add(self.other[forward], [(self._size(saved + option.forward_peak_bytes), weight)])
-            add(self.compute[forward], [(self._duration(option.forward_s), weight)])
+            self._count_computation(forward, option.forward_s, weight)
         if not block.has_backward:
             return
         add(self.other[backward], [(1, held), (self._size(interface + block.input_bytes), 1.0)])
         self.count_launch(backward, block)
+        reruns = self.reruns[backward] = []
         for option, weight in zip(options, weights, strict=True):
-            add(self.other[backward], [(self._size(option.saved_bytes + option.backward_peak_bytes), weight)])
-            add(self.compute[backward], [(self._duration(option.backward_s), weight)])
+            again = _rerun_s(block, option) if self.between is not None else 0.0
+            self._count_computation(backward, option.backward_s - again, weight)
+            ahead = _rebuilt_bytes(block, option) if again else 0
+            reruns.append(Rerun(self._duration(again), self._size(ahead), weight))
             add(self.host_memory, [(self._size(option.offload_bytes), weight)])
+        peaks = [float(option.backward_peak_bytes) for option in options]
+        if self.config.optimistic:
+            line = backward_peak(self.profile, index, options, host_update=self.config.host_update)
+            peaks, self.gradient_slopes[backward] = list(line.low), line.slope
+        for option, peak, weight in zip(options, peaks, weights, strict=True):
+            add(self.other[backward], [(self._size(option.saved_bytes + peak), weight)])
         offloaded = [(self._size(o.offload_bytes), w) for o, w in zip(options, weights, strict=True)]
         if self.config.optimistic:
             self.offloaded[forward] = offloaded
         else:
             self._count_copies(index, offloaded)
+
+    def _pool_activations(self, between: Between) -> None:
+        """Count copies of saved activations of all blocks together."""
+        lanes = ((self.d2h, self.d2h_rate), (self.h2d, self.h2d_rate))
+        # Between the last block's forward and the loss, copies give memory back.
+        last, apart = len(self.profile.blocks) - 1, any(o.before_loss_bytes is not None for o in self.options[-1])
+        loss = self.timeline.forward(last) if apart else None
+        left, between.fetched = pool_copies(
+            self.problem, self.timeline, self.offloaded, lanes, self.other, leaves_within=loss
+        )
+        for step, sent in left.items():
+            add(between.d2h[step], [(factor / self.d2h_rate, term) for factor, term in sent])
+
+    def _count_computation(self, step: int, seconds: float, weight: Term) -> None:
+        add(self.compute[step], [(self._duration(seconds), weight)])
+        if self.between is not None:
+            add(self.between.computing[step], [(self._duration(seconds), weight)])
 
     def count_launch(self, step: int, block: BlockProfile) -> None:
         """Count the launch of a step's kernels. The host updates on threads of their own, which it does not stop."""
@@ -243,6 +283,8 @@ class Program:
                 add(row, [(states, 1.0), (-states, v.host_share), (-states, v.state_prefetch[0])])
             if not self.config.optimistic:  # else what arrives may take the place of what leaves in the same step
                 add(row, [(size, v.prefetch[tau]), (states, v.state_prefetch[tau] if tau else 0.0)])
+        if self.between is not None:
+            self.between.count_group(v, size, states)
         trained = self._size(v.group.trainable_bytes)
         add(self.host_memory, self._lasting_on_host(v))
         add(self.arriving[v.group.last_backward], [(trained, v.host_share)])
@@ -279,6 +321,10 @@ class Program:
         tensors = [self.profile.tensors[index] for index in group.tensors]
         return sum(t.bytes for t in tensors if not (t.zero_copy and _hardly_read(t)))
 
+    def _late_bytes(self, group: Group) -> int:
+        """Return the bytes that a forward needs whose weights the host has updated right before it."""
+        return min(self._copied_bytes(group), group.trainable_bytes)
+
     def gradient_peak(self, group: Group) -> float:
         """Return the peak of a group's gradient bytes in its update step over its trainable bytes.
 
@@ -302,18 +348,21 @@ class Program:
         if not v.group.trainable_bytes:
             return
         size, update = self._size(v.group.trainable_bytes), v.group.last_backward
+        backwards = [self.timeline.backward(block) for block in reversed(v.group.blocks)]
         peak, scratch = self.gradient_peak(v.group), self._scratch_ratio(v.group)
-        add(self.other[update], [(size * peak, 1.0), (size * (1 - peak), v.host_share)])
-        add(self.other[update], [(size * peak * scratch, 1.0), (-size * peak * scratch, v.host_share)])
+        if not self.config.optimistic:
+            add(self.other[update], [(size * peak, 1.0), (size * (1 - peak), v.host_share)])
+            add(self.other[update], [(size * peak * scratch, 1.0), (-size * peak * scratch, v.host_share)])
+        elif len(backwards) == 1:
+            add(self.other[update], [(self._size(self.gradient_slopes[update]), v.host_share)])
         for tau in range(1, min(self.config.gradient_reach, v.first_use - 2)):
             left = [(-size, flow) for flow in v.grad_offload[:tau]]
             add(self.other[(update + tau) % self.steps], [(size, v.host_share), *left])
-        backwards = [self.timeline.backward(block) for block in reversed(v.group.blocks)]
-        for step in range(backwards[0], update):
+        for step in range(backwards[0] + self.config.optimistic, update):
             add(self.other[step], [(size, 1.0)])
         if len(backwards) > 1:
             add(self.other[update], [(size, 1.0)])
-            for step in backwards[1:-1]:
+            for step in backwards[1:-1] if not self.config.optimistic else ():
                 add(self.other[step], [(size * peak, 1.0)])
 
     def _count_transfers(self, v: GroupTerms) -> None:
@@ -325,16 +374,38 @@ class Program:
             left = [(size, v.write_back[tau]), (trained, v.grad_offload[tau]), (states, v.state_offload[tau])]
             add(self.h2d[step], [(bytes_ / self.h2d_rate, flow) for bytes_, flow in fetched])
             add(self.d2h[step], [(bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
-            add(self.host[step], [(trained / self.host_rate, v.host_update[tau])])
+            if not v.late or self.between is None:
+                add(self.host[step], [(trained / self.host_rate, v.host_update[tau])])
+            if tau == 0 and self.between is not None:
+                self._count_behind(self.between, step, v)
             if tau == 0:
                 on_device = trained / self.device_rate
                 add(self.compute[step], [(on_device, 1.0), (-on_device, v.host_share)])
                 add(self.exposed[step], [(self.config.phi * bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
-            if tau == v.first_use and v.late:
-                fetched_late = min(size, trained) / self.h2d_rate
+            if tau == v.first_use and v.late and self.between is None:
+                fetched_late = self._size(self._late_bytes(v.group)) / self.h2d_rate
                 waits = self.config.phi * (trained / self.host_rate + fetched_late)
                 add(self.exposed[step], [(waits, v.host_share)])
                 add(self.h2d[step], [(fetched_late, v.host_share)])
+
+    def _count_behind(self, between: Between, step: int, v: GroupTerms) -> None:
+        """Count what a group copies in the step of its update: behind the backward, unless that writes gradients."""
+        written = any(self.profile.tensors[index].zero_copy for index in v.group.tensors)
+        copied = [(self._copied_bytes(v.group), v.write_back[0]), (v.group.state_bytes, v.state_offload[0])]
+        copied += [] if written else [(v.group.trainable_bytes, v.grad_offload[0])]
+        add(between.d2h[step], [(self._size(nbytes) / self.d2h_rate, flow) for nbytes, flow in copied])
+        if not v.late:
+            return
+        # Its next forward begins the next step, so that the host's update and the fetch belong to this one.
+        trained, fetched = (self._size(n) for n in (v.group.trainable_bytes, self._late_bytes(v.group)))
+        seconds = trained / self.host_rate, fetched / self.h2d_rate
+        add(self.host[step], [(seconds[0], v.host_share)])
+        add(self.h2d[step], [(seconds[1], v.host_share)])
+        add(between.host[step], [(seconds[0], v.host_share)])
+        between.fetched.setdefault(step, []).append((fetched, v.host_share))
+        if len(v.group.tensors) == 1 and not written:
+            # One after the other, as it is one tensor.
+            add(between.host[step], [(trained / self.d2h_rate + seconds[1], v.host_share)])
 
     # Rows over all blocks and groups
 
@@ -369,6 +440,9 @@ class Program:
                 require(self.problem, [*arena, (-1, extent)], "<=")  # C9
             beside = [(1.0, extent)] if split else arena
             require(self.problem, [*pairs(other), *beside, (-1, budget)], "<=")  # C9
+        if self.between is not None:
+            others = [[] if split else pairs(other) for other in self.other]
+            self.between.limit_arena(others, extent if split else budget)
         return budget
 
     def _named(self, name: str, rows: Sequence[pulp.LpAffineExpression], way: NameRows) -> list[list[Pair]]:
@@ -411,6 +485,8 @@ class Program:
             for row, time in zip(rows, times, strict=True):
                 require(self.problem, [*row, (-1, time)], "<=")
         require(self.problem, [*pairs(self.launched), *((-1, time) for time in times)], "<=")
+        if self.between is not None:
+            self.between.limit_times(times, self.h2d_rate)
         return times
 
     def _set_objective(self) -> None:
@@ -431,13 +507,35 @@ def _hardly_read(tensor: TensorProfile) -> bool:
     return any(2 * read.forward_bytes <= tensor.bytes for read in reads)
 
 
+def _rerun_s(block: BlockProfile, option: OptionProfile) -> float:
+    """Return the seconds of ``option``'s backward that may be spent earlier, on a forward that runs again."""
+    keep = _kept(block, option)
+    return 0.0 if keep is None else max(0.0, option.backward_s - keep.backward_s)
+
+
+def _rebuilt_bytes(block: BlockProfile, option: OptionProfile) -> int:
+    """Return what ``block`` holds more as soon as its forward has run again."""
+    keep = _kept(block, option)
+    return 0 if keep is None else max(0, held_bytes(block, keep) - held_bytes(block, option))
+
+
+def _kept(block: BlockProfile, option: OptionProfile) -> OptionProfile | None:
+    if SAVED[option.name] == "all":
+        return None
+    return next((other for other in block.options if other.name == "keep"), None)
+
+
 def _options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionProfile, ...]:
     """Return the options that the program chooses from.
 
     It runs nothing again but the block whose backward it is. For a bound, what is dropped and comes from other blocks'
-    forwards costs the least that it can: one forward of its own.
+    forwards costs the least that it can: one forward of its own. One that runs again early costs what ``keep`` does.
     """
-    return tuple(
-        replace(option, backward_s=option.backward_s + option.forward_s) if option.name == "discard" else option
-        for option in allowed_options(block, config, discard=config.optimistic)
-    )
+    found = []
+    for option in allowed_options(block, config, discard=config.optimistic):
+        seconds = option.backward_s + option.forward_s if option.name == "discard" else option.backward_s
+        keep = _kept(block, option) if config.optimistic else None
+        if keep is not None:
+            seconds = min(seconds, keep.forward_s + keep.backward_s)
+        found.append(option if seconds == option.backward_s else replace(option, backward_s=seconds))
+    return tuple(found)

@@ -72,7 +72,9 @@ class PassProgram(Program):
         self._free["compute"] += [(work, 1.0), (-work, share)]
         require(self.problem, [(size, share), (-1, arriving)], "<=")
         room = (1 - once) * size
-        add(self.arena[self.timeline.backward(block)], [(room, 1.0), (-room, share)])
+        # The sum may arrive while the block computes.
+        arena = self.arena if self.between is None else self.between.arena
+        add(arena[self.timeline.backward(block)], [(room, 1.0), (-room, share)])
 
     def _limit_times(self) -> list[pulp.LpVariable]:
         times = super()._limit_times()

@@ -5,17 +5,21 @@ of them the program would be several times as large. Near both ends there is one
 arrive. For what is done in between there is one per group, and one per step for all groups together: at each moment no
 more has been done than there was, and no less than was due. That allows for more than the variables of all steps would,
 so that a bound stays one.
+
+Forwards that run again may do so before the step of their backward, too, whatever other blocks run in between. What has
+been rebuilt and is not needed yet takes memory, no less per second of such forwards than with the block that holds the
+least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pulp
 
-from lt_offload.plan.planners.lp import Pair, add, require
-from lt_offload.plan.planners.offmate.activations import total
+from lt_offload.plan.planners.lp import Pair, Term, add, require
+from lt_offload.plan.planners.offmate.activations import Rows, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +52,46 @@ def pool_work(
         due = total(problem, f"{name}_due_{step:03d}", [*due, *(work.amount for work in works if work.last == step)])
         require(problem, [*done, *((-factor, x) for factor, x in begun)], "<=")
         require(problem, [*done, *((-factor, x) for factor, x in due)], ">=" if step < end else "==")
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """A forward that runs again if its block has one of some options."""
+
+    seconds: float
+    """In the program's unit."""
+    ahead_bytes: float
+    """In the program's unit: what its block holds more from then on to its backward."""
+    weight: Term
+    """How much of the option the block has."""
+
+
+def pool_reruns(
+    problem: pulp.LpProblem, reruns: Mapping[int, Sequence[Rerun]], compute: Rows, own: Rows, memory: Rows
+) -> None:
+    """Count ``reruns`` in rows, one per step.
+
+    Args:
+        problem: where variables and rows are added.
+        reruns: by the step of their block's backward.
+        compute: seconds of all computations.
+        own: seconds of the step's forward or backward, with what runs again within it.
+        memory: device bytes.
+    """
+    found = [rerun for several in reruns.values() for rerun in several if rerun.seconds]
+    if not found:
+        return
+    rate = min(rerun.ahead_bytes / rerun.seconds for rerun in found)
+    done: list[Pair] = []
+    due: list[Pair] = []
+    for step in sorted(reruns):
+        within, early, ahead = (problem.add_variable(f"{name}_{step:03d}", 0) for name in ("again", "early", "ahead"))
+        now = [(rerun.seconds, rerun.weight) for rerun in reruns[step] if rerun.seconds]
+        due = total(problem, f"again_due_{step:03d}", [*due, *now])
+        less = [(-factor, x) for factor, x in due]
+        require(problem, [*done, *less, (-1, ahead)], "<=")
+        add(memory[step], [(rate, ahead)])
+        require(problem, [*done, (1, within), *less], ">=")
+        done = total(problem, f"again_done_{step:03d}", [*done, (1, within), (1, early)])
+        add(own[step], [(1, within)])
+        add(compute[step], [(1, within), (1, early)])
