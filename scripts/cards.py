@@ -3,7 +3,8 @@
     python -m scripts.cards [--model llama2-7b] [--seconds 20] [--batch 8] [--parts 1] [--machine NAME ...]
 
 A model is planned for 1, 2, 4 and 8 cards with as many tokens per update in all, with one host copy of weights and
-states for all processes, as training has it. The same plan is simulated with a copy for each process.
+states for all processes, as training has it: twice, as updates may wait for the gradients of all processes. The plan
+in which they do is also simulated with a copy for each process.
 
 Then 4 cards are planned for 2 machines, whose sums go over a network beside the backward. That plan is simulated for up
 to 64 machines, each of which trains as many tokens per update as one alone, with networks of 10 and 100 Gbit/s.
@@ -79,13 +80,19 @@ class Machine:
             )
         return self._profiles[batch]
 
-    def planned(self, cards: int, nodes: int = 1) -> Found:
-        """Return the plan of one of so many cards of each machine, with one host copy."""
+    def planned(self, cards: int, nodes: int = 1, *, waits: bool = False) -> Found:
+        """Return the plan of one of so many cards of each machine, with one host copy; ``waits``: its updates do."""
         batch = min(self.batch, TOKENS // (cards * LENGTH))
         profile = one_of(self.profile(batch), cards, nodes)
         window = TOKENS // (cards * batch * LENGTH)
-        settings = Settings(accumulate=window, delayed=cards > 1, time_limit=self.seconds)
+        settings = Settings(accumulate=window, delayed=waits, time_limit=self.seconds)
         return Found(make_plan(profile, settings), profile)
+
+    def beside(self, waiting: Found) -> Found:
+        """Return the plan for the same whose updates do not wait, if it is faster than ``waiting``."""
+        settings = Settings(accumulate=waiting.plan.accumulate, hosted=True, time_limit=self.seconds)
+        found = Found(make_plan(waiting.profile, settings), waiting.profile)
+        return min(found, waiting, key=lambda one: one.plan.predicted.iteration_s)
 
     def own_copies(self, like: Plan, cards: int) -> Found:
         """Return the plan ``like`` with a copy in each process."""
@@ -99,39 +106,22 @@ def of_cards(machine: Machine) -> tuple[list[dict[str, Any]], Found, Plan]:
     alone: Plan | None = None
     several: Found | None = None
     for cards in CARDS:
-        common = machine.planned(cards)
+        common = waiting = machine.planned(cards, waits=cards > 1)
+        if cards > 1:
+            common = machine.beside(waiting)
         alone = alone or common.plan
         if cards == OF_EACH:
             several = common
-        least = {"least_s": common.plan.predicted.lower_bound_s, "floor_s": floor_s(common.profile, cards)}
+        bound = min(found.plan.predicted.lower_bound_s for found in (common, waiting))
+        least = {"least_s": bound, "waits_s": waiting.plan.predicted.iteration_s if cards > 1 else None}
         rows.append({"cards": cards, "one_host_copy": True} | _row(common, alone) | least)
         if cards > 1:
-            own = machine.own_copies(common.plan, cards)
+            own = machine.own_copies(waiting.plan, cards)
             rows.append({"cards": cards, "one_host_copy": False} | _row(own, alone))
         print(machine.name, *rows[-2 if cards > 1 else -1 :], sep="\n", flush=True)
     assert alone is not None
     assert several is not None
     return rows, several, alone
-
-
-def floor_s(profile: Profile, cards: int) -> float:
-    """Return the seconds of an update below which no plan comes that has all updates on the host.
-
-    They begin when all gradients are there and each is over before its weight is computed with again, so that the first
-    forward takes as long as they need of the memory. N cards: C + max(0, U + ((N+1) W + N W)/B - F), with C and F for
-    all computations and the first forward, U for updates alone, W bytes of gradients, and B of the memory's bandwidth.
-    Nothing is recomputed or offloaded, and one card's updates do not wait: C is all that is left of it.
-    """
-    forward = sum(min(option.forward_s for option in block.options) for block in profile.blocks)
-    backward = sum(min(option.backward_s for option in block.options) for block in profile.blocks if block.has_backward)
-    window = TOKENS // (cards * profile.batch_size * profile.sequence_length)
-    computing = window * (forward + backward)
-    if cards == 1:
-        return computing
-    weights = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
-    moved = (2 * cards + 1) * weights / profile.hardware.host_memory_bytes_per_s
-    updates = weights / profile.optimizer.host_bytes_per_s
-    return computing + max(0.0, updates + moved - forward)
 
 
 def of_machines(one: Found, several: Found, alone: Plan) -> list[dict[str, Any]]:

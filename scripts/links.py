@@ -77,7 +77,7 @@ def measured(link: int) -> Profile:
 
 def planned(profile: Profile, count: int) -> Plan:
     """Return the plan of one of ``count`` processes."""
-    return solve(one_of(profile, count), memory=MEMORY, planner="offmate", delayed=count > 1)
+    return solve(one_of(profile, count), memory=MEMORY, planner="offmate")
 
 
 def trained(plan: Plan, count: int, link: int, steps: int) -> list[float]:

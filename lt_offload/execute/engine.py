@@ -68,8 +68,9 @@ class Engine:
         device: where blocks run; the engine does not close it.
         structure: the model's block sequence, if the caller has it already.
         others: other processes that train the same model, each with an engine of its own, made and installed at the
-            same time: updates, which have to wait (``delayed=True``), use the sums of all their gradients, and host
-            copies are in memory that all of a machine have together. None: this process is alone.
+            same time: updates use the sums of all their gradients, and host copies are in memory that all of a machine
+            have together. Updates have to wait (``delayed=True``), unless all are on the host and all processes on one
+            machine. None: this process is alone.
 
     Raises:
         PlanError: if the plan belongs to another model.
@@ -159,7 +160,7 @@ class Engine:
             assert updates is not None
             expose(self.weights, plan, device)
             tables = tables_of(plan, self.structure, self.weights, device)
-            self.gradients = Gradients(device, updates, self.weights, plan, tables)
+            self.gradients = Gradients(device, updates, self.weights, plan, tables, common)
         self._intercept()
         unseen = [self.weights[index] for index in aliases.unseen]
         calls = self._check_read, self._check_write
@@ -256,12 +257,10 @@ class Engine:
 
     def _join(self, others: Others, updates: Updates) -> None:
         """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
-        common, gradients = self._common, self.gradients
-        assert self._passes and gradients and common and self._window.delayed
-        gradients.common = common
+        assert self._passes and self._common
         rest = [param for _, param in self.structure.rest]
-        sums = SumsOfAll(others, common, self.device, self.weights, rest, self.residency, self.recorder)
-        self._passes.join(sums, CommonUpdates(common, updates, self.device))
+        sums = SumsOfAll(others, self._common, self.device, self.weights, rest, self.residency, self.recorder)
+        self._passes.join(sums, CommonUpdates(self._common, updates, self.device))
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
@@ -380,6 +379,8 @@ class Engine:
     def _begin_step_within(self) -> None:
         if not self._iteration.manual:
             with self._guard.suspended:
+                if self._passes is not None:
+                    self._passes.complete_rest()
                 self._gradient_view.begin_step()
 
     def _after_step(self) -> None:

@@ -50,6 +50,8 @@ class Settings:
     """Micro-batches whose gradients are added up for one update."""
     delayed: bool = False
     """Whether updates wait until all gradients are there, as clipping by their norm needs."""
+    hosted: bool = False
+    """Whether the host updates all parameters, as plans of several processes need whose updates do not wait."""
     time_limit: float = 30.0
     """Seconds after which no further candidate is generated; ``solver_time_limit`` of the strategy."""
 

@@ -11,6 +11,7 @@ from functools import partial
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.window import without_gradients
+from lt_offload.plan.beside import has_choice, plan_processes
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
@@ -116,7 +117,9 @@ def solve(
     return make_plan(profile, settings)
 
 
-def make_plan(profile: Profile, settings: Settings, *, exact: bool = False, bounded: bool = True) -> Plan:
+def make_plan(
+    profile: Profile, settings: Settings, *, exact: bool = False, bounded: bool = True, chosen: bool = False
+) -> Plan:
     """Return the fastest plan found for ``profile``; the same as :func:`solve`, which lists the errors.
 
     Args:
@@ -124,13 +127,16 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False, boun
         settings: budgets and switches.
         exact: no plan rather than one that sums in another order than plain PyTorch.
         bounded: False if nobody asks for the plan's lower bound, which may then be that of the computations alone.
+        chosen: ``settings`` say whether updates of several processes wait; else the faster plan is returned.
     """
+    if not chosen and has_choice(profile, settings):
+        return plan_processes(profile, settings, partial(make_plan, exact=exact, bounded=bounded, chosen=True))
     # This comes first: each of its forwards becomes a pass, and the plan of passes is made by the rules below.
     if profile.deferred_forwards:
-        return plan_forwards(profile, settings, partial(make_plan, exact=exact))
+        return plan_forwards(profile, settings, partial(make_plan, exact=exact, chosen=True))
     if has_windows(settings):
         # A plan for windows has a bound of its own.
-        one = partial(make_plan, exact=exact, bounded=False)
+        one = partial(make_plan, exact=exact, bounded=False, chosen=True)
         return plan_windows(profile, settings, one, partial(least_s, profile, settings))
     if settings.chunked_loss:
         return _as_asked(profile, settings, bounded=bounded)

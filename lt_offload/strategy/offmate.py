@@ -211,7 +211,8 @@ class OffmateStrategy(Records, Checkpoints):
             part = self.part_of_ram(self.host_memory)
             self.settings = replace(windows.settings_from_trainer(self.settings, trainer), host_memory=part)
             if self.plan_path is not None:
-                replay.load_plan(self.plan_path, self._budget, self.settings, micro_batches=self.micro_batches)
+                each = {"processes": self.world_size, "machines": self.num_nodes}
+                replay.load_plan(self.plan_path, self._budget, self.settings, micro_batches=self.micro_batches, **each)
         if self.batch_size is not None and windows.fitting(trainer):
             size = BatchSize(trainer, self.batch_size)
             if self.batch_size != "auto":

@@ -8,6 +8,7 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from lt_offload.errors import PlanError
+from lt_offload.execute.memory.common import check_beside
 from lt_offload.execute.program import check_match
 from lt_offload.model.blocks import Structure
 from lt_offload.plan import Settings, check
@@ -24,13 +25,16 @@ def load_plan(
     settings: Settings = ONE_BATCH,
     *,
     micro_batches: int | Literal["auto"] = "auto",
+    processes: int = 1,
+    machines: int = 1,
 ) -> Plan:
     """Return the saved plan at ``path``, checked as far as that goes without a model.
 
     Raises:
         PlanError: if it is no plan, needs more than ``memory`` bytes, has no room for the sums of gradients that
-            ``settings`` need, updates before the norm is known by which the run clips, or takes batches in another
-            number of parts than ``micro_batches``.
+            ``settings`` need, updates before the norm is known by which the run clips, takes batches in another number
+            of parts than ``micro_batches``, or updates where the gradients of all ``processes``, on so many
+            ``machines``, are not there.
     """
     plan = Plan.load(path)
     if micro_batches not in ("auto", plan.parts):
@@ -49,6 +53,11 @@ def load_plan(
             "clips, and before on_after_backward and on_before_optimizer_step, where hooks look at them; plan again, "
             "or set gradient_clip_algorithm='value' and leave such hooks out"
         )
+    if processes > 1 and not plan.delayed:
+        try:
+            check_beside(plan, machines=machines)
+        except PlanError as error:
+            raise PlanError(f"plan={str(path)!r} is not one for devices={processes // machines}: {error}") from None
     if plan.budget_bytes > memory:
         raise PlanError(
             f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"

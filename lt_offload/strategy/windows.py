@@ -38,8 +38,7 @@ def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
     count = batches_per_update(trainer)
     if count < 1:
         raise ConfigError(f"accumulate_grad_batches={count} must be at least 1: micro-batches per update")
-    delayed = reads_gradients(trainer) or trainer.world_size > 1  # they wait for the gradients of all processes
-    return replace(settings, accumulate=count, delayed=delayed)
+    return replace(settings, accumulate=count, delayed=reads_gradients(trainer))
 
 
 def batches_per_update(trainer: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from scripts.mutants.clipping import CLIPPED
 from scripts.mutants.machines import BETWEEN_MACHINES
 from scripts.mutants.mutant import mutant
+from scripts.mutants.processes import IN_PROCESSES
 from scripts.mutants.tables import IN_TWO_PARTS
 
 CHECK, ORDERING = "plan/verify/check.py", "plan/verify/ordering.py"
@@ -564,4 +565,15 @@ EQUIVALENT = (
 )
 """Changes that no test can notice: the file, what was there, what is there then, and which order says the same."""
 
-MUTANTS = (*PLANNING, *MEMORY, *UPDATES, *CLIPPED, *IN_TWO_PARTS, *BLOCKS, *AROUND, *HEADS, *BETWEEN_MACHINES)
+MUTANTS = (
+    *PLANNING,
+    *MEMORY,
+    *UPDATES,
+    *CLIPPED,
+    *IN_TWO_PARTS,
+    *BLOCKS,
+    *AROUND,
+    *HEADS,
+    *BETWEEN_MACHINES,
+    *IN_PROCESSES,
+)

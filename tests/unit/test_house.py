@@ -44,7 +44,7 @@ ROOMS_OF_PLAN = (
     ("verify",),
     ("planners",),
     ("infeasible", "correct", "bounds", "rows"),
-    ("windows",),
+    ("windows", "beside"),
     ("solve",),
     ("batch", "sweep", "what_if"),
     ("several",),

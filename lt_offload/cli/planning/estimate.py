@@ -94,11 +94,6 @@ def settings_of(app: App) -> Settings:
     return settings_from_trainer(settings if isinstance(settings, Settings) else Settings(), app.trainer)
 
 
-def for_cards(settings: Settings, count: int) -> Settings:
-    """Return ``settings`` of one of ``count`` processes, whose updates wait for the gradients of all."""
-    return replace(settings, delayed=settings.delayed or count > 1)
-
-
 def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> Settings:
     """Return ``settings`` with the device budget that was asked for, else the recipe's as far as ``machine`` has it."""
     has = machine.device_bytes
@@ -122,6 +117,5 @@ def solver(app: App, seconds: float) -> Solver:
     # Never more time than the user allows for a single plan.
     settings = replace(settings, time_limit=min(settings.time_limit, seconds))
     return lambda profile, memory, host_memory: make_plan(
-        profile,
-        for_cards(replace(settings, memory=memory, host_memory=host_memory), profile.processes * profile.machines),
+        profile, replace(settings, memory=memory, host_memory=host_memory)
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.planning.estimate import estimate, for_cards, on_machine, parts_of, settings_of, solver
+from lt_offload.cli.planning.estimate import estimate, on_machine, parts_of, settings_of, solver
 from lt_offload.cli.planning.sweep import plan_sweep
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
@@ -150,7 +150,7 @@ def _with_parts(app: App, memory: Budget, hardware: str | None, cards: tuple[int
     count = parts_of(app)
     alone = estimate(app, hardware, micro_batches=1 if count == "auto" else count)
     machine, profile = alone.hardware, one_of(alone, *cards)
-    settings = _of_one(on_machine(settings_of(app), memory, machine), *cards)
+    settings = _of_one(on_machine(settings_of(app), memory, machine), cards[0])
     if count != "auto":
         return profile, compared(make_plan(profile, settings), profile, settings, thorough=True)
     whole = profile
@@ -160,10 +160,10 @@ def _with_parts(app: App, memory: Budget, hardware: str | None, cards: tuple[int
     return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
 
 
-def _of_one(settings: Settings, devices: int, nodes: int) -> Settings:
+def _of_one(settings: Settings, devices: int) -> Settings:
     """Return the settings of one of several processes, which has its part of the RAM that was named."""
     ram = settings.host.nbytes
-    return for_cards(replace(settings, host_memory=None if ram is None else ram // devices), devices * nodes)
+    return replace(settings, host_memory=None if ram is None else ram // devices)
 
 
 def _with_best_batch(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
@@ -175,7 +175,7 @@ def _with_best_batch(app: App, memory: Budget, hardware: str | None, cards: tupl
     machine = first.hardware
     choice = choose_batch(
         lambda size: one_of(first if size == 1 else estimate(app, machine, size), *cards),
-        _of_one(on_machine(settings_of(app), memory, machine), *cards),
+        _of_one(on_machine(settings_of(app), memory, machine), cards[0]),
         effective=effective_batch(app.trainer, app.datamodule.batch_size),
         on_progress=status,
     )

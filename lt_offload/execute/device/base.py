@@ -1,11 +1,11 @@
 """The device interface: an arena, asynchronous lanes beside the compute lane, and events that link them.
 
 The *compute lane* is whatever the calling thread runs (or launches). ``h2d`` and ``d2h`` copy; ``host`` runs updates.
-``peers`` waits for updates that other processes run, where several have host memory in common; ``network`` adds up
-sums with those of other machines.
-Tasks of one lane run in the order of submission, those of ``host`` in the order of urgency. The interface never blocks
-the calling thread except in :meth:`Device.synchronize`, in :meth:`Device.wait` where the event's work has not been
-issued yet, and where an emulated device has no other way.
+``peers`` waits for updates that other processes run, where several have host memory in common, and ``parts`` for their
+gradients; ``network`` adds up sums with those of other machines.
+Tasks of one lane run in the order of submission, those of ``host`` and ``peers`` in the order of urgency. The
+interface never blocks the calling thread except in :meth:`Device.synchronize`, in :meth:`Device.wait` where the event's
+work has not been issued yet, and where an emulated device has no other way.
 
 An :class:`Event` is done when its task has run. Work on the compute lane that reads what a task wrote must be preceded
 by :meth:`Device.wait`; a task that reads what the compute lane wrote takes an event of :meth:`Device.mark` in
@@ -26,7 +26,14 @@ import torch
 from lt_offload.compat.torch import foreach_copy_
 from lt_offload.machine.pages import Pages
 
-Lane = Literal["h2d", "d2h", "host", "peers", "network"]
+Lane = Literal["h2d", "d2h", "host", "peers", "parts", "network"]
+
+WAITING: frozenset[Lane] = frozenset({"peers", "parts"})
+"""Lanes that do nothing but wait for other processes."""
+ON_HOST: frozenset[Lane] = WAITING | {"host", "network"}
+"""Lanes whose tasks run on a thread of this process."""
+LOOSE: frozenset[Lane] = frozenset({"host", "peers"})
+"""Lanes whose tasks need not run in the order of submission: nothing orders two of them but what they run after."""
 
 
 class Event(Protocol):

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lt_offload.errors import BEYOND_THE_PLAN, ConfigError, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena, ArenaBuffer
-from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, Lane
+from lt_offload.execute.device.base import ON_HOST, AllocatorEvents, Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.execute.device.cuda_tasks import CudaTask, StreamState, TaskRunner, tasks_of
 from lt_offload.execute.device.lanes import plain_torch
@@ -239,7 +239,7 @@ class CudaDevice(Device):
 
     def _blocks(self, lane: Lane) -> bool:
         """Return whether a task of ``lane`` may block the thread that runs it: then it gets the lane's own thread."""
-        if lane in ("host", "peers", "network"):
+        if lane in ON_HOST:
             return True
         if not self._host.has_pageable:
             return False

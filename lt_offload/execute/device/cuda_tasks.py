@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lt_offload.execute.device.base import Event
+from lt_offload.execute.device.base import ON_HOST, Event
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.execute.device.lanes import Task
 
@@ -159,7 +159,7 @@ class TaskRunner:
     def __call__(self, task: Task) -> None:
         """Run ``task``, or issue it."""
         assert isinstance(task, CudaTask) and task.work is not None
-        if task.lane in ("host", "peers", "network"):
+        if task.lane in ON_HOST:
             self._run_on_host(task, task.work)
         else:
             self._issue(task, task.work)

@@ -1,7 +1,7 @@
 """Tasks of lanes, and how to run them on the calling thread: as late as possible, or in random order.
 
-The tasks of a lane run in the order of submission, except on the ``host`` lane, which takes the most urgent one that
-may run: nothing orders two of its tasks but what they run after.
+The tasks of a lane run in the order of submission, except on the lanes ``host`` and ``peers``, which take the most
+urgent one that may run: nothing orders two of their tasks but what they run after.
 
 A task runs after everything in ``after`` and ``behind`` has finished. If something in ``after`` failed, the task is
 cancelled with the same error; ``behind`` is order only. When a task fails, what its lane is given until the error has
@@ -22,10 +22,11 @@ import torch
 from typing_extensions import override
 
 from lt_offload.compat.torch import dispatch_modes, without_dispatch_modes
+from lt_offload.execute.device.base import LOOSE
 
 UNORDERED = "unordered"
 """A lane whose tasks have no order among themselves."""
-_LOOSE = (UNORDERED, "host")
+_LOOSE = (UNORDERED, *LOOSE)
 """Lanes whose tasks need not run in the order of submission."""
 
 
@@ -69,7 +70,7 @@ class Task:
         self.op = op
         self.nbytes = nbytes
         self.urgency = urgency
-        """On the host lane the task with the smallest one runs first."""
+        """On lanes without an order the task with the smallest one runs first."""
         self.serial = 0
         """Position among the tasks of its lane; owned by the lane."""
         self.finished = False

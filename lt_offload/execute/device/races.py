@@ -2,8 +2,8 @@
 
 It knows the program as it was submitted, not how it happened to run: a missing dependency is found even where the tasks
 came out in the right order. Clocks are vector clocks with one entry per lane; the compute lane is one of them. As the
-``host`` lane keeps no order, there every strand (the same update, iteration after iteration) counts as a lane. What a
-finished ``synchronize`` or ``drain`` has shown to the calling thread orders everything submitted later.
+lanes ``host`` and ``peers`` keep no order, there every strand (the same update, iteration after iteration) counts as a
+lane. What a finished ``synchronize`` or ``drain`` has shown to the calling thread orders everything submitted later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from lt_offload.errors import Race
-from lt_offload.execute.device.base import Buffer, Cell
+from lt_offload.execute.device.base import LOOSE, Buffer, Cell
 
 Clock = tuple[int, ...]
 """Entries that are missing at the end are 0."""
@@ -72,9 +72,9 @@ class Checker:
     ) -> Clock:
         """Account for a task on ``lane`` and return the clock of its completion.
 
-        ``strand`` tells tasks of the host lane apart that nothing orders.
+        ``strand`` tells tasks of lanes without an order apart.
         """
-        index = self._indices.setdefault((lane, strand if lane == "host" else 0), len(self._indices))
+        index = self._indices.setdefault((lane, strand if lane in LOOSE else 0), len(self._indices))
         clock = _merge(self._clocks.get(index, ORIGIN), self._known, *after)
         clock = (*clock[:index], *(0,) * (index - len(clock)), _at(clock, index) + 1, *clock[index + 1 :])
         self._clocks[index] = clock

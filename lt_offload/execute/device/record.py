@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import sub
 from typing import cast
 
-from lt_offload.execute.device.base import AllocatorEvents, Device
+from lt_offload.execute.device.base import WAITING, AllocatorEvents, Device
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
@@ -110,7 +110,7 @@ class Recorder:
             )
             for op, lane, label, start, end in self._spans
             # Waiting for other processes is no work of this one.
-            if end > began and start < ended and lane != "peers"
+            if end > began and start < ended and lane not in WAITING
         ]
         return Trace(
             source="measured",

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 import torch
 from typing_extensions import override
 
+from lt_offload.execute.device.base import LOOSE
 from lt_offload.execute.device.lanes import Lanes, Task, plain_torch
 
 
@@ -48,7 +49,7 @@ class _LaneThread:
 
 
 def choose(ready: Sequence[Task]) -> Task:
-    """Return the task of ``ready`` (in order of submission) that the host lane runs next.
+    """Return the task of ``ready`` (in order of submission) that a lane without an order runs next.
 
     It is the most urgent one that finds what it reads, or else the first.
     """
@@ -148,7 +149,7 @@ class ThreadLanes(Lanes):
         finally:
             started.set()
         with torch.no_grad():
-            if name == "host":
+            if name in LOOSE:
                 self._run_by_urgency(lane)
             else:
                 self._run_in_order(lane)

@@ -12,7 +12,8 @@ the owner copies what it has written to the common memory, and all forget their 
 forward with gradients and before updates. These rules hold:
 
 1. Nobody writes the common memory but owners: in their updates, and in :meth:`Common.publish`.
-2. Updates begin when no process reads host copies any more (:meth:`Common.begin_updates`), and whoever reads one
+2. An update begins when no process reads its host copies any more: all updates that wait for all gradients
+   (:meth:`Common.begin_updates`), others when every process has said so (``updates/arrivals.py``). Whoever reads one
    afterwards comes after its owner's update: the event of the group waits for that (:meth:`Common.updated`).
 3. Before a user writes, all updates are over: a page that is written has neighbours of the same moment.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,7 +30,8 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.execute.device.base import Device, Event
+from lt_offload.errors import PlanError
+from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.tensors import Member, Sum, Weight
@@ -125,6 +127,32 @@ def share_out(sizes: Sequence[int], count: int) -> list[int]:
     return owners
 
 
+def check_beside(plan: Plan, *, in_place: bool = True, machines: int = 1) -> None:
+    """Check that updates of ``plan``, which do not wait, can use the gradients of several processes.
+
+    Args:
+        plan: of every process.
+        in_place: updates write the optimizer states that are there.
+        machines: among which the processes are divided.
+
+    Raises:
+        PlanError: if not.
+    """
+    why = None
+    if machines > 1:
+        why = "there are several machines"
+    elif not in_place:
+        why = "the optimizer makes new states in each step"
+    elif any(place not in ("host", "none") for place in plan.update_places):
+        why = "it updates weights on the device"
+    elif any(op.rows is not None or op.writes_gradients for op in plan.ops):
+        why = "it takes gradients of a table apart, or lets the backward write them"
+    if why is not None:
+        raise PlanError(
+            f"its updates do not wait for the gradients of all processes, and {why}; plan again with as many devices"
+        )
+
+
 def map_common(machine: Neighbours, sizes: Sequence[int], by: int, *, name: str) -> list[SharedPages]:
     """Return memory of these ``sizes`` that process ``by`` makes, as ``name``, and all map, zeroed."""
     starts, total = spread(list(sizes))
@@ -148,6 +176,9 @@ class Common:
         plan: None for an engine that streams forwards only.
         staying: weights that stay where they are in this process.
         owned_updates: the optimizer's updates write the states that are there, in place.
+
+    Raises:
+        PlanError: if updates of ``plan`` would have to wait for the gradients of all processes, and do not.
     """
 
     def __init__(
@@ -160,6 +191,8 @@ class Common:
         *,
         owned_updates: bool,
     ) -> None:
+        if plan is not None and not plan.delayed:
+            check_beside(plan, in_place=owned_updates, machines=others.size // others.machine.size)
         self.machine, self._others, self._device = others.machine, others, device
         self.staying = {index for of_one in others.gather(sorted(staying)) for index in of_one}
         """Weights that stay where they are, in any process."""
@@ -175,19 +208,23 @@ class Common:
         for weight, owner in zip(self.weights, owners, strict=True):
             weight.owner = owner
         trains = plan is not None
+        self._beside = plan is not None and not plan.delayed
+        """Updates run beside the backward."""
         self.trained = [weight for weight in self.weights if trains and weight.param.requires_grad]
         """Those that have an owner's updates."""
         self.nbytes = 0
-        """Bytes in common memory: host copies and states, once for all processes."""
+        """Bytes in common memory, of all processes: host copies and states, which are there once, and gradients."""
         self.states: StatesInCommon | None = None
         """The optimizer's states of them, in an engine that updates."""
         self._spans: list[list[LiveGroup]] = []
         self._written: set[int] = set()
         """By index: weights that a user has written here since all processes have met."""
         self._round = 0
-        self._done: Any = self._counters(1 + max(op.id for op in plan.ops)) if plan is not None else None
+        self._ops = 1 + max(op.id for op in plan.ops) if plan is not None else 0
+        self._done: Any = self._counters(2 * self._ops + len(weights)) if plan is not None else None
         """By process and op: the round of updates in which the process has last carried out its part; of what machines
-        add up, the window."""
+        add up, the window. Behind that, by op, the round for which its gradients have arrived, and then, by weight,
+        that in which it has last had one."""
         self._own_updates: list[Event] = []
 
     def _counters(self, ops: int) -> Any:
@@ -199,6 +236,8 @@ class Common:
 
     def takes(self, group: LiveGroup) -> bool:
         """Return whether ``group`` stands in common memory."""
+        if self._beside and group.sums:  # all processes read them, whoever updates the weights
+            return True
         return all(_weight(member) is not None and _weight(member).owner is not None for member in group.members)  # type: ignore[union-attr]
 
     def add(self, span: list[LiveGroup]) -> None:
@@ -329,10 +368,15 @@ class Common:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def begin_updates(self) -> list[Weight]:
-        """Wait until no process reads host copies that are about to be updated; return what :meth:`publish` does."""
-        fetched = distinct(weight.group.last_fetch for weight in self.trained)
-        self._device.synchronize(self._device.mark(), *fetched)
+    def begin_updates(self, *, beside: bool) -> list[Weight]:
+        """Begin a round of updates; return what :meth:`publish` does.
+
+        Args:
+            beside: each waits by itself until no process reads what it updates; else that is awaited here for all.
+        """
+        if not beside:
+            fetched = distinct(weight.group.last_fetch for weight in self.trained)
+            self._device.synchronize(self._device.mark(), *fetched)
         self._round += 1
         self._own_updates = []
         return self.publish()
@@ -350,6 +394,46 @@ class Common:
             done[row, op] = number
 
         return run
+
+    def giving(self, op: int, weights: Sequence[Weight], add: Callable[[], None]) -> Callable[[], None]:
+        """Return what tells the others that the gradients for ``op`` are there, behind ``add``.
+
+        Args:
+            op: an update.
+            weights: those that have a gradient in this process.
+            add: completes what others see.
+        """
+        done, row, number = self._done, self.machine.rank, self._round
+        columns = [2 * self._ops + weight.index for weight in weights]
+
+        def run() -> None:
+            add()
+            for column in columns:
+                done[row, column] = number
+            done[row, self._ops + op] = number  # last: who sees it sees the others
+
+        return run
+
+    def awaiting(self, op: int) -> Callable[[], None]:
+        """Return what waits until the gradients for ``op`` are there in all processes of this machine."""
+        return partial(self.wait_for, range(self.machine.size), self._ops + op, self._round)
+
+    def given(self, weight: Weight) -> Callable[[], bool]:
+        """Return what tells, behind :meth:`awaiting`, whether some process has a gradient for ``weight``."""
+        done, column, number = self._done, 2 * self._ops + weight.index, self._round
+        return lambda: bool((done[:, column] == number).any())
+
+    def memory_of_all(self, sizes: Sequence[int], name: str) -> list[list[Tensor]]:
+        """Return memory of these ``sizes`` of each process, in the order of ranks, which all see."""
+        self.nbytes += self.machine.size * sum(sizes)
+        found = []
+        for rank in range(self.machine.size):
+            parts = map_common(self.machine, sizes, rank, name=name)
+            if rank == self.machine.rank:
+                for pages in parts:
+                    self._device.host_mapped(pages.common)
+            found.append([pages.common.bytes()[: pages.nbytes] for pages in parts])
+        return found
 
     def contribute(self, op: int, number: int) -> None:
         """Tell the others of this machine that this process has what it adds to ``op``, in the window ``number``."""
@@ -379,21 +463,34 @@ class Common:
         Returns:
             The event of all of it.
         """
-        self._own_updates.append(own)
-        if not weights:
-            return own
-        owners = sorted({weight.owner for weight in weights if weight.owner is not None})
+        owners = {weight.owner for weight in weights if weight.owner is not None}
         groups = list(dict.fromkeys(weight.group for weight in weights))
         # An owner that adds up reads everybody's sums, and writes the first process's, in its update or before.
         groups += dict.fromkeys(w.total.group for w in weights if w.total is not None and w.total.elsewhere)
+        return self.updated_by(owners, op, groups, own, urgency)
+
+    def updated_by(
+        self,
+        ranks: Collection[int],
+        op: int,
+        groups: Sequence[LiveGroup],
+        own: Event,
+        urgency: int,
+        cells: Sequence[Cell] = (),
+    ) -> Event:
+        """Do the same where ``groups`` and ``cells`` are complete, or free, when ``ranks`` have carried ``op`` out."""
+        self._own_updates.append(own)
+        if not ranks:
+            return own
         event = self._device.submit(
             "peers",
-            partial(self.wait_for, owners, op, self._round),
+            partial(self.wait_for, sorted(ranks), op, self._round),
             # All that reads them was over when these updates began, but for fetches of a settling pass, which count no
             # more when the update is over.
             after=distinct([own, self._device.mark(), *(e for g in groups for e in (g.host_ready, g.last_fetch))]),
-            writes=[group.host_cell for group in groups],
+            writes=[*(group.host_cell for group in groups), *cells],
             label=f"others' part of op {op}",
+            op=op,
             urgency=urgency,
         )
         for group in groups:

@@ -90,8 +90,9 @@ class WindowGradients:
         """Clamp the gradients of parameters outside the blocks to :attr:`clip_value`, once they are complete."""
         if self.clip_value is not None:
             with self._guard.suspended:
-                if self._passes.of_all is not None:
+                if self._passes.of_all is not None and self._window.delayed:
                     self._passes.end()
+                self._passes.complete_rest()
                 self._clip_rest(self.clip_value)
 
     def _clip_rest(self, value: float) -> None:
@@ -210,6 +211,8 @@ class FollowedLoop:
     def _begin_step(self) -> bool:
         """``optimizer.step()`` begins; return whether there is something to update with."""
         self._iteration.enter(Transition.STEP)
+        with self._guard.suspended:
+            self._passes.complete_rest()
         if self._window.delayed:
             with self._guard.suspended:
                 self._view.begin_step_of_loop(final=self._gradients.clip_value is None)

@@ -99,6 +99,8 @@ class Passes:
         self._consumers = Consumers(lambda index: structure.blocks[index].name, runs.uses)
         self._own = [OwnParameters(block.name, block.module) for block in structure.blocks]
         self._deferred = DeferredForwards(plan, runs, streaming, blocks, self._consumers.watch)
+        self._rest_complete = False
+        """Gradients outside the blocks are those of all processes."""
         self._to_follow = 0
         """Passes of the same micro-batch behind the present one."""
         self._walk = Walk(plan, weights, residency=residency, gradients=gradients, runs=runs, recorder=recorder)
@@ -183,7 +185,7 @@ class Passes:
     def _begin_pass(self, waiting: int) -> None:
         """A pass begins; so many of the same micro-batch follow it."""
         self._window.begin_pass(waiting)
-        self._to_follow = waiting
+        self._to_follow, self._rest_complete = waiting, False
         self._iteration.enter(Transition.FORWARD)
         alone = self.of_all is None  # else sums of other processes are added to these
         self._walk.start(self._window.which, last=self._window.delayed and self._window.last and not waiting and alone)
@@ -259,6 +261,9 @@ class Passes:
         self._setup.check_hooks()
         self._view.begin_backward(cleared=self.manual is not None)
         self._iteration.enter(Transition.BACKWARD)
+        if self.common is not None and self._window.which == "updating":
+            with self._recorder.waiting():
+                self.common.begin(beside=True)
         # Both move their hooks to the end of those of ``optimizer.step()``: the last to do so encloses the other.
         if self.manual is not None:
             self.manual.begin_backward(updating=self._window.which == "updating")
@@ -320,7 +325,17 @@ class Passes:
             return False
         self._iteration.check(Transition.STEP)  # a step of ours, too, must leave no forward waiting
         self._complete()
+        self.complete_rest()
+        if self.common is not None:
+            self.common.end()
         return True
+
+    def complete_rest(self) -> None:
+        """Let gradients outside the blocks be those of all processes before they are used, if updates do not wait."""
+        updates = self._iteration.ran_backward and self._window.which == "updating"
+        if self.of_all is not None and updates and not self._rest_complete:
+            self._rest_complete = True
+            self.of_all.add_up_rest()
 
     def _settle(self, *, keep: bool) -> bool:
         """Carry out the updates that have waited for all gradients, if there are any."""
@@ -330,7 +345,7 @@ class Passes:
             return False
         self._view.shown.take()
         if self.common is not None:
-            self.common.begin()
+            self.common.begin(beside=False)
         if not self._residency.settled:
             self._residency.settle()
         self._iteration.enter(Transition.SETTLE)

@@ -120,13 +120,13 @@ class CommonUpdates:
         """A forward with gradients begins in every process: let what users have written be everybody's."""
         self._common.publish()
 
-    def begin(self) -> None:
-        """The updates of a window begin in every process."""
+    def begin(self, *, beside: bool) -> None:
+        """The updates of a window begin in every process; ``beside``: beside the backward, see ``arrivals.py``."""
         # Others are about to change what a checkpoint of this process may still be reading.
         for weight in self._common.trained:
             if self._common.theirs(weight):
                 self._updates.snapshots.changing((weight.host, *tensors_of(self._updates.state(weight)).values()))
-        self._without = self._common.begin_updates()
+        self._without = self._common.begin_updates(beside=beside)
         self._states.forget(self._without)
 
     def end(self) -> None:

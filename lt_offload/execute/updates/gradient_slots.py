@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.execute.device.base import Cell, Device, Event
+from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import distinct
 from lt_offload.execute.memory.tensors import Weight, carve
 from lt_offload.schema.plan import ALIGNMENT, Op, Plan
@@ -36,9 +37,15 @@ class Slots:
     """The host memory to which gradients are copied, which those share that are not there at the same time.
 
     A copy comes after the updates that its op waits for in the plan: they read what was at its addresses.
+
+    Args:
+        device: copies there.
+        plan: says which share memory.
+        weights: of the engine.
+        common: the memory is of this, where all processes of the machine see what has arrived; None: it is this one's.
     """
 
-    def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight]) -> None:
+    def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight], common: Common | None = None) -> None:
         copies = [op for op in plan.ops if op.sends_gradients and not plan.begins_sums(op)]
         self._updates = {op.id for op in plan.ops if op.lane == "host"}
         self._events: dict[int, list[Event]] = {}
@@ -52,12 +59,27 @@ class Slots:
         """By op."""
         self.box_of = {t: box for box in self._boxes if box.op.rows != "looked up" for t in plan.tensors(box.op)}
         """By tensor; of a table in two parts that of the last block's gradient."""
-        for low, high in _islands(ranges.values()):
-            island = device.host_empty((high - low,), torch.uint8)
-            for box in self._boxes:
-                start, end = ranges[box.op.id]
-                if low <= start and end <= high:
-                    box.use(island[start - low : end - low])
+        islands = _islands(ranges.values())
+        sizes = [high - low for low, high in islands]
+        if common is None:
+            rows = [[device.host_empty((size,), torch.uint8) for size in sizes]]
+        else:
+            rows = common.memory_of_all(sizes, "gradients") if sizes else []
+        self.places: dict[int, tuple[Tensor, ...]] = {}
+        """By weight: where its gradients arrive in all processes, in the order of ranks."""
+        for rank, memory in enumerate(rows):
+            for (low, high), island in zip(islands, memory, strict=True):
+                for box in self._boxes:
+                    start, end = ranges[box.op.id]
+                    if not (low <= start and end <= high):
+                        continue
+                    if common is None or rank == common.machine.rank:
+                        box.use(island[start - low : end - low])
+                    if common is not None:
+                        for index, place in box.places(island[start - low : end - low]).items():
+                            self.places[index] = (*self.places.get(index, ()), place)
+        self.hosts = {t: host for box in self._boxes if box.op.rows != "looked up" for t, host in box.hosts.items()}
+        """By weight: where its gradient arrives in this process."""
         for box in self._boxes:
             start, end = ranges[box.op.id]
             # Told to the checker of what happens before what: a copy writes whatever other ops have at its addresses.
@@ -105,8 +127,12 @@ class Slots:
 
     def skipped(self, op: int, weights: Iterable[Weight]) -> None:
         """Note that nothing has arrived for ``op`` of the host: what was at its addresses before may be there still."""
+        self._events[op] = self.freed(weights)
+
+    def freed(self, weights: Iterable[Weight]) -> list[Event]:
+        """Return what a copy of gradients of ``weights`` would come after, for whoever writes there instead."""
         boxes = dict.fromkeys(self.box_of[w.index] for w in weights if w.index in self.box_of)
-        self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
+        return distinct(event for box in boxes for event in self._freed(box.op))
 
     def _freed(self, op: Op) -> list[Event]:
         return [event for other in op.after if other in self._updates for event in self._events.get(other, ())]
@@ -147,13 +173,22 @@ class GradientOffloads:
 
     def use(self, memory: Tensor) -> None:
         """Let gradients arrive in ``memory``, bytes on the host."""
+        self.hosts, self._small = self._divided(memory)
+
+    def places(self, memory: Tensor) -> dict[int, Tensor]:
+        """Return where each gradient arrives in another process, which uses ``memory``."""
+        return self._divided(memory)[0]
+
+    def _divided(self, memory: Tensor) -> tuple[dict[int, Tensor], dict[torch.dtype, tuple[tuple[int, ...], Tensor]]]:
+        hosts: dict[int, Tensor] = {}
+        gathered_in: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = {}
         if self.op.rows == "looked up":
             (table,) = self._weights
             width = table.host.shape[1]
             # One row per token: a batch may have more tokens than the table has rows.
             rows = self.op.bytes // (width * table.host.element_size())
-            self.hosts[table.index] = carve(memory, 0, table.host.new_empty((rows, width), device="meta"))
-            return
+            hosts[table.index] = carve(memory, 0, table.host.new_empty((rows, width), device="meta"))
+            return hosts, gathered_in
         small: defaultdict[torch.dtype, list[Weight]] = defaultdict(list)
         for weight in self._weights:
             if weight.nbytes < SMALL_GRADIENT:
@@ -162,26 +197,20 @@ class GradientOffloads:
         gathered: set[int] = set()
         for dtype, found in small.items():
             if len(found) > 1:
-                start, at = at, self._divide(memory, at, found)
-                self._small[dtype] = tuple(w.index for w in found), memory[start:at].view(dtype)
+                start, at = at, _divide(memory, at, found, hosts)
+                gathered_in[dtype] = tuple(w.index for w in found), memory[start:at].view(dtype)
                 gathered.update(weight.index for weight in found)
                 at = round_up(at, ALIGNMENT)
         for weight in self._weights:
             if weight.index not in gathered:
-                at = round_up(self._divide(memory, at, [weight]), ALIGNMENT)
+                at = round_up(_divide(memory, at, [weight], hosts), ALIGNMENT)
+        return hosts, gathered_in
 
     def send(
         self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event], more: Sequence[tuple[Tensor, Tensor]]
     ) -> GradientOffload:
         """Queue the copies of ``items``, and of ``more``, as one task that begins after ``freed``."""
         return _queued(self._device, self.op, items, [*self._pairs(items), *more], freed, writes=self.cells)
-
-    def _divide(self, memory: Tensor, at: int, weights: Iterable[Weight]) -> int:
-        """Give each of ``weights`` its part of ``memory`` from ``at`` on; return where the last one ends."""
-        for weight in weights:
-            self.hosts[weight.index] = carve(memory, at, weight.host)
-            at += weight.nbytes
-        return at
 
     def _pairs(self, items: Sequence[tuple[Weight, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return what is copied where; small gradients are gathered, unless some of them have not come."""
@@ -193,6 +222,14 @@ class GradientOffloads:
                 with torch.no_grad():
                     pairs.append((host, torch.cat([grads.pop(index).reshape(-1) for index in indices])))
         return pairs + [(self.hosts[index], grad) for index, grad in grads.items()]
+
+
+def _divide(memory: Tensor, at: int, weights: Iterable[Weight], hosts: dict[int, Tensor]) -> int:
+    """Give each of ``weights`` its part of ``memory`` from ``at`` on, in ``hosts``; return where the last one ends."""
+    for weight in weights:
+        hosts[weight.index] = carve(memory, at, weight.host)
+        at += weight.nbytes
+    return at
 
 
 def _queued(

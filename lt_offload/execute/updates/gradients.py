@@ -25,6 +25,7 @@ from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight, add_in_order
+from lt_offload.execute.updates.arrivals import Arrivals
 from lt_offload.execute.updates.clipping import Clipping, norms
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
@@ -43,20 +44,32 @@ class Gradients:
         weights: Sequence[Weight],
         plan: Plan,
         tables: Sequence[Table] = (),
+        common: Common | None = None,
     ) -> None:
+        """Collect them.
+
+        Args:
+            device: has them.
+            updates: use them.
+            weights: of the engine.
+            plan: says how.
+            tables: those that are updated in two parts.
+            common: what several processes have in common.
+        """
         self.device = device
         self.updates = updates
         self.square_sums: list[Tensor] | None = None
         """Squared norms of this iteration's gradients, if somebody asked for them."""
         self.updated = 0
         """Tensors updated so far."""
-        self.common: Common | None = None
+        self.common = common
         """What several processes have in common: each updates what it owns of that."""
         self._weights = weights
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
         """The host gradients that the backward writes itself, as the device sees them."""
-        self._slots = Slots(device, plan, weights)
+        beside = None if plan.delayed else common
+        self._slots = Slots(device, plan, weights, beside)
         self._tables = {table.weight.index: table for table in tables}
         """Those that are updated in two parts."""
         for box in self._slots.of.values():
@@ -78,6 +91,8 @@ class Gradients:
         self._norms: dict[int, Tensor] = {}
         """By weight: the norm of a gradient that will be the whole sum on the host."""
         self.clipping = Clipping(device, weights)
+        self.arrivals = Arrivals(beside, device, updates, self._slots, self.clipping, weights) if beside else None
+        """Those of all processes, for updates beside the backward."""
         for op in plan.ops:
             if op.writes_gradients:
                 self._receive([weights[t] for t in plan.tensors(op)])
@@ -152,6 +167,9 @@ class Gradients:
         sums, self.square_sums = self.square_sums, None
         if sums is None:
             return None
+        if self.arrivals is not None:
+            self.device.drain()
+            sums = self.arrivals.squares()
         if self._tables or any(weight.total is not None for weight in self._weights):
             self.device.drain()  # the host has squared its sums
             sums = [square.cpu() for square in sums]
@@ -205,7 +223,7 @@ class Gradients:
             if op.kind == "update" and _filled(weight):
                 self._complete[op.id].append((weight, None))
             return
-        if self.square_sums is not None and self._which == "updating" and not _filled(weight):
+        if self.square_sums is not None and self._which == "updating" and not _filled(weight) and not self.arrivals:
             self.square_sums.append(square_sum(grad))
         if op.writes_gradients:
             self._write_out(weight, grad)
@@ -358,6 +376,9 @@ class Gradients:
         if op.rows is not None:
             return self._use_rows(op, weights[0], urgency)
         updating = op.kind == "update"
+        if updating and self.arrivals is not None:
+            self.updated += len(weights)
+            return self.arrivals.update(op, weights, self._arrived, urgency, squares=self.square_sums is not None)
         ready = [w for w in weights if w.index in self._arrived or (updating and _filled(w))]
         if not ready:
             self._slots.skipped(op.id, weights)

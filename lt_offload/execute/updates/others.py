@@ -98,6 +98,19 @@ class SumsOfAll:
         for total in there:
             total.fill()
 
+    def add_up_rest(self) -> None:
+        """Let gradients outside the blocks be those of all processes; updates of the blocks see to theirs."""
+        if not self._rest:
+            return
+        with self._recorder.waiting():
+            states = zip(*self._others.numbers_of_all([p.grad is not None for p in self._rest]), strict=True)
+        there = [param for param, of_all in zip(self._rest, states, strict=True) if any(of_all)]
+        for param in there:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        with torch.no_grad():
+            self._others.add_up([param.grad for param in there if param.grad is not None])
+
     def _add_up_in_common(self, totals: Sequence[Sum], *, by_updates: bool) -> None:
         """Add up sums that all processes see: each adds those that it owns, and writes them to all places."""
         if not totals:

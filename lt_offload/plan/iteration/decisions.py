@@ -6,8 +6,8 @@ option a block has. When copies start and where they go is found in one way for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lt_offload.plan.iteration.computations import Recomputation as Recomputation
 from lt_offload.plan.iteration.memory import Usage, backward_steps, least_host_bytes
@@ -101,6 +101,34 @@ def uses(
     }
     forwards = [timeline(profile).forward(block) for block in blocks]
     return sorted({*forwards, *backward_steps(blocks, profile), *again})
+
+
+def hosted(decisions: Decisions, profile: Profile) -> Decisions:
+    """Return ``decisions`` with all updates on the host: no weight stays on the device from its update on."""
+
+    def on_host(tensor: TensorDecision, blocks: tuple[int, ...]) -> TensorDecision:
+        if tensor.place == "none":
+            return tensor
+        needed = [step for step in uses(blocks, profile, decisions.recomputations) if step not in tensor.zero_copy]
+        return replace(tensor, place="host", write_back=None, grad_zero_copy=False, stays=_renewed(tensor, needed))
+
+    pairs = zip(decisions.tensors, profile.tensors, strict=True)
+    return replace(decisions, tensors=tuple(on_host(tensor, found.blocks) for tensor, found in pairs))
+
+
+def _renewed(tensor: TensorDecision, needed: Sequence[int]) -> tuple[Interval, ...]:
+    """Return the stays of ``tensor``, those that last from its last use, of ``needed``, to its first one in two."""
+    if not needed:
+        return tensor.stays
+    first, last = needed[0], needed[-1]
+    stays: list[Interval] = []
+    for stay in tensor.stays or (Interval(start=first, end=last),):
+        around = stay.end < stay.start
+        if around and stay.end >= first:
+            stays.append(Interval(start=first, end=stay.end))
+        # What a copy to the host has kept for longer may go.
+        stays.append(Interval(start=stay.start, end=last if around else min(stay.end, last)))
+    return tuple(stays)
 
 
 def resident_tensors(profile: Profile) -> tuple[TensorDecision, ...]:

@@ -54,7 +54,9 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
         seconds += by_place["host"] / machine.exchange_bytes_per_s
     elif memory:
         seconds += moved * by_place["host"] / memory
-    if _adds_up_first(profile):
+    # A plan for one micro-batch that has no room for sums is one whose updates do not wait.
+    waits = plan.delayed or any(tensor.sum_bytes for tensor in profile.tensors)
+    if _adds_up_first(profile) and waits:
         places = zip(profile.tensors, plan.update_places, strict=True)
         owned = sum(added(tensor) for tensor, place in places if place == "host")
         seconds += owned * (3 * count - 1) / 3 / profile.optimizer.host_bytes_per_s
@@ -170,8 +172,8 @@ def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
         settling = plan.delayed and op.kind == "update"
         if plan.adds_up and not settling:
             updated += sum(accumulated(t, profile) if op.lane == "host" else added(t) for t in tensors)
-        elif settling and op.lane == "host":
-            updated += sum(gathered(tensor, profile) for tensor in tensors)
+        if op.kind == "update" and op.lane == "host":  # profiles with sums have this in their speed
+            updated += sum(gathered(tensor, profile) for tensor in tensors if not tensor.sum_bytes)
         return updated / rate
     if op.writes_gradients:
         costs = (profile.tensors[tensor].zero_copy for tensor in plan.tensors(op))

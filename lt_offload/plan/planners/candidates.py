@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
+from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.iteration.decisions import hosted
 from lt_offload.plan.planners.request import Proposal, Request, cannot_win, far_behind
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.planners.timed_plan import PlanScheduler
@@ -61,6 +63,7 @@ class Candidates:
         ``careful``: look for the best schedule if it may win; else that is left to :meth:`finish`.
         """
         request, profile = self.request, self.request.profile
+        proposal = self._allowed(proposal)
         excess = proposal.decisions.least_host_bytes(profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
@@ -102,7 +105,7 @@ class Candidates:
 
     def estimate(self, proposal: Proposal) -> float | Missed:
         """Return about how long ``proposal`` would take, or by what it misses the budgets."""
-        request = self.request
+        request, proposal = self.request, self._allowed(proposal)
         # RAM first: what lasts on the host is known from decisions, and spares the schedule.
         excess = proposal.decisions.least_host_bytes(request.profile) - request.host_budget_bytes
         if excess > 0:
@@ -113,6 +116,13 @@ class Candidates:
             return search
         self._started[proposal.name] = search
         return search.seconds
+
+    def _allowed(self, proposal: Proposal) -> Proposal:
+        """Return ``proposal`` with all updates on the host, if that is where they have to be."""
+        if not self.request.settings.hosted:
+            return proposal
+        decisions = hosted(proposal.decisions, self.request.profile)
+        return replace(proposal, sets=Sets(decisions, self.request.profile))
 
     def _keep(self, found: Candidate, *, share: bool = True) -> None:
         """Add it to those that fit, if it is the fastest.

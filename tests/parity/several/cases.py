@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import lt_offload
-from lt_offload.plan import solve
+from lt_offload.plan import Settings, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.parity.several.training import Case, with_masters
@@ -18,6 +18,8 @@ from tests.support.engines import make_optimizer
 LLAMA, TIED = Case(), Case(model={"family": "llama-tied"})
 BF16, LORA = Case(model={"dtype": torch.bfloat16}), Case(model={"lora": True})
 QLORA = Case(four_bits=True)
+BESIDE: dict[str, Any] = {"delayed": False, "hosted": True}
+"""Updates run beside the backward, all on the host."""
 RECOMPUTED: dict[str, Any] = {"activation_offload": False}
 PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "tight": (LLAMA, "tight", {}),
@@ -38,28 +40,56 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "clipped by value": (Case(clip_value=1e-3), "tight", {}),
     "written between steps": (Case(user=True), "middle", {}),
     "written, with adapters": (Case(model={"lora": True}, user=True), "tight", {}),
+    "beside": (LLAMA, "tight", BESIDE),
+    "beside, in the middle": (LLAMA, "middle", BESIDE),
+    "beside, resident": (LLAMA, "resident", BESIDE),
+    "beside, recomputed": (LLAMA, "tight", BESIDE | RECOMPUTED),
+    "beside, tied": (TIED, "tight", BESIDE),
+    "beside, bf16": (BF16, "middle", BESIDE),
+    "beside, lora": (LORA, "tight", BESIDE),
+    "beside, qlora": (QLORA, "middle", BESIDE),
+    "beside, sgd": (Case(optimizer="sgd"), "middle", BESIDE),
+    "beside, masters": (Case(model={"dtype": torch.bfloat16}, optimizer=with_masters, user=True), "tight", BESIDE),
+    "beside, accumulated": (Case(accumulate=2), "tight", BESIDE),
+    "beside, three accumulated": (Case(accumulate=3), "middle", BESIDE),
+    "beside, clipped by value": (Case(clip_value=1e-3), "tight", BESIDE),
+    "beside, written between steps": (Case(user=True), "middle", BESIDE),
 }
 """Cases, budgets and settings of plans, for two processes."""
-LATE = "tight, one late"
-"""The first plan once more, with one process's copies late."""
 IS_LATE = ", one late"
 """In the name of cases in which one process's copies, and what it sends to other machines, are late."""
+LATE = ("tight", *(name for name in PAIRS if name.startswith("beside")))
+"""Those of two processes that are tried so."""
 BETWEEN = ("tight", "tied", "accumulated", "clipped by norm", "clipped by value", "lora", "written between steps")
 """Those of several machines."""
 MORE: dict[tuple[int, int], dict[str, tuple[Case, str, dict[str, Any]]]] = {
-    (3, 1): {"three": (LLAMA, "tight", {})},
-    (4, 1): {"four": (TIED, "middle", {}), "four, lora": (LORA, "tight", {})},
+    (3, 1): {
+        "three": (LLAMA, "tight", {}),
+        "three, beside": (LLAMA, "tight", BESIDE),
+        f"three, beside{IS_LATE}": (LLAMA, "tight", BESIDE),
+        f"three, beside, accumulated{IS_LATE}": (Case(accumulate=2), "middle", BESIDE),
+        "three, beside, one idle": (Case(idle=True), "tight", BESIDE),
+        f"three, beside, one idle{IS_LATE}": (Case(idle=True), "tight", BESIDE),
+        f"three, beside, accumulated, one idle{IS_LATE}": (Case(idle=True, accumulate=2), "tight", BESIDE),
+    },
+    (4, 1): {
+        "four": (TIED, "middle", {}),
+        "four, lora": (LORA, "tight", {}),
+        "four, beside": (TIED, "middle", BESIDE),
+        f"four, beside{IS_LATE}": (TIED, "tight", BESIDE),
+        "four, beside, lora": (LORA, "tight", BESIDE),
+    },
     (2, 2): {f"{name}, 2 on 2": PAIRS[name] for name in ("tight", "resident", "updated on the device", "lora")}
     | {f"{name}{IS_LATE}, 2 on 2": PAIRS[name] for name in BETWEEN[:3]},
     (3, 3): {"three on three": (LLAMA, "tight", {}), f"three on three{IS_LATE}": (LLAMA, "tight", {})},
-    (4, 2): {f"{name}, 4 on 2": case for name, case in PAIRS.items()}
+    (4, 2): {f"{name}, 4 on 2": case for name, case in PAIRS.items() if not name.startswith("beside")}
     | {f"{name}{IS_LATE}, 4 on 2": PAIRS[name] for name in BETWEEN},
 }
 """The same for other numbers of processes, and of machines."""
 
 
 def profile(case: Case) -> Profile:
-    key = repr((case.model, case.four_bits, case.optimizer))
+    key = repr((case.model, case.four_bits, case.optimizer, case.idle))
     if key not in _profiles:
         _profiles[key] = measured(case)
     return _profiles[key]
@@ -79,8 +109,8 @@ BUDGETS = {"tight": (250_000, "l2l"), "middle": (400_000, "offmate"), "resident"
 
 
 def plan(case: Case, budget: str, settings: dict[str, Any], machines: int = 1) -> Plan:
-    """Plan for windows of the case whose updates wait."""
+    """Plan for windows of the case: whose updates wait, unless ``settings`` say otherwise."""
     memory, planner = BUDGETS[budget]
-    settings = {"planner": planner, "accumulate": case.accumulate} | settings
+    settings = {"planner": planner, "accumulate": case.accumulate, "delayed": True} | settings
     found = replace(profile(case), machines=machines, common_updates=machines > 1)
-    return solve(found, memory=memory, delayed=True, **settings)
+    return make_plan(found, Settings(memory=memory, **settings))

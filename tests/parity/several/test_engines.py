@@ -19,7 +19,8 @@ from tests.parity.several.cases import IS_LATE, LATE, MORE, PAIRS, plan
 from tests.parity.several.training import Case, Group, in_turn, plainly, same, same_as_stock
 from tests.support.engines import Result, differences, make_optimizer
 
-ONE_LATE = {LATE: PAIRS["tight"]}
+ONE_LATE = {f"{name}{IS_LATE}": PAIRS[name] for name in LATE}
+"""Once more, with one process's copies late."""
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,21 @@ def with_masters(groups: Any) -> torch.optim.Optimizer:
     return lt_offload.AdamW(groups, lr=1e-2)
 
 
+class Sometimes(nn.Module):
+    """A part of a layer with one weight more, which a forward need not use, as an expert without tokens."""
+
+    used = True
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.full((models.HIDDEN,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out + self.scale * x if self.used else out
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, and how it is trained."""
@@ -60,14 +75,25 @@ class Case:
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
-    idle: str = ""
-    """The part of a parameter's name that gets a gradient in the first process only."""
-
+    idle: bool = False
+    """Whether a weight has a gradient in the second process only, and in one step in none."""
     user: bool = False
     """Whether a user writes weights and states between steps, in every process, and evaluates the model."""
 
     def build(self) -> nn.Module:
-        return quantized.adapted(**self.model) if self.four_bits else models.build(**{"layers": 2} | self.model)
+        if self.four_bits:
+            return quantized.adapted(**self.model)
+        model = models.build(**{"layers": 2} | self.model)
+        if self.idle:
+            layer: Any = model.get_submodule("model.layers.1")
+            layer.mlp = Sometimes(layer.mlp)
+        return model
+
+    def switch(self, model: nn.Module, step: int, rank: int) -> None:
+        """Let ``model`` use what it has for ``rank`` in ``step``."""
+        for module in model.modules() if self.idle else ():
+            if isinstance(module, Sometimes):
+                module.used = rank == 1 and step != 1
 
     def batch(self, step: int, rank: int, part: int) -> dict[str, Tensor]:
         seed = 1000 * step + 10 * rank + part
@@ -87,6 +113,7 @@ def plainly(case: Case, ranks: int) -> Result:
     for step in range(STEPS):
         sums: dict[nn.Parameter, Tensor] = {}
         for rank in range(ranks):
+            case.switch(model, step, rank)
             for part in range(case.accumulate):
                 loss = case.loss(model, case.batch(step, rank, part), ranks)
                 loss.backward()
@@ -190,6 +217,7 @@ def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> tuple[Res
         if case.accumulate > 1:
             engine.accumulate = case.accumulate
         for step in range(STEPS):
+            case.switch(model, step, ranks.rank)
             for part in range(case.accumulate):
                 loss = case.loss(model, case.batch(step, ranks.rank, part), ranks.size)
                 loss.backward()

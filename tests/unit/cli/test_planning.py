@@ -158,7 +158,7 @@ def test_a_sweep_over_cards_and_over_ram(recipe: str, capsys: pytest.CaptureFixt
 def test_several_cards(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", recipe, *CARD, "--devices", "2", "--save", "two.json"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert Plan.load("two.json").delayed
+    assert Plan.load("two.json").processes == 2
     assert re.search(r"2 cards train [\d,.]+ tokens per second, \d\.\d\d times one card", said)
     assert re.search(r"adding gradients [\d.]+ .?s", said)
     assert "The plan is that of one of the 2 processes." in said

@@ -27,13 +27,13 @@ def defaults(function: Callable[..., Any], *without: str) -> dict[str, object]:
 
 
 def test_solve_takes_exactly_these() -> None:
-    assert defaults(solve, "profile") == DEFAULTS
+    assert defaults(solve, "profile") | {"hosted": False} == DEFAULTS, "planning sets it where processes need that"
 
 
 def test_the_strategy_takes_these_and_its_own_and_windows_are_the_trainers() -> None:
     own = ("batch_size", "micro_batches", "blocks", "plan", "report_dir", "async_checkpoint")
     taken = defaults(OffmateStrategy.__init__, "self", *own)
-    windows = {"accumulate": 1, "delayed": False}
+    windows = {"accumulate": 1, "delayed": False, "hosted": False}
     assert {name.removeprefix("solver_"): value for name, value in taken.items()} | windows == DEFAULTS
 
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError, PlanError
+from lt_offload.execute.memory.common import check_beside
 from lt_offload.plan import Settings, check, simulate, solve
 from lt_offload.plan import make_plan as plans
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, hosted
 from lt_offload.plan.iteration.durations import (
     PART_BYTES,
     between_s,
@@ -335,3 +337,88 @@ def test_what_cards_buy_and_what_limits_them() -> None:
 def test_numbers_that_cannot_be_planned_are_named(devices: int, nodes: int, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}"):
         check_cards(devices, nodes)
+
+
+# -- updates that do not wait ------------------------------------------------------------------------------------------
+
+TIGHT = Settings(memory=420 * MB, planner="l2l")
+
+
+def both_plans(profile: Profile, settings: Settings = TIGHT) -> tuple[Plan, Plan]:
+    """Return what is planned, and the plan that waits."""
+    return plans(profile, settings), plans(profile, replace(settings, delayed=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_updates_that_do_not_wait_are_faster_and_on_the_host(accumulate: int) -> None:
+    profile = one_of(machine(layers=6), 2)
+    found, waiting = both_plans(profile, replace(TIGHT, accumulate=accumulate))
+    assert not found.delayed
+    assert set(found.update_places) <= {"host", "none"}
+    assert not any(op.rows is not None or op.writes_gradients for op in found.ops)
+    assert check(found, profile) == []
+    assert found.predicted.iteration_s < waiting.predicted.iteration_s
+    assert found.predicted.iteration_s == pytest.approx(simulate(found, profile).iteration_time)
+    assert found.predicted.lower_bound_s <= found.predicted.iteration_s
+    assert any("when its gradients are there in all processes" in note for note in found.notes)
+    check_beside(found)
+
+
+def test_an_update_lasts_longer_by_what_its_owner_adds_up() -> None:
+    profile = one_of(machine(layers=6), 2)
+    found, _ = both_plans(profile)
+    timed = profile.with_host_threads(found.host_threads)
+    updates = [(op, s) for op, s in zip(found.ops, durations(found, timed), strict=True) if op.kind == "update"]
+    assert updates
+    for op, seconds in updates:
+        tensors = [profile.tensors[t] for t in found.tensors(op)]
+        work = sum(tensor.bytes + gathered(tensor, profile) for tensor in tensors)
+        assert seconds == op.seconds == pytest.approx(work / timed.optimizer.host_bytes_per_s)
+        assert sum(gathered(tensor, profile) for tensor in tensors) > 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"machines": 2}, {"common_updates": False}, {"added_up_first": True}], ids=["machines", "own", "read"]
+)
+def test_where_that_cannot_be_updates_wait(change: dict[str, object]) -> None:
+    profile = replace(one_of(machine(), 2), **change)  # type: ignore[arg-type]
+    assert plans(profile, TIGHT).delayed
+
+
+def test_where_the_host_may_not_update_updates_wait() -> None:
+    settings = Settings(memory=2000 * MB, planner="stream", host_update=False)
+    assert plans(one_of(machine(), 2), settings).delayed
+
+
+def test_what_cannot_be_carried_out_is_said() -> None:
+    profile = one_of(machine(), 2)
+    found, _ = both_plans(profile)
+    for options, why in (({"machines": 2}, "several machines"), ({"in_place": False}, "makes new states")):
+        with pytest.raises(PlanError, match=why):
+            check_beside(found, **options)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="updates weights on the device"):
+        check_beside(replace(found, update_places=("device", *found.update_places[1:])))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((), ((1, 8),)),
+        (((1, 1), (8, 8)), ((1, 1), (8, 8))),
+        (((8, 1),), ((1, 1), (8, 8))),
+        (((1, 9),), ((1, 8),)),
+        (((8, 0),), ((8, 8),)),
+    ],
+    ids=["always", "at its uses", "around", "until it is copied", "until it is copied, around"],
+)
+def test_no_weight_stays_from_its_update_to_its_next_use(
+    before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]
+) -> None:
+    profile = machine(layers=5)
+    tensors = [TensorDecision(place="device") for _ in profile.tensors]
+    number = next(n for n, tensor in enumerate(profile.tensors) if tensor.blocks == (1,))
+    stays = tuple(Interval(start=start, end=end) for start, end in before)
+    tensors[number] = TensorDecision(place="paged", stays=stays, write_back=9)
+    found = hosted(Decisions(tensors=tuple(tensors), options=("keep",) * 5), profile).tensors[number]
+    assert (found.place, found.write_back) == ("host", None)
+    assert tuple((stay.start, stay.end) for stay in found.stays) == after
