@@ -119,6 +119,18 @@ ATTENTIONS: frozenset[Any] = frozenset(
 )
 """What ``scaled_dot_product_attention`` becomes: too costly to compute again under the option ``mixed``."""
 
+FAST_PATHS: tuple[Any, Any] = (
+    _aten._transformer_encoder_layer_fwd.default,
+    _aten._native_multi_head_attention.default,
+)
+"""Of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` in eval mode: operations that call others, which
+autocast has to see. Within a dispatch mode it does not, as for an operation that was seen already."""
+before_dispatch: Any = _C._RestorePythonTLSSnapshot
+"""Context, in a dispatch mode, with the settings that were there when the operation was called."""
+exclude_key: Any = _C._SetExcludeDispatchKeyGuard
+"""Context in which a dispatch key is left out, or is not."""
+AUTOCAST_ON_CPU: Any = _C.DispatchKey.AutocastCPU
+
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 will_run: Callable[[Any], bool] = _C._will_engine_execute_node

@@ -9,19 +9,20 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Self
 
 import torch
 
 from lt_offload.compat.torch import TorchDispatchMode, address_of, rows_of_sparse, schema_of
 from lt_offload.errors import OverBudget
-from lt_offload.machine.dispatch import show_buffers, unseen_by_dynamo
+from lt_offload.machine.dispatch import called_unseen, calls_others, show_buffers, unseen_by_dynamo
 from lt_offload.machine.workspaces import Workspace, workspace
 from lt_offload.units import format_bytes
 
-_MAKES: dict[int, tuple[bool, Any, Workspace | None]] = {}
+_MAKES: dict[int, tuple[bool, Any, Workspace | None, bool]] = {}
 """By the identity of an operation: whether its results may have storages of their own, the operation (held, so that it
-lives), and its workspace. An operation's own hash would run Python code at every look-up."""
+lives), its workspace, and whether it calls others. An operation's own hash would run Python code at every look-up."""
 
 
 class _Charge(weakref.ref[torch.UntypedStorage]):
@@ -152,10 +153,11 @@ class Account(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation and charge its results."""
-        out = func(*args, **kwargs) if kwargs else func(*args)
         known = _MAKES.get(id(func))
         if known is None:
-            known = _MAKES[id(func)] = _makes_storages(func), func, workspace(func)
+            known = _MAKES[id(func)] = _makes_storages(func), func, workspace(func), calls_others(func)
+        run = func if not known[3] else partial(called_unseen, func)
+        out = run(*args, **kwargs) if kwargs else run(*args)
         if known[0]:
             # Nearly every result: it is spared the generator, on the path of every operation.
             plain = type(out) is torch.Tensor and out.layout is torch.strided

@@ -23,10 +23,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lt_offload.compat.torch import (
+    AUTOCAST_ON_CPU,
+    FAST_PATHS,
     TorchDispatchMode,
     allocate_compiled_with,
+    before_dispatch,
     compiled_allocations,
     dispatch_modes,
+    exclude_key,
     function_modes,
     pop_dispatch_mode,
     pop_function_mode,
@@ -48,6 +52,24 @@ def writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) ->
         name = list(kwargs)[position - positional]
         argument = next(a for a in schema.arguments if a.name == name)
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def calls_others(func: Any) -> bool:
+    """Return whether operation ``func`` calls others that autocast has to see: :func:`called_unseen` runs it."""
+    return func is FAST_PATHS[0] or func is FAST_PATHS[1]
+
+
+def called_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run, in a dispatch mode, an operation that calls others as without the mode: under autocast, if that is on.
+
+    On CUDA modules leave such operations out where autocast is on.
+    """
+    with before_dispatch():
+        autocast = torch.is_autocast_enabled("cpu")
+    if not autocast:
+        return func(*args, **kwargs)
+    with exclude_key(AUTOCAST_ON_CPU, False):
+        return func(*args, **kwargs)
 
 
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)

@@ -33,7 +33,7 @@ from lt_offload.compat.torch import (
     tree_unflatten,
 )
 from lt_offload.errors import OffloadError
-from lt_offload.machine.dispatch import OperationLog, unseen_by_dynamo, writes
+from lt_offload.machine.dispatch import OperationLog, called_unseen, calls_others, unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, has_values, tensors_of
 from lt_offload.model.parts import Cut, check_rows
@@ -450,7 +450,7 @@ class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, argument in enumerate((*args, *kwargs.values())):
                 if writes(func, position, len(args), kwargs):
                     self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
-        return func(*args, **kwargs)
+        return called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
 
     def _check(self, func: Any, written: Sequence[Any]) -> None:
         memory = {address_of(tensor.untyped_storage()) for tensor in written if type(tensor) in (Tensor, nn.Parameter)}

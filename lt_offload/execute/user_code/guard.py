@@ -41,7 +41,14 @@ from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo, writes
+from lt_offload.machine.dispatch import (
+    DISPATCH_MODES,
+    WatchingMode,
+    called_unseen,
+    calls_others,
+    unseen_by_dynamo,
+    writes,
+)
 from lt_offload.machine.zero_copy import zero_copy_view
 from lt_offload.model.optimizers import Place, tensor_at, tensors_of
 
@@ -368,7 +375,7 @@ class _Operations(TorchDispatchMode):
                 if owned is not None:
                     touched[owned] = touched.get(owned, False) or writes(func, position, len(args), kwargs)
         if not touched:
-            return func(*args, **kwargs)
+            return called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
         if gpu is not None and func not in _COPIES:
             if any(touched.values()) or not _is_plain_read(gpu, (*args, *kwargs.values())):
                 raise limits.OUTSIDE_USE.error(f"{next(iter(touched)).label} is used outside its block, by {func}")
@@ -377,7 +384,7 @@ class _Operations(TorchDispatchMode):
         guard.read(owned for owned, written in touched.items() if not written)
         if any(touched.values()):
             guard.write(owned for owned, written in touched.items() if written)
-        out = func(*args, **kwargs)
+        out = called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
         # An operation in place returns the tensor that it was given, which is no new one in this memory.
         if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not touched.get(owned):
             guard.made(owned, out)

@@ -48,6 +48,14 @@ class Distilled(Net):
         return {"loss": F.kl_div(self.head(x).log_softmax(-1), target, reduction="batchmean")}
 
 
+class InLowPrecision(Distilled):
+    """The same, with products in bfloat16: torch's fast paths call operations that autocast has to see."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return super().forward(ids, labels)
+
+
 BESIDE = partial(Distilled, part=False)
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
@@ -55,6 +63,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 @with_every_budget
 def test_a_frozen_teacher_gives_plain_numbers(budget: str) -> None:
     assert differences(plain(BESIDE), by_budget(BESIDE, budget)) == []
+
+
+def test_a_teacher_under_autocast_gives_plain_numbers() -> None:
+    make = partial(InLowPrecision, part=False)
+    assert differences(plain(make), ours(make, RUNS["both"])) == []
 
 
 @in_every_run

@@ -141,6 +141,28 @@ def dispatch() -> None:
     assert mode.operations == [torch.ops.aten.ones.default]
 
 
+@check("fast paths of attention under autocast", "FAST_PATHS", "before_dispatch", "exclude_key", "AUTOCAST_ON_CPU")
+def fast_paths() -> None:
+    found: list[Any] = []
+
+    class Fast(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert not torch.is_autocast_enabled("cpu")
+            with compat.before_dispatch():
+                assert torch.is_autocast_enabled("cpu")
+            found.append(func)
+            with compat.exclude_key(compat.AUTOCAST_ON_CPU, False):
+                return func(*args, **(kwargs or {}))
+
+    layers = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.ones(1, 2, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Fast():
+        for layer, inputs in zip(layers, ((x,), (x, x, x)), strict=True):
+            out = layer.eval()(*inputs)
+            assert (out if isinstance(out, Tensor) else out[0]).dtype is torch.bfloat16
+    assert [one for one in found if one in compat.FAST_PATHS] == list(compat.FAST_PATHS)
+
+
 @check(
     "function modes, in their order", "function_modes", "push_function_mode", "pop_function_mode", "top_function_mode",
     "all_function_modes", "DisableTorchFunction", "DeviceContext",
