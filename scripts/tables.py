@@ -23,12 +23,12 @@ from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures, gpu_runs, several, states
 from scripts.hf import tables as trainer_tables
-from scripts.simulated import clipping, large_updates
+from scripts.simulated import clipping, kernels, large_updates
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
 _COMPARED = ("gpu-mutants", "mutants", "optimizers", "states", "processes")
-NO_TABLES = ("papers", "quality", "recipes", "bench-cards", "bench-links", *_COMPARED)
+NO_TABLES = (kernels.NAME, "papers", "quality", "recipes", "bench-cards", "bench-links", *_COMPARED)
 """Results with a place of their own."""
 
 Result = dict[str, Any]
@@ -525,6 +525,7 @@ def pages(root: Path) -> dict[Path, str]:
             "limits": limits.markdown(),
             "optimizers": figures.optimizers(results.get("optimizers", [])),
         },
+        "docs/models.md": {"kernels": kernels.table(_section, results.get(kernels.NAME, []))},
         "docs/quality.md": {"quality": quality(results.get("quality", []))},
         "docs/several-gpus.md": {
             "processes": agreement_tables.processes(_section, results.get("processes", [])),

@@ -71,6 +71,7 @@ def test_the_curve_is_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "docs").mkdir()
     marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits optimizers"}
     marks |= {"docs/gpu.md": "runs budgets mutants", "docs/faq.md": "home", "docs/will-it-fit.md": "fits home"}
+    marks |= {"docs/models.md": "kernels"}
     marks |= {"docs/several-gpus.md": "processes cards machines links"}
     for name, among in (marks | {"docs/quality.md": "quality", "docs/architecture.md": "states"}).items():
         (tmp_path / name).write_text("".join(f"<!-- {mark} -->\n<!-- /{mark} -->\n" for mark in among.split()))
