@@ -86,7 +86,7 @@ def describe(plan: Plan, profile: Profile) -> dict[str, Any]:
     }
 
 
-def best_plan(profile: Profile, **room: str) -> Plan:
+def best_plan(profile: Profile, **room: str | int) -> Plan:
     """Return the best plan of several finer searches, each with another idea of when copies start."""
     plans = []
     for phi in _PHIS:

@@ -23,7 +23,7 @@ from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures, gpu_runs, several, states
 from scripts.hf import tables as trainer_tables
-from scripts.simulated import clipping, kernels, large_updates
+from scripts.simulated import clipping, kernels, large_updates, near_floor
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
@@ -481,6 +481,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "smallest-budget": smallest_budget,
     "bench-planner": bench_planner,
     "bench-gaps": bench_gaps,
+    "bench-near-floor": lambda results: near_floor.table(_section, results),
     "bench-batch": bench_batch,
     "bench-packing": bench_packing,
     "bench-data": bench_data,

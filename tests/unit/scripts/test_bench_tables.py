@@ -1,4 +1,4 @@
-"""Tables and the curve of the bench against other systems, from made-up rows."""
+"""Tables and the curve of the bench against other systems, from made-up rows; what is proved of gaps to the bound."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
+from lt_offload.plan.planners.offmate.program import lower_bound
 from scripts import tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.docs import figures
+from scripts.simulated import near_floor
 from tests.support.bench_samples import GB, HARDWARE, measured
+from tests.support.profiles.random_decisions import random_decisions
+from tests.support.profiles.tiny import fastest_plans, tiny_profile
 
 PLAN = {"predicted_s": 1.02, "lower_bound_s": 0.98}
 FOUND = [
@@ -112,3 +117,30 @@ def test_a_count_of_optimizers_says_what_else_became_of_some() -> None:
         "Of the 8 optimizers of some_optimizers 1.0 that train a small model in a plain loop, 1 end otherwise "
         "(differs), 5 give plain PyTorch's numbers, 2 are refused by name, before training (`python -m scripts.agr"
     )
+
+
+def test_gaps_are_taken_apart_into_what_is_proved_and_the_rest(tmp_path: Path) -> None:
+    times = {"plan_s": 2.0, "finer_s": 1.9, "bound_s": 1.0, "whole_s": 1.25, "program_s": None}
+    case = {"name": "0, plain", "blocks": 4, "budget_bytes": GB, "planner": "greedy", **times}
+    better = {**case, "name": "1, tied", "planner": "offmate", "plan_s": 1.2, "finer_s": 1.2, "program_s": 0.9}
+    figures = {"cases": [better, case]}
+    document = {"kind": near_floor.NAME, "date": "2025-01-31", "settings": {}, "figures": figures, **HARDWARE}
+    (tmp_path / f"{near_floor.NAME}.json").write_text(json.dumps(document))
+    lines = [line for line in tables.render(tmp_path).splitlines() if line.startswith(("| 0", "| 1"))]
+    assert lines == [
+        "| 0, plain | greedy | 100.0% | 10.0% | 25.0% | 65.0% | no solution |",
+        "| 1, tied | offmate | 20.0% | 0.0% | 25.0% | 0.0% | -10.0% |",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_bounds_of_whole_tensors_are_higher_and_below_all_plans(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = tiny_profile(rng, 2 + seed % 3)
+    decisions = (random_decisions(rng, profile) for _ in range(8))
+    for plan in fastest_plans(profile, decisions):
+        config = near_floor.bound_config(plan, profile)
+        whole = near_floor.whole_bound(profile, config)
+        assert lower_bound(profile, config) <= whole * (1 + 2 * near_floor.GAP)
+        assert whole <= plan.predicted.iteration_s * (1 + 1e-6)
