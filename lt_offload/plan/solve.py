@@ -30,7 +30,7 @@ from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import Program
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram
-from lt_offload.plan.planners.offmate.search import search_budgets
+from lt_offload.plan.planners.offmate.search import search_again, search_budgets
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
@@ -238,7 +238,8 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     half = replace(settings, time_limit=settings.time_limit / 2)
     whole: Plan | InfeasibleError
     try:
-        whole = _of_tensors(profile, half, bounded=bounded)
+        # What is far from its bound here is so because of the table: no second search would help.
+        whole = _of_tensors(profile, half, bounded=bounded, again=False)
         if whole.predicted.gap <= GOOD_GAP:
             return whole
     except InfeasibleError as error:
@@ -258,10 +259,10 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound))
 
 
-def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
-    """Return the best plan whose updates are of whole tensors."""
+def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool, again: bool = True) -> Plan:
+    """Return the best plan whose updates are of whole tensors; ``again``: after a second search if it is far away."""
     config = offmate_config(profile, settings, reach=_reach(profile))
-    return _Selection(_request(profile, settings), config, settings.planner).run(bounded=bounded)
+    return _Selection(_request(profile, settings), config, settings.planner).run(bounded=bounded, again=again)
 
 
 def _reach(profile: Profile) -> int:
@@ -308,12 +309,12 @@ class _Selection:
         """What is planned."""
         return self.request.profile
 
-    def run(self, *, bounded: bool = True) -> Plan:
-        """Return the best plan, with the bound of its time if that is asked for."""
+    def run(self, *, bounded: bool = True, again: bool = True) -> Plan:
+        """Return the best plan, with the bound of its time if that is asked for; ``again``: as :func:`_of_tensors`."""
         with collection_paused():
-            return self._run(bounded=bounded)
+            return self._run(bounded=bounded, again=again)
 
-    def _run(self, *, bounded: bool) -> Plan:
+    def _run(self, *, bounded: bool, again: bool) -> Plan:
         if not self._ram_suffices():
             raise explain_infeasible(self.request, self.planner)
         if self.planner in ("auto", "resident"):
@@ -322,7 +323,7 @@ class _Selection:
             self._add_streaming()
         if not self.candidates.fitting and not self._may_fit():
             raise explain_infeasible(self.request, self.planner)
-        self._improve()
+        self._improve(again=again)
         if not self.candidates.fitting and self.planner in ("auto", "stream"):
             self._add_smallest()
         if not self.candidates.fitting and self.candidates.out_of_time is not None:
@@ -356,20 +357,25 @@ class _Selection:
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
-    def _improve(self) -> None:
+    def _improve(self, *, again: bool) -> None:
         planner = self.planner
         # A plan comes before its bound, which takes as long to find. What only streams is compared with the bound that
         # costs nothing.
         resident = any(found.proposal.name == "resident" for found in self.candidates.fitting)
         best, least = self.candidates.fastest_s, self.bounds.computing_s
         near = self.bounds.are_near(best) if resident else best <= least * (1 + GOOD_GAP)
-        if planner in ("auto", "offmate") and not near:
+        programs = planner in ("auto", "offmate") and not near
+        if programs:
             self._add_programs()
         for name, propose in _OTHERS.items():
             if planner in ("auto", name):
                 self._ask(name, propose)
         if planner == "auto":
             self.candidates.finish()
+        # This comes last: it takes as long again, and is not to take the time of other planners.
+        if again and programs and self.bounds.are_far(self.candidates.fastest_s):
+            search_again(self.candidates, self.config, enough=self.bounds.are_near, far=self.bounds.are_far)
+            self._add_zero_copy_embeddings()
 
     def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
         """Add what one planner proposes; if there is nothing to gain any more, the first of it, or nothing if slow."""

@@ -34,6 +34,10 @@ _FAR = 0.1
 """... and by far if it is more than this."""
 _SCHEDULED = 2
 """Number of proposals, the fastest by estimate, that are scheduled with care."""
+_OTHER_PHIS = (1.0, 0.5)
+"""``OffmateConfig.phi`` of second searches."""
+_MANY_BLOCKS = 20
+"""Of fewer blocks, the tensors are so large that rounding decides, whatever is rounded."""
 _WAITING = 7
 """Of how many groups there is room for gradients on the host where a plan fills the RAM and a second one does not."""
 _RAM_STEP = 0.005
@@ -57,12 +61,37 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Cal
         config: the real budgets, and switches.
         enough: whether a plan that takes so many seconds is good enough; asked when there is one.
     """
+    _search(candidates, replace(config, phi=_PHI), "solved", enough)
+
+
+def search_again(
+    candidates: Candidates, config: OffmateConfig, *, enough: Callable[[float], bool], far: Callable[[float], bool]
+) -> None:
+    """Add the best plans of other programs of the same model, as long as none is near.
+
+    What else is a solution, or nearly one, may be rounded and scheduled with less loss.
+
+    Args:
+        candidates: where they are added; some plan has been found.
+        config: as above.
+        enough: as above.
+        far: whether a plan that takes so many seconds is so far from what may be possible that a search is worth it.
+    """
+    if len(candidates.request.profile.blocks) < _MANY_BLOCKS:
+        return
+    for phi in _OTHER_PHIS:
+        if far(candidates.fastest_s) and not candidates.request.late:
+            _search(candidates, replace(config, phi=phi, compact=True), f"solved again, phi {phi:g},", enough)
+
+
+def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Callable[[float], bool]) -> None:
+    """Add the best plans of one program for a series of budgets. ``verb`` is for their names."""
     request = candidates.request
     search = BudgetSearch(request.budget_bytes)
     ram = _RamSearch(request.host_budget_bytes)
     # The program leaves out what is on its way: the schedule finds room for that.
     planned = replace(
-        config, budget_bytes=search.next, lag=0, lookahead=0, phi=_PHI, host_budget_bytes=ram.next, idle_states=False
+        config, budget_bytes=search.next, lag=0, lookahead=0, host_budget_bytes=ram.next, idle_states=False
     )
     programs = RelaxedPrograms(request.profile, planned)
     found: list[tuple[float, Proposal]] = []
@@ -76,7 +105,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Cal
             break
         if not candidates.fitting and not found:
             left = max(left, _LEAST_S)
-        name = f"offmate, solved for {format_bytes(search.next)}"
+        name = f"offmate, {verb} for {format_bytes(search.next)}"
         try:
             solution = programs.solution(search.next, ram.next, left)
         except InfeasibleError as error:
