@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan import Plan, check, simulate, solve
+from lt_offload.plan import Plan, bounds, check, simulate, solve
 from lt_offload.plan.infeasible import smallest_ram
 from lt_offload.plan.planners import candidates
 from lt_offload.plan.planners.baselines import resident_decisions, smallest
 from lt_offload.plan.planners.collection import collection_paused
 from lt_offload.plan.planners.lp import Method, Outcome, run
-from lt_offload.plan.planners.offmate import program
+from lt_offload.plan.planners.offmate import program, search
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
@@ -385,3 +385,22 @@ def test_a_plan_is_made_without_searches_for_unreachable_cycles(monkeypatch: pyt
     solve(llama7b_b4(2), memory=int(8 * GB), host_memory=int(128 * GB), planner="greedy", time_limit=1e5)
     assert enabled == [False]
     assert gc.isenabled()
+
+
+def test_plans_far_from_their_bound_are_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_MANY_BLOCKS", 1)
+    monkeypatch.setattr(search, "_SOLVED", (2, 2))
+    found = []
+    for gap in (10.0, 0.0):
+        monkeypatch.setattr(bounds, "FAR_GAP", gap)
+        room = {"memory": int(6 * GB), "host_memory": int(128 * GB)}
+        found.append(solve(llama7b_b4(4), **room, planner="offmate", time_limit=1e5))
+    once, again = found
+    assert once.predicted.gap > 0
+    assert not any("again" in other.planner for other in once.alternatives)
+    # Of both other programs something was found, and the best plan is no slower than without.
+    names = [other.planner for other in again.alternatives]
+    assert any("phi 1," in name for name in names)
+    assert any("phi 0.5," in name for name in names)
+    assert again.predicted.iteration_s <= once.predicted.iteration_s
+    assert again.predicted.lower_bound_s == once.predicted.lower_bound_s
