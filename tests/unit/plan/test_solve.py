@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -404,3 +405,40 @@ def test_plans_far_from_their_bound_are_searched_for_again(monkeypatch: pytest.M
     assert any("phi 0.5," in name for name in names)
     assert again.predicted.iteration_s <= once.predicted.iteration_s
     assert again.predicted.lower_bound_s == once.predicted.lower_bound_s
+
+
+@pytest.mark.parametrize("budget", [6e9, 8e9])
+def test_compact_programs_have_the_same_value(budget: float) -> None:
+    profile = llama7b_b4(6)
+    config = OffmateConfig(budget_bytes=int(budget), host_budget_bytes=int(128e9), lag=0, lookahead=0, phi=1.0)
+    values = []
+    for compact in (False, True):
+        found = RelaxedPrograms(profile, replace(config, compact=compact)).solution(int(budget), int(128e9), 60.0)
+        values.append(found.bound_s)
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "seconds", "searches"),
+    [(24, (9.0, 9.0), 2), (24, (9.0, 4.0), 1), (24, (4.0, 4.0), 0), (8, (9.0, 9.0), 0)],
+)
+def test_other_programs_are_searched_while_plans_are_far(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, seconds: tuple[float, float], searches: int
+) -> None:
+    """``seconds`` of the best plan before the first search and after it; 5 are not far."""
+    profile, tried = llama7b_b4(blocks), []
+    request = SimpleNamespace(profile=profile, late=False)
+    candidates = SimpleNamespace(request=request, fastest_s=seconds[0])
+
+    def searched(_: Any, config: OffmateConfig, verb: str, enough: Any) -> None:
+        tried.append((config.compact, config.phi, verb))
+        candidates.fastest_s = seconds[1]
+
+    monkeypatch.setattr(search, "_search", searched)
+    far = (5.0).__lt__
+    search.search_again(candidates, OffmateConfig(budget_bytes=1), enough=lambda _: False, far=far)  # type: ignore[arg-type]
+    assert [(compact, phi) for compact, phi, _ in tried] == [(True, 1.0), (True, 0.5)][:searches]
+    assert len({verb for _, _, verb in tried}) == searches  # proposals have names of their own
+    request.late, candidates.fastest_s, count = True, 9.0, len(tried)
+    search.search_again(candidates, OffmateConfig(budget_bytes=1), enough=lambda _: False, far=far)  # type: ignore[arg-type]
+    assert len(tried) == count
