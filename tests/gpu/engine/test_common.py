@@ -52,12 +52,12 @@ class Alone:
         return make()
 
 
-def planned() -> Plan:
-    """Return a plan whose updates wait, and run on the host."""
+def planned(*, waits: bool) -> Plan:
+    """Return a plan whose updates run on the host, and wait for all gradients or not."""
     model = build(CASE)
     batch = models.batch(model, batch_size=2, sequence_length=12, seed=99)
     profile = lt_offload.profile(model, batch, optimizer=make_optimizer(model, CASE.optimizer), device="cpu")
-    return solve(profile, memory="1GB", planner="l2l", delayed=True)
+    return solve(profile, memory="1GB", planner="l2l", delayed=waits)
 
 
 def trained(target: Target, plan: Plan, others: Alone | None) -> list[torch.Tensor]:
@@ -90,8 +90,9 @@ def trained(target: Target, plan: Plan, others: Alone | None) -> list[torch.Tens
 
 
 @pytest.mark.quick
-def test_they_train_like_ones_own(target: Target) -> None:
-    plan = planned()
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "beside"])
+def test_they_train_like_ones_own(target: Target, waits: bool) -> None:
+    plan = planned(waits=waits)
     alone, common = trained(target, plan, None), trained(target, plan, Alone())
     assert len(alone) == len(common)
     assert all(map(torch.equal, alone, common))

@@ -6,6 +6,7 @@ Lightning's launcher starts one process for each card. The first one leaves weig
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from tests.support import trainers
 
 WAYS: dict[str, dict[str, Any]] = {
     "host": {"planner": "l2l"},
+    "beside": {"planner": "l2l"},
     "device": {"planner": "l2l", "host_update": False},
     "resident": {"planner": "resident"},
 }
-"""Where updates are; everything travels in the first two. None of these planners asks how long anything takes."""
+"""Where updates are; everything travels in the first three. None of these planners asks how long anything takes."""
 
 
 class Dealt(trainers.Module):
@@ -40,8 +42,11 @@ def main(folder: Path, cards: int) -> None:
     torch.use_deterministic_algorithms(True)
     for way, options in WAYS.items():
         lightning.pytorch.seed_everything(7, verbose=False)
+        strategy = lt_offload.OffmateStrategy(memory="2GB", **options)
+        # Updates that do not wait for the other card, however long they are said to take.
+        strategy.settings = replace(strategy.settings, hosted=way == "beside")
         run = trainers.fit(
-            lt_offload.OffmateStrategy(memory="2GB", **options),
+            strategy,
             Dealt(batch_size=1, **MODEL),
             accelerator="gpu",
             devices=cards,
@@ -60,6 +65,7 @@ def main(folder: Path, cards: int) -> None:
             "losses": run.module.losses,
             "places": sorted(set(plan.update_places)),
             "prefetches": sum(op.kind == "prefetch" for op in plan.ops),
+            "delayed": plan.delayed,
         }
         if run.trainer.is_global_zero:
             torch.save(found, folder / f"{way}.pt")

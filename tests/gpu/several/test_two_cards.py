@@ -46,6 +46,7 @@ def require_equal(way: str, folders: dict[int, Path]) -> None:
     assert one["steps"] == two["steps"] == 3
     assert one["places"] == two["places"]
     assert way != "host" or "host" in two["places"]
+    assert way != "beside" or not two["delayed"]
     assert way != "device" or "host" not in two["places"]
     assert (two["prefetches"] == 0) is (way == "resident")
     # The first card has every second batch.
