@@ -380,7 +380,7 @@ class Engine:
         if not self._iteration.manual:
             with self._guard.suspended:
                 if self._passes is not None:
-                    self._passes.complete_rest()
+                    self._passes.complete_rest(keep=self.keeps_gradients)
                 self._gradient_view.begin_step()
 
     def _after_step(self) -> None:

@@ -92,7 +92,8 @@ class WindowGradients:
             with self._guard.suspended:
                 if self._passes.of_all is not None and self._window.delayed:
                     self._passes.end()
-                self._passes.complete_rest()
+                else:
+                    self._passes.complete_rest()
                 self._clip_rest(self.clip_value)
 
     def _clip_rest(self, value: float) -> None:

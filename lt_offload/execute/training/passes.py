@@ -330,10 +330,17 @@ class Passes:
             self.common.end()
         return True
 
-    def complete_rest(self) -> None:
-        """Let gradients outside the blocks be those of all processes before they are used, if updates do not wait."""
-        updates = self._iteration.ran_backward and self._window.which == "updating"
-        if self.of_all is not None and updates and not self._rest_complete:
+    def complete_rest(self, *, keep: bool = False) -> None:
+        """Let gradients outside the blocks be those of all processes before a step uses them.
+
+        Args:
+            keep: as for :meth:`update`.
+        """
+        if self.of_all is None or not self.of_all.has_rest or not self._iteration.ran_backward:
+            return
+        if self._window.delayed:
+            self.end(shown=keep or self._gradients.square_sums is not None)
+        elif self._window.which == "updating" and not self._rest_complete:
             self._rest_complete = True
             self.of_all.add_up_rest()
 

@@ -98,10 +98,13 @@ class SumsOfAll:
         for total in there:
             total.fill()
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether parameters outside the blocks are trained."""
+        return bool(self._rest)
+
     def add_up_rest(self) -> None:
         """Let gradients outside the blocks be those of all processes; updates of the blocks see to theirs."""
-        if not self._rest:
-            return
         with self._recorder.waiting():
             states = zip(*self._others.numbers_of_all([p.grad is not None for p in self._rest]), strict=True)
         there = [param for param, of_all in zip(self._rest, states, strict=True) if any(of_all)]

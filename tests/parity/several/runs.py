@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lt_offload
@@ -53,11 +53,17 @@ class Whole(Synced):
 
     def __init__(self) -> None:
         super().__init__(shuffle=False, batch_size=1)
+        self.outside = nn.Parameter(torch.ones(3))
+        """Of no block."""
         self.loaded: Any = None
         self.saved: Path | None = None
         """Where it saves, while all that training has is still there."""
         self.rows: list[list[int]] = []
         """What it trained on, after planning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + (self.outside**2).sum() * batch["input_ids"].float().mean() / 100
 
     def on_train_start(self) -> None:
         super().on_train_start()
