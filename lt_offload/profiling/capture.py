@@ -299,7 +299,9 @@ class _AfterLoss:
 
     def _reached(self, grads: object) -> None:
         self._others |= {self._account.serial(p.grad) for p in self._rest if p.grad is not None}
-        self.tail.backward_peak, self.tail.left = self._peak_of_own(), self._in_use()
+        # Of the next batch of a window each is there for a moment before it is added to their sum.
+        largest = max((p.nbytes for p in self._rest if p.grad is not None), default=0)
+        self.tail.backward_peak, self.tail.left = self._peak_of_own() + largest, self._in_use()
 
     def share(self, whole: Tail) -> None:
         """Take as much of the backward's time as this is of the forward's."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 from torch import nn
 
 from lt_offload.errors import InfeasibleError
@@ -219,3 +220,32 @@ def test_what_follows_the_models_own_loss_has_room() -> None:
         gradients = sum(p.nbytes for p in start.other.parameters())
         predicted = plan.predicted.device_peak_bytes
         assert 0.95 * predicted - gradients <= peak <= predicted
+
+
+class WithClassifier(nn.Module):
+    """A model and a small classifier outside the blocks, most of whose memory is a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = models.build(layers=3)
+        self.other = nn.Sequential(nn.Embedding(97, 16), nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 97))
+
+    def forward(self, **batch: Any) -> Any:
+        loss = self.model(**batch).loss
+        found = self.other(batch["input_ids"]).flatten(0, 1)
+        return SimpleNamespace(loss=loss + F.cross_entropy(found, batch["labels"].flatten()))
+
+
+@pytest.mark.slow
+def test_gradients_that_are_added_to_others_have_room() -> None:
+    """In a window, gradients outside the blocks are there for a moment beside their sums."""
+    model = WithClassifier()
+    batches = [models.batch(model.model, batch_size=2, sequence_length=12, seed=seed) for seed in range(4)]
+    optimizer = make_optimizer(model, "adamw-fused")
+    found = only(
+        "fused", of=profile(model, batches[0], optimizer=optimizer, device="cpu", run=lambda b: model(**b).loss)
+    )
+    plan = make_plan(found, Settings(memory=least(found, accumulate=2), time_limit=5.0, accumulate=2))
+    device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+    _, peak = trained_by(device, plan, model, optimizer, batches, after=optimizer.zero_grad, window=2)
+    assert peak <= plan.predicted.device_peak_bytes
