@@ -400,25 +400,25 @@ def test_what_cannot_be_carried_out_is_said() -> None:
         check_beside(replace(found, update_places=("device", *found.update_places[1:])))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((), ((1, 8),)),
-        (((1, 1), (8, 8)), ((1, 1), (8, 8))),
-        (((8, 1),), ((1, 1), (8, 8))),
-        (((1, 9),), ((1, 8),)),
-        (((8, 0),), ((8, 8),)),
-    ],
-    ids=["always", "at its uses", "around", "until it is copied", "until it is copied, around"],
-)
-def test_no_weight_stays_from_its_update_to_its_next_use(
-    before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]
-) -> None:
+STAYS = {
+    "always": ((), ((1, 12),)),
+    "at its uses": (((1, 1), (12, 12)), ((1, 1), (12, 12))),
+    "around": (((12, 1),), ((1, 1), (12, 12))),
+    "until it is copied": (((1, 13),), ((1, 12),)),
+    "until it is copied, around": (((12, 0),), ((12, 12),)),
+}
+"""Stays of a weight of the second of seven blocks before and after its update has come to the host."""
+
+
+def test_no_weight_stays_from_its_update_to_its_next_use() -> None:
     profile = machine(layers=5)
-    tensors = [TensorDecision(place="device") for _ in profile.tensors]
     number = next(n for n, tensor in enumerate(profile.tensors) if tensor.blocks == (1,))
-    stays = tuple(Interval(start=start, end=end) for start, end in before)
-    tensors[number] = TensorDecision(place="paged", stays=stays, write_back=9)
-    found = hosted(Decisions(tensors=tuple(tensors), options=("keep",) * 5), profile).tensors[number]
-    assert (found.place, found.write_back) == ("host", None)
-    assert tuple((stay.start, stay.end) for stay in found.stays) == after
+    for name, (before, after) in STAYS.items():
+        tensors = [TensorDecision(place="device") for _ in profile.tensors]
+        stays = tuple(Interval(start=start, end=end) for start, end in before)
+        tensors[number] = TensorDecision(place="paged", stays=stays, write_back=13)
+        found = hosted(Decisions(tensors=tuple(tensors), options=("keep",) * len(profile.blocks)), profile).tensors[
+            number
+        ]
+        assert (found.place, found.write_back) == ("host", None)
+        assert tuple((stay.start, stay.end) for stay in found.stays) == after, name
