@@ -4,12 +4,15 @@ Beside it what else people wait for: the import, a simulation (goal for 40 layer
 
 python -m scripts.bench.planner [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB] [--finer]
 python -m scripts.bench.planner --gaps [tight|recipes] [--seconds 60]
+python -m scripts.bench.planner --before FILE
 
 ``--finer``: how much faster the best plan is that a search of about ten times as long finds; no time limits then.
 
 ``--gaps``: how near plans come to the bound where memory is short, and for the shipped recipes on their own cards.
 Everything is simulated. No plan of any method can beat the bound; part of a gap is that it cannot be reached. Planning
 is timed by the clock and in seconds of the processor; a busy machine needs more ``--seconds`` for the same plans.
+
+``--before``: what ``--gaps`` has saved beside what it had saved earlier, in FILE, with the worst case last.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from lt_offload.cli.main import main as run
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
-from scripts.common import ROOT, arguments, save
+from scripts.common import ROOT, arguments, read_json, save
 from scripts.papers.profiles import GB, llama7b_b4
 from scripts.planning import NO_LIMIT_S, best_plan, model_bytes
 
@@ -136,6 +139,26 @@ def gaps(only: str, limit_s: float, folder: Path) -> int:
     return 0
 
 
+def compared(before: Path, after: Path) -> str:
+    """Return a table of what two runs of ``--gaps`` have saved, the case that became slowest last."""
+    old, new = ({case["name"]: case for case in read_json(path)["figures"]["cases"]} for path in (before, after))
+    head = "| case | iteration, simulated | times as long | gap to bound | RAM | processor time |"
+    rows: list[tuple[float, str]] = []
+    for name, case in new.items():
+        pair = (old[name], case) if name in old else (case,)
+        ratio = case["iteration_s"] / pair[0]["iteration_s"]
+        shown = (
+            [f"{each['iteration_s']:.4g} s" for each in pair],
+            [f"{ratio:.3f}"],
+            [f"{each['gap']:.1%}" for each in pair],
+            [format_bytes(each["host_peak_bytes"]) for each in pair],
+            [format_seconds(each["plan_cpu_s"]) for each in pair],
+        )
+        rows.append((ratio, f"| {name} | {' | '.join(' -> '.join(values) for values in shown)} |"))
+    gone = [f"| {name} | not planned again | | | | |" for name in old if name not in new]
+    return "\n".join([head, "|---|---:|---:|---:|---:|---:|", *(row for _, row in sorted(rows)), *gone])
+
+
 def _finer(profile: lt_offload.Profile, room: dict[str, str]) -> dict[str, float]:
     watch = _Stopwatch()
     plan = best_plan(profile, **room)
@@ -158,7 +181,11 @@ def main() -> int:
     parser.add_argument("--gaps", nargs="?", const="all", choices=["all", "tight", "recipes"])
     parser.add_argument("--seconds", type=float, default=30.0, help="time limit of a plan (default 30)")
     parser.add_argument("--finer", action="store_true", help="compare with a search of about ten times as long")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="an earlier bench-gaps.json")
     options = parser.parse_args()
+    if options.before:
+        print(compared(options.before, options.results / "bench-gaps.json"))
+        return 0
     if options.gaps:
         return gaps(options.gaps, options.seconds, options.results)
     shape = {"batch_size": options.batch_size, "sequence_length": options.sequence_length}
