@@ -303,13 +303,14 @@ def assemble(
     """Return the profile of a model that has been measured."""
     batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
+    between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
     return Profile(
         model=_base_name(model),
         dtype=_main_dtype(model),
         batch_size=batch_size,
         sequence_length=sequence_length,
         tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
-        blocks=_block_profiles(structure, measured),
+        blocks=_with_last_update(_block_profiles(structure, measured), structure, between),
         optimizer=updates,
         hardware=hardware,
         shared_bytes=measured.captured.between
@@ -462,6 +463,32 @@ def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes:
         backward_peak_bytes=max(block_backward, tail.backward_peak - grad_bytes, tail.saved) - tail.saved,
         held_peak_bytes=whole(option.held_peak_bytes),
         passing_peak_bytes=whole(option.passing_peak_bytes),
+    )
+
+
+def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nbytes: int) -> tuple[BlockProfile, ...]:
+    """Return ``blocks`` with room for updates of parameters outside them, which take ``nbytes`` for a moment.
+
+    They follow the last backward, of which nothing but gradients on their way to the host may be left.
+    """
+    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
+    if last is None or not nbytes:
+        return blocks
+    block = blocks[last]
+    grads = [p.nbytes for p in structure.blocks[last].module.parameters() if p.requires_grad]
+    least = nbytes - block.input_bytes - block.output_bytes
+    options = tuple(_at_least(option, least, grads) for option in block.options)
+    return (*blocks[:last], replace(block, options=options), *blocks[last + 1 :])
+
+
+def _at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
+    """Return ``option`` whose backward takes ``nbytes`` at least, beside gradients of the sizes ``grads``."""
+    held, passing = option.held_peak_bytes, option.passing_peak_bytes
+    return replace(
+        option,
+        backward_peak_bytes=max(option.backward_peak_bytes, nbytes),
+        held_peak_bytes=None if held is None else max(held, nbytes + sum(grads)),
+        passing_peak_bytes=None if passing is None else max(passing, nbytes + max(grads, default=0)),
     )
 
 

@@ -11,7 +11,7 @@ import os
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -138,6 +138,23 @@ class UpdateSizes:
             seen = _scratch_of_steps(self._sample(parameter), self.state(parameter), self._device)
             self._scratch[kind] = max(seen, math.ceil(parameter.nbytes * self._ratio))
         return self._scratch[kind]
+
+    def scratch_of_all(self, parameters: Sequence[nn.Parameter], ratio: float) -> int:
+        """Return the bytes that one step of the optimizer takes for a moment on the device, for all ``parameters``.
+
+        Args:
+            parameters: those that stay on the device; others have no gradient there.
+            ratio: per byte of a tensor, where the largest tensor tells (:meth:`scratch`).
+        """
+        trained = [parameter for parameter in parameters if self._kind(parameter) is not None]
+        found = [self.scratch(parameter) for parameter in trained]
+        sizes = [int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, found, strict=True)]
+        groups = self._optimizer.param_groups
+        # Torch takes all tensors at once (foreach), on a GPU by itself.
+        at_once = any(
+            group.get("foreach", None if self._device.type == "cuda" else False) is not False for group in groups
+        )
+        return sum(sizes) if at_once else max(sizes, default=0)
 
     def _kind(self, parameter: nn.Parameter) -> object:
         place = self._places.get(parameter)

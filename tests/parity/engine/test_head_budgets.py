@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -249,3 +250,26 @@ def test_gradients_that_are_added_to_others_have_room() -> None:
     device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
     _, peak = trained_by(device, plan, model, optimizer, batches, after=optimizer.zero_grad, window=2)
     assert peak <= plan.predicted.device_peak_bytes
+
+
+class WithBias(nn.Module):
+    """A model whose logits' loss has a large table beside it, which is no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.table = models.build(layers=2), nn.Parameter(torch.randn(97, 256))
+
+    def forward(self, **batch: Any) -> Any:
+        return SimpleNamespace(loss=self.model(**batch).loss + self.table[0].mean())
+
+
+def test_updates_outside_the_blocks_have_room_at_the_smallest_budget() -> None:
+    """Torch's AdamW, if it is not fused, takes a root and a quotient of a tensor's size for a moment."""
+    start = WithBias()
+    batch = models.batch(start.model, batch_size=1, sequence_length=4)
+    optimizer = torch.optim.AdamW(start.parameters(), lr=1e-2, foreach=False)
+    found = profile(start, batch, optimizer=optimizer, device="cpu", run=lambda b: start(**b).loss)
+    plan = make_plan(found, Settings(memory=least(found), time_limit=5.0))
+    device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+    _, peak = trained_by(device, plan, start, optimizer, [batch, batch])
+    assert start.table.nbytes < peak <= plan.predicted.device_peak_bytes
