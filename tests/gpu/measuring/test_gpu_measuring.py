@@ -118,6 +118,21 @@ def test_updates_are_timed_with_what_finds_room(room: int, device: torch.device)
     assert found.device_bytes_per_s > 0
 
 
+def test_what_is_measured_is_halved_until_it_finds_room(device: torch.device) -> None:
+    tried: list[int] = []
+
+    def measured(size: int) -> int:
+        tried.append(size)
+        torch.empty(size, dtype=torch.uint8, device=device)
+        return size
+
+    with only(24 * MIB, device):
+        assert driver.in_what_room(measured, 64 * MIB, least=4 * MIB) == 16 * MIB
+        assert tried == [64 * MIB, 32 * MIB, 16 * MIB]
+        with pytest.raises(torch.OutOfMemoryError):
+            driver.in_what_room(measured, 64 * MIB, least=32 * MIB)
+
+
 def test_a_model_is_measured_in_little_memory(
     device: torch.device, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
