@@ -16,7 +16,7 @@ from lt_offload.plan.planners.request import Request
 
 GOOD_GAP = 0.01
 """No better plan is looked for than one that is within this part of the bound."""
-FAR_GAP = 0.04
+FAR_GAP = 0.035
 """Above it, a second search begins."""
 MANY_BLOCKS = 50
 """With more blocks, the program may copy in fewer steps around a use, so that it is solved in time."""
