@@ -35,7 +35,7 @@ from tests.support import trainers
 
 MEMORY = "40MB"
 KINDS = ("raise", "kill", "stop", "over budget")
-PLACES = ("forward", "exchange", "arrival", "update", "part", "save")
+PLACES = ("forward", "exchange", "arrival", "update", "update beside", "part", "save")
 """Where a fault comes: in the last process, or where the first one writes, which has the run's store."""
 SIZES = {(2, 1): PLACES, (2, 2): ("forward", "exchange", "update", "save"), (4, 2): ("forward", "exchange")}
 """How many processes there are, on how many machines, and the places of faults that are tried there."""
@@ -123,7 +123,7 @@ def train(kind: str, place: str, folder: Path, rank: int, count: int, machines: 
         elif place == "arrival":
             # The others' updates wait for these gradients, in the backward of the second step.
             Arrivals._give = broken(Arrivals._give, injector, at=6)  # type: ignore[method-assign]
-        elif place == "update":
+        elif place.startswith("update"):
             Updates._on_host = broken(Updates._on_host, injector, at=8)  # type: ignore[method-assign]  # and for this
         elif place == "part":
             several._write = broken(several._write, injector, at=PIECES)  # in the middle of the second file
@@ -133,7 +133,7 @@ def train(kind: str, place: str, folder: Path, rank: int, count: int, machines: 
     saver = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     strategy = lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
     # Whichever of two plans is faster by what was measured: where they differ, it is said which is meant.
-    strategy.settings = replace(strategy.settings, hosted=place == "arrival")
+    strategy.settings = replace(strategy.settings, hosted=place in ("arrival", "update beside"))
     options: dict[str, Any] = {"gradient_clip_val": 1.0} if place == "exchange" else {}
     trainers.fit(
         strategy,

@@ -113,6 +113,11 @@ class Device(ABC):
     """Whether tasks run by themselves; else the calling thread runs them, where it waits for one."""
 
     @property
+    def failed(self) -> bool:
+        """Whether some task has failed."""
+        raise NotImplementedError
+
+    @property
     def room(self) -> int:
         """What of ``budget`` tensors may occupy."""
         return self.budget

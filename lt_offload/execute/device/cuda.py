@@ -295,6 +295,11 @@ class CudaDevice(Device):
     def stream(self) -> object:
         return self._cuda.current_stream()
 
+    @property
+    @override
+    def failed(self) -> bool:
+        return self._lanes.failed
+
     @override
     def synchronize(self, *events: Event) -> None:
         tasks = tasks_of(events)

@@ -300,6 +300,11 @@ class EmulatedDevice(Device):
         if self._checker is not None:
             self._checker.wait(self._compute_label, [t.clock for t in (*tasks, *releases)], reads, writes)
 
+    @property
+    @override
+    def failed(self) -> bool:
+        return self._lanes.failed
+
     @override
     def synchronize(self, *events: Event) -> None:
         tasks = self._kept("compute", events)

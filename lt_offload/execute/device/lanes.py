@@ -147,6 +147,10 @@ def _plain() -> Iterator[None]:
         yield
 
 
+class GaveUp(Exception):
+    """A task had waited for other processes when another task of this one failed, whose error is the one to report."""
+
+
 class Lanes(ABC):
     """Runs tasks.
 
@@ -158,6 +162,8 @@ class Lanes(ABC):
         self._execute = execute
         self._errors = threading.Lock()
         self._error: BaseException | None = None
+        self.failed = False
+        """Whether some task has failed, reported or not."""
         self._broken: dict[str, BaseException] = {}
 
     @abstractmethod
@@ -213,11 +219,14 @@ class Lanes(ABC):
         if error is None:
             try:
                 self._execute(task)
+            except GaveUp as raised:
+                error = raised
             except BaseException as raised:  # it belongs to whoever waits for the task
                 error = raised
                 with self._errors:
                     self._broken[task.lane] = raised
                     self._error = self._error or raised
+                    self.failed = True  # last: who sees it finds the error
         return error
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.device.lanes import GaveUp, plain_torch
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.tensors import Member, Sum, Weight
 from lt_offload.machine.pages import SharedPages, drop_own, make_file, spread
@@ -444,9 +444,12 @@ class Common:
 
         Raises:
             ProcessError: if another process has failed.
+            GaveUp: if a task of this one has: the others may wait for what that would have done, and not come to this.
         """
         pause = _FIRST_POLL_S
         while any(self._done[rank, op] < number for rank in ranks):
+            if self._device.failed:
+                raise GaveUp
             self.machine.check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)

@@ -246,6 +246,17 @@ def test_tensors_that_are_made_in_inference_mode_may_be_in_graphs(target: Target
         assert torch.equal(drawn[1], torch.rand(4, device=target.torch_device))
 
 
+def test_a_device_knows_that_a_task_has_failed() -> None:
+    def fail() -> None:
+        raise KeyError("broken")
+
+    with opened(taken() + 200 * MB) as device:
+        assert not device.failed
+        with pytest.raises(KeyError, match="broken"):
+            device.wait(device.submit("host", fail))
+        assert device.failed
+
+
 def test_host_memory_is_computed_with_and_a_budget_that_is_used_up_is_said(target: Target) -> None:
     with opened(taken() + 200 * MB) as device:
         host = device.host_adopt(torch.arange(1024, dtype=torch.float32))

@@ -12,6 +12,7 @@ import torch
 
 from lt_offload.execute.device import emulated
 from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.device.lanes import GaveUp
 from tests.unit.execute.device.conftest import KB, MODES
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -136,6 +137,27 @@ def test_an_error_reaches_the_caller_once_and_cancels_what_depends_on_it(opened,
             device.wait(event)
     device.wait(device.submit("d2h", lambda: log.append("later")))
     assert log[-1] == "later"
+
+
+def test_a_task_that_gives_up_ends_what_depends_on_it_and_is_not_the_error(opened):
+    """As one does that waits for another process, when a task of this process has failed."""
+    device, log = opened("thread"), []
+
+    def wait():
+        while not device.failed:
+            time.sleep(0.001)
+        raise GaveUp
+
+    assert not device.failed
+    waiting = device.submit("parts", wait)
+    device.submit("host", fail)
+    device.submit("h2d", lambda: log.append("dependent"), after=[waiting])
+    with pytest.raises(KeyError, match="broken"):
+        device.drain()
+    device.drain()
+    assert device.failed
+    assert waiting.done()
+    assert log == []
 
 
 def test_an_error_is_raised_by_the_next_wait_for_anything(opened):
