@@ -21,8 +21,9 @@ UNIT = 16
 """A row has a multiple of so many elements: our kernel rounds what is left over in another way."""
 _CACHE_LINE = 64
 """Bytes; a row has a multiple of so many where torch's kernel updates it, for the same reason."""
-_BLOCK = 1 << 24
-"""Elements of a table that are updated in one go, where single ranges would be thousands of calls of a kernel."""
+_BLOCK = 1 << 22
+"""Elements of a table that are updated in one go, where single ranges would be thousands of calls of a kernel: what is
+put aside meanwhile takes some megabytes."""
 
 Ranges = Sequence[tuple[int, int]]
 """First row of each, and the row behind its last one; ascending, apart."""
@@ -123,9 +124,10 @@ class RowUpdates:
                 for at in range(0, len(rows), size):
                     self._run_gathered(whole, rows[at : at + size], whole.grad[at : at + size])
                 return
-            for first in range(0, height, size):
-                end = min(first + size, height)
-                self._run_among(whole, rows[(rows >= first) & (rows < end)], first, end)
+            firsts = range(0, height, size)
+            ends = torch.searchsorted(rows, torch.tensor([*firsts, height])).tolist()  # rows ascend
+            for first, begin, end in zip(firsts, ends, ends[1:], strict=False):
+                self._run_among(whole, rows[begin:end], first, min(first + size, height))
 
     def _run_gathered(self, whole: Entry, rows: Tensor, grad: Tensor) -> None:
         """Update ``rows``, whose gradient is apart, in a copy."""

@@ -149,11 +149,10 @@ class UpdateSizes:
         trained = [parameter for parameter in parameters if self._kind(parameter) is not None]
         found = [self.scratch(parameter) for parameter in trained]
         sizes = [int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, found, strict=True)]
-        groups = self._optimizer.param_groups
         # Torch takes all tensors at once (foreach), on a GPU by itself.
-        at_once = any(
-            group.get("foreach", None if self._device.type == "cuda" else False) is not False for group in groups
-        )
+        by_itself = self._device.type == "cuda"
+        chosen = [group.get("foreach") for group in self._optimizer.param_groups]
+        at_once = any(by_itself if foreach is None else foreach for foreach in chosen)
         return sum(sizes) if at_once else max(sizes, default=0)
 
     def _kind(self, parameter: nn.Parameter) -> object:

@@ -113,9 +113,9 @@ class Device(ABC):
     """Whether tasks run by themselves; else the calling thread runs them, where it waits for one."""
 
     @property
+    @abstractmethod
     def failed(self) -> bool:
         """Whether some task has failed."""
-        raise NotImplementedError
 
     @property
     def room(self) -> int:
