@@ -1,4 +1,4 @@
-"""Where a run's metrics go: a CSV file and TensorBoard in the run folder, and Weights & Biases if asked for."""
+"""Loggers of a run's metrics: a CSV file and TensorBoard in the run folder, and Weights & Biases if asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which messages and warnings of libraries are for users, and how they look: one line each, on standard error."""
+"""Messages and warnings of libraries that are for users: one line each, on standard error."""
 
 from __future__ import annotations
 

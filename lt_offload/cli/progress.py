@@ -1,4 +1,4 @@
-"""What the command line says while it works: lines on standard error, none with ``--quiet``."""
+"""Progress of the command line: lines on standard error, none with ``--quiet``."""
 
 from __future__ import annotations
 

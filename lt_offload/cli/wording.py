@@ -1,4 +1,4 @@
-"""What Lightning and jsonargparse say is wrong with settings, as one line that names the setting."""
+"""Errors of Lightning and jsonargparse in settings, as one line that names the setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all processes of a run must have alike, compared before anything is measured."""
+"""Facts that all processes of a run must have alike, compared before anything is measured."""
 
 from __future__ import annotations
 

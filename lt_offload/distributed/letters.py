@@ -1,4 +1,4 @@
-"""What a process leaves for another one to find: said by any thread, and never waited for by who says it.
+"""Messages of a process to another one: any thread writes them, and the writer never waits for a reader.
 
 Collectives belong to the thread that drives training, and all processes come to them in one order. A thread that writes
 a checkpoint beside it uses the store of the run.

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and notice that they were not started for the same run."""
+"""The meeting of a run's processes; it notices that they were not started for the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an iteration is: one state machine, which everything that comes to the engine passes through.
+"""The state of an iteration: one state machine, which everything that comes to the engine passes through.
 
 :data:`TABLE` says what each transition leads to in each state: which state follows, or why it is refused. Docs show it
 (``docs/architecture.md``, made by ``python -m scripts.tables``), and :class:`Iteration` is ruled by it. The engine

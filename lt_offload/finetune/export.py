@@ -1,4 +1,4 @@
-"""What comes out of a fine-tuning: a Hugging Face folder, adapters, a GGUF file.
+"""Results of a fine-tuning: a Hugging Face folder, adapters, a GGUF file.
 
 Exporting needs one copy of the weights at most, and none that a checkpoint's file already is.
 """

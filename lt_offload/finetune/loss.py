@@ -1,4 +1,4 @@
-"""What the loss of an update is the mean of: all the tokens of its batches, or the means of these."""
+"""The loss of an update: the mean of all the tokens of its batches, or of the means of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is, in one line: on a terminal one that is drawn anew, elsewhere one from time to time."""
+"""A run's progress in one line: on a terminal one that is drawn anew, elsewhere one from time to time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to plan for: the largest batch that a dataset can give."""
+"""The batch to plan for: the largest that a dataset can give."""
 
 from __future__ import annotations
 

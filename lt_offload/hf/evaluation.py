@@ -1,4 +1,4 @@
-"""What a Trainer's evaluation takes of the device: its batches may be larger than those of the training."""
+"""Device memory of a Trainer's evaluation, whose batches may be larger than those of the training."""
 
 from __future__ import annotations
 

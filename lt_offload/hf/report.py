@@ -1,4 +1,4 @@
-"""What a training leaves beside its checkpoints, and what it says while it trains."""
+"""Records of a training beside its checkpoints, and its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user says to ``lt_offload.hf_trainer``."""
+"""Settings of ``lt_offload.hf_trainer``."""
 
 from __future__ import annotations
 

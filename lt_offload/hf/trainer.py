@@ -1,4 +1,4 @@
-"""What an offloaded Trainer does differently: a class between the user's and its objects.
+"""Methods of an offloaded Trainer: a class between the user's and its objects.
 
 Each method does what the Trainer does, in a surrounding; all that is decided is in ``run.py``.
 """

@@ -1,4 +1,4 @@
-"""What is recognised before training: in the Trainer, the model and the optimizers."""
+"""Uses that are recognised before training: in the Trainer, the model and the optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recognised in the arguments of a Trainer of transformers, when it is made."""
+"""Uses that are recognised in the arguments of a Trainer of transformers, when it is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused where it happens; the first pass of the profile finds most of it before training."""
+"""Uses that are refused where they happen; the first pass of the profile finds most of them before training."""
 
 from __future__ import annotations
 

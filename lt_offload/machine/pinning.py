@@ -1,4 +1,4 @@
-"""How much memory the driver page-locks, found by trying, and what a user can do about it.
+"""Memory that the driver page-locks: how much, found by trying, and what a user can do about it.
 
 Where nothing limits it, a driver locks what there is; one small trial shows that it locks at all. Two limits are known:
 the process's own (``ulimit -l``), which most drivers do not heed, and that of WSL2, which lies anywhere from 1 GB to

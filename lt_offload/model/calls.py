@@ -1,4 +1,4 @@
-"""What a block is called with and what it returns: enough to run it alone, and to see where its input comes from."""
+"""Calls of a block, and what they return: enough to run it alone, and to see where its input comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is while its blocks run on a GPU: what it says about that, and what is brought there.
+"""The location of a model while its blocks run on a GPU: its answer to that, and what is brought there.
 
 Between blocks weights are host tensors. A model that takes the device of its first parameter for its own, as those of
 transformers do, would say that it is on the host: ``generate`` would put token ids there, and what a step makes with

@@ -1,4 +1,4 @@
-"""Whether weights can be updated one by one: the optimizer is tried on a few small tensors, and no two may overlap.
+"""Updates of weights one by one: the optimizer is tried on a few small tensors, and no two may overlap.
 
 And what its states are: tensors of each parameter's, wherever they are in it, and entries of no parameter.
 """

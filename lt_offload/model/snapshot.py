@@ -1,4 +1,4 @@
-"""What Python objects hold, remembered so that a run that only measures leaves no trace.
+"""Contents of Python objects, remembered so that a run that only measures leaves no trace.
 
 Counters, lists, generators and tensors that a training step changes lie anywhere below the module: in attributes, in
 containers, in closures, in globals of the user's own code. They are searched breadth first, copied one level each, and

@@ -1,4 +1,4 @@
-"""What to do in one training iteration: plans are made, checked, simulated and explained here. Imports no torch."""
+"""Plans of one training iteration: made, checked, simulated and explained here. Imports no torch."""
 
 from lt_offload.plan.batch.choose import BatchChoice, choose_batch
 from lt_offload.plan.settings import Settings

@@ -1,4 +1,4 @@
-"""What a user may set about planning: budgets and switches, each declared once, with its default and what is refused.
+"""A user's settings of planning: budgets and switches, each declared once, with its default and what is refused.
 
 ``OffmateStrategy``, ``solve``, ``offloaded`` and ``lt-finetune plan`` take these one by one, and pass one object on.
 """

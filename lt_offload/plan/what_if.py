@@ -1,4 +1,4 @@
-"""What a little more of each lane would buy: found by planning again for a machine that has it."""
+"""The gain by a little more of each lane: found by planning again for a machine that has it."""
 
 from __future__ import annotations
 

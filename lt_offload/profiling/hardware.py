@@ -1,4 +1,4 @@
-"""What a machine offers: measured here, or read from a description.
+"""The offer of a machine: measured here, or read from a description.
 
 Descriptions are ``configs/hardware/*.yaml``, and ``configs/hardware/hosts/*.yaml`` for what surrounds a card; reading
 them needs no torch.

@@ -1,4 +1,4 @@
-"""What it costs that layers read their weights in host memory (zero copy).
+"""The cost of layers that read their weights in host memory (zero copy).
 
 Layers are recognised by their structure, whatever the model. Known are those whose reads can be told: embeddings,
 products with one matrix (``nn.Linear``, ``Conv1D``), and layers that scale or shift features (norms). Tensors of other

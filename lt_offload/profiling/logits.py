@@ -1,4 +1,4 @@
-"""Whether the logits are for the model's own loss only: then the output projection and the loss may be one block."""
+"""Logits that are for the model's own loss only: then the output projection and the loss may be one block."""
 
 from __future__ import annotations
 

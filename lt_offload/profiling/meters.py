@@ -1,4 +1,4 @@
-"""What a run costs: by a clock, by a count of work for machines that are not here, by an account of device memory."""
+"""Costs of a run: by a clock, by a count of work for machines that are not here, by an account of device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer costs: bytes of state per tensor, and the speed of updates on the host and on the device.
+"""Costs of an optimizer: bytes of state per tensor, and the speed of updates on the host and on the device.
 
 Any ``torch.optim.Optimizer`` that updates each tensor on its own is measured by running it on stand-ins; none is known
 by name. Host updates are measured in memory like the engine's, with far more of it than caches hold.

@@ -1,4 +1,4 @@
-"""Which of several processes is the slowest, and how long the others wait for it."""
+"""The slowest of several processes, and how long the others wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of op does with memory, told here and nowhere else.
+"""Accesses of each kind of op to memory, told here and nowhere else.
 
 An op works in one memory, that of its lane (``Lane.source``), and copies go from there to another (``Lane.target``).
 What it takes, reads, writes and gives back there follows from its kind. Checks of the order of ops, counts of bytes

@@ -1,4 +1,4 @@
-"""How well a plan fills its arena, and how many transfers it makes."""
+"""The use of a plan's arena, and the number of its transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model and a machine cost: frozen data, JSON both ways. Imports no torch, so plans can be made anywhere.
+"""Costs of a model and a machine: frozen data, JSON both ways. Imports no torch, so plans can be made anywhere.
 
 Sizes are bytes, times seconds, speeds bytes per second. Block ``i`` of ``L`` runs its forward at step ``i`` and its
 backward at step ``2L - 1 - i`` of an iteration.

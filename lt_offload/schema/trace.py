@@ -1,4 +1,4 @@
-"""What an iteration did (measured) or would do (simulated), in one form, so that comparing them is a subtraction."""
+"""A trace of an iteration, measured or simulated, in one form, so that comparing them is a subtraction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run logs about itself: speed, memory, gradient norm. Works with any strategy.
+"""A training run's log of itself: speed, memory, gradient norm. Works with any strategy.
 
 The callback is written without Lightning; ``namespaces.bind`` puts it on the ``Callback`` of a namespace.
 """

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: profile, plan and the record of an iteration."""
+"""Files that a run leaves in its folder: profile, plan and the record of an iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner is asked about the app's settings: a profile without weights, switches and budgets."""
+"""The planner's request for the app's settings: a profile without weights, switches and budgets."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the command line knows about settings and verbs from their source alone: nothing that is slow is imported."""
+"""Settings and verbs of the command line, known from their source alone: nothing that is slow is imported."""

@@ -1,4 +1,4 @@
-"""What constructors and verbs say about their parameters, in a file that is made of their docstrings.
+"""A file of the parameters of constructors and verbs, made of their docstrings.
 
 A constructor's parameters are settings and a verb's are flags. ``python -m scripts.docs.definitions`` makes the file
 anew. If another version of Lightning is installed than the file was made with, its source is read.

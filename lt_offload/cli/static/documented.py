@@ -1,4 +1,4 @@
-"""What is known of a function or a class that settings or flags belong to: its docstring and its parameters."""
+"""Docstring and parameters of a function or a class that settings or flags belong to."""
 
 from __future__ import annotations
 

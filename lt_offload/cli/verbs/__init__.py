@@ -1,1 +1,1 @@
-"""What ``lt-finetune`` does, one verb a file. A verb's keyword parameters are flags, its docstring is help."""
+"""Verbs of ``lt-finetune``, one a file. A verb's keyword parameters are flags, its docstring is help."""

@@ -1,1 +1,1 @@
-"""Where weights, states, sums and activations are: on the host, on the device, on their way."""
+"""Places of weights, states, sums and activations: on the host, on the device, on their way."""

@@ -1,4 +1,4 @@
-"""What is on the device, and the ops that change it: copies of weights and states as the plan says.
+"""Residents of the device, and the ops that change them: copies of weights and states as the plan says.
 
 One op is one task of a lane. It takes as few copies as there are ranges without a gap in the arena and on the host.
 """

@@ -1,1 +1,1 @@
-"""What an engine is made of: passes, what a loop says between them, the host copies, and who goes on after it."""
+"""Parts of an engine: passes, what a loop says between them, the host copies, and who goes on after it."""

@@ -1,4 +1,4 @@
-"""What training takes of the host's memory, and reading the host copies of weights and states while it goes on."""
+"""The host's memory in training: how much it takes, and reading the host copies of weights and states meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop does between a backward and the update: it clips gradients, looks at them, edits them, and steps."""
+"""A loop's actions between a backward and the update: it clips gradients, looks at them, edits them, and steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What becomes of gradients: where they arrive, how they are added up, clipped, and used by the optimizer."""
+"""The way of gradients: where they arrive, how they are added up, clipped, and used by the optimizer."""

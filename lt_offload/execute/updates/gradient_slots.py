@@ -1,4 +1,4 @@
-"""Where gradients arrive on the host: the memory of each op's, and the copies that bring them."""
+"""Host memory for arriving gradients: the place of each op's, and the copies that bring them."""
 
 from __future__ import annotations
 

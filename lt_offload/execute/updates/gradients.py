@@ -1,4 +1,4 @@
-"""What becomes of a gradient: held until complete, then used on the device or sent to the host.
+"""The way of a gradient: held until complete, then used on the device or sent to the host.
 
 A complete gradient drives the plan: the op that takes it, an update on the device or an offload, runs at once. On the
 host, gradients arrive where their group has its place, and each copy waits for the updates that read what was there.

@@ -1,4 +1,4 @@
-"""Who else holds the memory of a model's weights when an engine takes them over."""
+"""Other holders of the memory of a model's weights, when an engine takes them over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked while a plan is carried out: what must not change, which backwards can be, who else uses an input.
+"""Checks while a plan is carried out: what must not change, which backwards can be, who else uses an input.
 
 Each check raises at the first occurrence, naming the row of ``limits`` that says why and what works instead.
 """

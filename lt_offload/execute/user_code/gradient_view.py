@@ -1,4 +1,4 @@
-"""What ``param.grad`` is from one moment of an iteration to the next: consumed, shown, or autograd's alone.
+"""The value of ``param.grad`` from one moment of an iteration to the next: consumed, shown, or autograd's alone.
 
 Between a backward and the step, and until it is cleared, it is what plain PyTorch would have there, as far as it is
 kept: the sum so far in plans whose updates wait, what the updates have used if somebody asked to keep it, otherwise a

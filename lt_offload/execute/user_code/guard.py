@@ -1,4 +1,4 @@
-"""What users' code sees of weights and optimizer states outside the blocks: what plain PyTorch would show it.
+"""Users' view of weights and optimizer states outside the blocks: what plain PyTorch would show.
 
 Between two iterations, and between two blocks of a forward, a weight's newest value may be on the device only, or the
 host may still be computing it. Two torch modes stand in front of every operation outside the blocks and compare the

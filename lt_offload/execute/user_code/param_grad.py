@@ -1,4 +1,4 @@
-"""What ``param.grad`` is, outside a backward: a gradient that was consumed, or a sum that may be looked at and edited.
+"""``param.grad`` outside a backward: a gradient that was consumed, or a sum that may be looked at and edited.
 
 **Consumed** is a gradient after a planned backward: an update has used it, and it says so. In plain PyTorch it stays
 until somebody clears it: a Trainer does that in its closure, after ``training_step``, and a loop of one's own where it

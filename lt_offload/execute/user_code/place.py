@@ -1,4 +1,4 @@
-"""Where blocks run: what calls them finds itself on the right device, or is told that it is on the wrong stream."""
+"""The device and the stream that blocks run on: arguments are brought there, another stream is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which column of a data set holds what: the roles of each format, and the format that columns speak for."""
+"""Roles of a data set's columns in each format, and the format that columns speak for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a path names: a file itself, those of a glob, or the data of a folder, of which names may tell splits."""
+"""Files of a path: a file itself, those of a glob, or the data of a folder, of which names may tell splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training will see, for people: rows and what is learned of them, lengths, what is cut, how full batches are."""
+"""A preview of training: rows and what is learned of them, lengths, what is cut, how full batches are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where rows come from: files, the hub, or Python's own documentation.
+"""Sources of rows: files, the hub, or Python's own documentation.
 
 Everything a user can get wrong about a path is found here, before a model is loaded.
 """

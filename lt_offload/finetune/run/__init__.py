@@ -1,1 +1,1 @@
-"""What a fine-tuning run leaves behind: metrics, samples, how it ended, a report. Works with any strategy."""
+"""Records of a fine-tuning run: metrics, samples, how it ended, a report. Works with any strategy."""

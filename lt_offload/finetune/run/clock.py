@@ -1,4 +1,4 @@
-"""Where the time of a run goes: starting, steps, validation, samples, checkpoints, and what is between steps."""
+"""The time of a run by its use: starting, steps, validation, samples, checkpoints, and what is between steps."""
 
 from __future__ import annotations
 

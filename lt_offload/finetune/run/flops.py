@@ -1,4 +1,4 @@
-"""What the device could do, by its name. For the model FLOPs utilisation of a run."""
+"""Peak speeds of devices, by name. For the model FLOPs utilisation of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged while a recipe trains: speed in real tokens, memory, learning rate, utilisation. For any strategy."""
+"""Metrics of a recipe's training: speed in real tokens, memory, learning rate, utilisation. For any strategy."""
 
 from __future__ import annotations
 

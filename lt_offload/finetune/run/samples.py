@@ -1,4 +1,4 @@
-"""What the model writes at each validation: the data module's ``sample_prompt``, continued, in ``samples.jsonl``."""
+"""Samples of the model at each validation: the data module's ``sample_prompt``, continued, in ``samples.jsonl``."""
 
 from __future__ import annotations
 

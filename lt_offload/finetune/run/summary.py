@@ -1,4 +1,4 @@
-"""What a fine-tuning run did, kept as it happens and told at its end, also if that comes too early.
+"""A summary of a fine-tuning run, kept as it happens and told at its end, also if that comes too early.
 
 Works with any strategy; one that has a plan, a profile and a trace is compared with its plan.
 """

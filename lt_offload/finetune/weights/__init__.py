@@ -1,1 +1,1 @@
-"""Where weights come from and where they go: safetensors, GGUF, the hub; vocabularies and frozen parts."""
+"""Weights from files and into files: safetensors, GGUF, the hub; vocabularies and frozen parts."""

@@ -1,4 +1,4 @@
-"""Which parameters are trained: patterns on their names."""
+"""Parameters that are trained: patterns on their names."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run of a block sees and leaves behind: state of its modules, and the contexts around it."""
+"""State that a run of a block sees and leaves behind: that of its modules, and the contexts around it."""

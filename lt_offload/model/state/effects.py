@@ -1,4 +1,4 @@
-"""What running a block changes beside its outputs, and what it depends on beside its inputs.
+"""Effects of a block's run beside its outputs, and what it depends on beside its inputs.
 
 A block that runs twice, for its forward and again for its backward, must leave behind what one run leaves, and its
 second run must see what the first one saw, whoever has changed it since: buffers (running statistics), attributes of

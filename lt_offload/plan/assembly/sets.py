@@ -1,4 +1,4 @@
-"""What decisions leave to a schedule: which stays there are on the device, and what leaves after which step.
+"""Sets that decisions leave to a schedule: which stays there are on the device, and what leaves after which step.
 
 Nothing here depends on how fast the machine is; see ``work.py`` for that.
 """

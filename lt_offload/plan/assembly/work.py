@@ -1,4 +1,4 @@
-"""What the lanes have to do for the sets of a proposal, on a machine: seconds of work, each lane alone."""
+"""Work of the lanes for the sets of a proposal, on a machine: seconds, each lane alone."""
 
 from __future__ import annotations
 

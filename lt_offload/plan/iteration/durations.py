@@ -1,4 +1,4 @@
-"""How long the ops of a plan take on the machine of a profile, each alone on its lane."""
+"""Durations of a plan's ops on the machine of a profile, each alone on its lane."""
 
 from __future__ import annotations
 

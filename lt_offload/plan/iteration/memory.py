@@ -1,4 +1,4 @@
-"""How many bytes a plan takes on the device, computation by computation, and on the host. Decides nothing.
+"""Bytes that a plan takes on the device, computation by computation, and on the host. Decides nothing.
 
 The device holds the arena (constant), what is there before the first tensor, and what the framework allocates:
 activations, workspaces and gradients. Everything is counted in the order of issue, because that is the order in which

@@ -1,1 +1,1 @@
-"""What each method proposes. A planner answers a request with decisions; others build, fit and simulate them."""
+"""Proposals of each method. A planner answers a request with decisions; others build, fit and simulate them."""

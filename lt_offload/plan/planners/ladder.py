@@ -1,4 +1,4 @@
-"""What is given up first when memory is short: activation options, the cheapest seconds per byte first."""
+"""Activation options to give up first when memory is short: the cheapest seconds per byte."""
 
 from __future__ import annotations
 

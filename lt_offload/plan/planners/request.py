@@ -1,4 +1,4 @@
-"""What a planner is asked, and what it answers: decisions.
+"""Requests to planners, and their answers: decisions.
 
 And what all planners ask about a block: which options it may use, and what they hold.
 """

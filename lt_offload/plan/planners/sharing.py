@@ -1,4 +1,4 @@
-"""What lanes can do beside each other: linear rows for programs that know nothing of moments.
+"""Lanes beside each other: linear rows for programs that know nothing of moments.
 
 At every moment the lanes that have work run at the rates of :func:`lt_offload.plan.verify.lanes.rates`. Their work
 after a while is a mean of such rates, or less: a polytope, which rows describe.

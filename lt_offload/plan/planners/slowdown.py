@@ -1,4 +1,4 @@
-"""How much slower lanes are in a plan because they share the host's memory, for the clock of the schedule.
+"""The slowdown of lanes in a plan because they share the host's memory, for the clock of the schedule.
 
 A schedule goes through an iteration lane by lane; what the lanes take from each other is known once it is simulated. So
 its clock uses speeds that are slower by what the last simulation has shown on average.

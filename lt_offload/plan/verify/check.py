@@ -1,4 +1,4 @@
-"""Whether a plan may be carried out: structure, residency, order, what runs again, and budgets. It repairs nothing.
+"""The check of a plan: structure, residency, order, what runs again, and budgets. It repairs nothing.
 
 Every violation names the op and the rule that it breaks. The rules about residency and order are in
 :mod:`lt_offload.plan.verify.ordering`. Of each block that may run again either nothing, the input or everything is

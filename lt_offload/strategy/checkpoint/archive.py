@@ -1,4 +1,4 @@
-"""Where in a checkpoint file everything stands before anything is written, so that several processes can fill it.
+"""The layout of a checkpoint file before anything is written, so that several processes can fill it.
 
 The file is a zip archive like those of ``torch.save``: records without compression whose bytes begin at multiples of
 64, with a CRC-32 of each. Torch's own writer takes one record after the other, in one process. (Format: PKWARE's

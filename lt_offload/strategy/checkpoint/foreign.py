@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint that is not this run's: another kind of file, another model, another optimizer.
+"""Faults of a checkpoint that is not this run's: another kind of file, another model, another optimizer.
 
 The errors here say so in one sentence, before torch or Lightning fail with errors of their own.
 """

@@ -1,4 +1,4 @@
-"""Whether the bytes of a checkpoint file are those that were written.
+"""Sums over a checkpoint file, which tell that its bytes are those that were written.
 
 Torch's archives hold a sum (CRC-32) of each record. Its reader does not look at them where the file is mapped, so that
 a bit that a disk or a copy has turned would train on without a word.

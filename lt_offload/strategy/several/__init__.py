@@ -1,1 +1,1 @@
-"""What a strategy says and does about processes and devices; with one of each it does next to nothing."""
+"""A strategy's part in several processes and devices; with one of each it does next to nothing."""

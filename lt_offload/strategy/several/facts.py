@@ -1,4 +1,4 @@
-"""What a process says of itself before training, for all to compare: differences would give other numbers, or hang."""
+"""A process's facts before training, for all to compare: differences would give other numbers, or hang."""
 
 from __future__ import annotations
 

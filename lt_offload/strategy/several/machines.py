@@ -1,4 +1,4 @@
-"""What is wrong with how the processes of a run are started, and where they are."""
+"""Faults in how the processes of a run are started, and where they are."""
 
 from __future__ import annotations
 

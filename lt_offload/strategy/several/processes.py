@@ -1,4 +1,4 @@
-"""What a Trainer asks a strategy about processes and devices: one of each, or one process for each of several devices.
+"""Answers to a Trainer about processes and devices: one of each, or one process for each of several devices.
 
 With one device nothing of ``torch.distributed`` is touched. With several, Lightning's launcher, torchrun or SLURM start
 the processes, as under ``ddp``; what they say to each other goes through ``lt_offload.distributed``.

@@ -1,4 +1,4 @@
-"""Which models keep packed documents apart.
+"""Models that keep packed documents apart.
 
 A packed row has several documents, and ``position_ids`` that begin again with each of them. ``transformers`` makes the
 mask that keeps them apart from these alone, if a model asks it for its mask, passes the positions on, and mixes

@@ -1,4 +1,4 @@
-"""What goes into each row of a batch: one document, several documents side by side, or a stretch of running text."""
+"""Contents of a row of a batch: one document, several documents side by side, or a stretch of running text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of the data are held out for validation."""
+"""Rows of the data that are held out for validation."""
 
 from __future__ import annotations
 

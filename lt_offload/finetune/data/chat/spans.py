@@ -1,4 +1,4 @@
-"""Where in the text of a conversation the words of the assistant are, to the character.
+"""The assistant's words in the text of a conversation, to the character.
 
 A template may say it itself (``{% generation %}``). For the others the text is compared with that of the same
 conversation with marked or changed messages, so that templates which write earlier turns differently are understood,

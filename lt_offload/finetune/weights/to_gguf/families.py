@@ -1,4 +1,4 @@
-"""What GGUF files say about the families of models that the recipes name, and how their tensors differ from ours.
+"""GGUF's words for the families of models that the recipes name, and how their tensors differ from ours.
 
 The package ``gguf`` knows the format and the names of tensors. This file has what llama.cpp computes for each
 architecture without being told: whatever a configuration says otherwise is refused.

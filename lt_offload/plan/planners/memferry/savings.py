@@ -1,4 +1,4 @@
-"""What MemFerry gives up of what it would do in enough memory, each at a price in seconds per byte.
+"""Savings of MemFerry against what it would do in enough memory, each at a price in seconds per byte.
 
 A block's activations are computed again or copied; a weight that was copied for the forward leaves and returns before
 its backward, or is read directly there; a frozen one begins to travel.

@@ -1,4 +1,4 @@
-"""What is left for the time between two computations, for bounds.
+"""Room for the time between two computations, for bounds.
 
 A step lasts from the start of its computation to the start of the next one. What the computation uses stays on the
 device to its end, and what it makes or updates leaves after that. So what the next computation finds in the arena and

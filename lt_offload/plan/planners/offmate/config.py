@@ -1,4 +1,4 @@
-"""What the linear program of OFFMATE may use, and what it supposes about the engine."""
+"""Switches of OFFMATE's linear program, and what it supposes about the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block's backward takes on the device at least, whichever of its gradients the host gets: for bounds.
+"""The least that a block's backward takes on the device, whichever of its gradients the host gets: for bounds.
 
 :mod:`lt_offload.plan.iteration.memory` counts gradients tensor by tensor, a program knows the host's part of them only.
 """

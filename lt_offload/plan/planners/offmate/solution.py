@@ -1,4 +1,4 @@
-"""What the linear program decides, in fractions, before it becomes whole tensors."""
+"""Decisions of the linear program, in fractions, before they become whole tensors."""
 
 from __future__ import annotations
 
