@@ -6,22 +6,21 @@ are loaded when they are first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lt_offload.errors import (
-    CheckpointError,
-    ConfigError,
-    InfeasibleError,
-    ModelError,
-    OffloadError,
-    OverBudget,
-    PlanError,
-    UnsupportedError,
-)
-from lt_offload.strategy.register import install
-
 if TYPE_CHECKING:
+    from lt_offload.errors import (
+        CheckpointError,
+        ConfigError,
+        InfeasibleError,
+        ModelError,
+        OffloadError,
+        OverBudget,
+        PlanError,
+        UnsupportedError,
+    )
     from lt_offload.hf.context import hf_trainer
     from lt_offload.model.head import chunked_loss_reference
     from lt_offload.model.parts import micro_batched_reference
@@ -63,10 +62,12 @@ __all__ = [
     "solve",
 ]
 
-_LAZY = {
+_ERRORS = {name: "lt_offload.errors" for name in __all__ if name.endswith("Error")}
+_LAZY = _ERRORS | {
     "AdamW": "lt_offload.optim",
     "ExactResume": "lt_offload.strategy.lightning",
     "OffmateStrategy": "lt_offload.strategy.lightning",
+    "OverBudget": "lt_offload.errors",
     "Plan": "lt_offload.schema.plan",
     "Profile": "lt_offload.schema.profile",
     "Trace": "lt_offload.schema.trace",
@@ -94,4 +95,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-install()
+def _autoload() -> None:
+    """Do nothing: torch loads this entry point at the end of its own import, and loading it has registered."""
+
+
+# Every ``import torch`` of the environment comes here, and would fail with a broken installation of this package.
+try:
+    import_module("lt_offload.strategy.register").install()
+except Exception as error:
+    sys.stderr.write(
+        f"lt_offload: the strategy 'offmate' is not registered, as this installation is broken ({error}); install "
+        "lt-offload again, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0\n"
+    )

@@ -4,8 +4,8 @@ Lightning has no hook for strategies from outside: its registry is filled while 
 So a namespace that is imported already gets the strategy at once, and for the others one finder on ``sys.meta_path``
 adds it right after that import. The strategy's own code, and torch, are imported only when a Trainer asks for it.
 
-Nothing here may raise: ``autoload`` runs at the end of every ``import torch`` in the environment (entry point group
-``torch.backends``; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off).
+Nothing here may raise: the package is imported at the end of every ``import torch`` in the environment (entry point
+group ``torch.backends``; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off).
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ _REGISTRIES = {f"{namespace}.strategies": namespace for namespace in NAMESPACES}
 _COMMAND_LINES = {f"{namespace}.cli": namespace for namespace in NAMESPACES}
 _FABRIC = ("lightning.fabric.strategies", "lightning_fabric.strategies")
 _FOLLOWED = (*_REGISTRIES, *_COMMAND_LINES, *_FABRIC)
-
-
-def autoload() -> None:
-    """Register without any import by the user; the entry point that torch calls at the end of its own import."""
-    install()
 
 
 def install() -> None:
@@ -129,3 +124,6 @@ def _build(namespace: str, **options: Any) -> Any:
 def _classes() -> Any:
     """Return the module with the strategy's classes, which imports torch: here for the first time."""
     return import_module("lt_offload.strategy.offmate")
+
+
+autoload = install

@@ -26,7 +26,7 @@ def test_loading_is_measured_beside_reading(tmp_path: Path, monkeypatch: pytest.
     assert "copies in memory" in tables.render(tmp_path / "results")
 
 
-def test_start_is_shown_in_a_table(tmp_path: Path) -> None:
-    figures = {"needed_s": 10.0, "first_step_s": 12.5, "ratio": 1.25, "goal": 1.3}
+def test_the_end_of_the_first_step_is_shown_in_a_table(tmp_path: Path) -> None:
+    figures = {"plain_s": 10.0, "first_step_s": 12.5, "ratio": 1.25, "goal": 1.3}
     load.save("bench-start-x", "bench-start", {"recipe": "x"}, figures, tmp_path)
     assert "| `x` | 10 s | 12.5 s | 1.25 | 1.30 |" in tables.render(tmp_path)

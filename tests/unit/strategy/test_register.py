@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -153,17 +155,19 @@ for name, lines in json.loads(sys.argv[1]).items():
 """
 
 
-def run(code: str, *args: str, autoload: bool = False, path: Path = ROOT) -> str:
+def run(
+    code: str, *args: str, autoload: bool = False, path: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload)), "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-W", "ignore", "-c", code, *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=path)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, list[list[object]]]:
-    return dict(json.loads(line) for line in run(FORKS, json.dumps(CASES)).splitlines() if line.startswith("["))
+    return dict(json.loads(line) for line in run(FORKS, json.dumps(CASES)).stdout.splitlines() if line.startswith("["))
 
 
 @pytest.mark.long
@@ -232,7 +236,7 @@ def test_the_followed_import_stays_what_it_is(answers: dict[str, list[list[objec
 
 # -- without any import by the user -----------------------------------------------------------------------------------
 
-ENTRY_POINT = "lt_offload.strategy.register:autoload"
+ENTRY_POINT = "lt_offload:_autoload"
 
 
 @pytest.fixture
@@ -252,28 +256,58 @@ def test_the_project_declares_the_entry_point() -> None:
 
 def test_no_import_at_all(installed: Path) -> None:
     lines = [*(line for lightning in NAMESPACES.values() for line in (lightning, TRAINER, SHOW))]
-    out = run("show = print\n" + "\n".join(lines), autoload=True, path=installed)
+    out = run("show = print\n" + "\n".join(lines), autoload=True, path=installed).stdout
     assert out.splitlines()[-2:] == [f"OffmateStrategy {namespace} True" for namespace in NAMESPACES]
 
 
 def test_importing_torch_stays_light_and_can_be_kept_free_of_it(installed: Path) -> None:
     names = ("lt_offload", "lightning", "pytorch_lightning", "pydantic")
     code = f"import sys, torch; print([n in sys.modules for n in {names}])"
-    assert run(code, autoload=True, path=installed).strip() == "[True, False, False, False]"
-    assert run(code, autoload=False, path=installed).strip() == "[False, False, False, False]"
+    assert run(code, autoload=True, path=installed).stdout.strip() == "[True, False, False, False]"
+    assert run(code, autoload=False, path=installed).stdout.strip() == "[False, False, False, False]"
 
 
 # -- nothing may break an import --------------------------------------------------------------------------------------
 
 
-def test_autoload_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+DEPENDENCIES = """
+import sys
+class Missing:
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_torch_is_imported_without_any_of_our_dependencies(installed: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"\W", requirement.replace("-", "_"))[0] for requirement in project["dependencies"]}
+    names = {"yaml" if name == "PyYAML" else name for name in names} - {"torch", "numpy"}
+    code = DEPENDENCIES.format(names=names) + "import torch, lt_offload; print(torch.ones(1).item())"
+    done = run(code, autoload=True, path=installed)
+    assert (done.stdout, done.stderr) == ("1.0\n", "")
+
+
+@pytest.mark.parametrize("lost", ["errors.py", "strategy/namespaces.py", "strategy"])
+def test_torch_is_imported_beside_a_broken_installation_which_says_so(installed: Path, lost: str) -> None:
+    shutil.copytree(ROOT / "lt_offload", installed / "lt_offload", ignore=shutil.ignore_patterns("__pycache__"))
+    gone = installed / "lt_offload" / lost
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    done = run("import torch; print(torch.ones(1).item())", autoload=True, path=installed)
+    assert done.stdout == "1.0\n"
+    said = r"lt_offload: the strategy 'offmate' is not registered, as .* is broken \(.*\);.*\n"
+    assert re.fullmatch(said, done.stderr)
+
+
+def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         @property
         def modules(self) -> dict[str, object]:
             raise RuntimeError("no modules today")
 
     monkeypatch.setattr(_register, "sys", Broken())
-    _register.autoload()
+    _register.install()
 
 
 @pytest.mark.parametrize("contents", ["", "StrategyRegistry = None", "__getattr__ = lambda name: 1 / 0"])
