@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -425,21 +426,20 @@ class Engine:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if functorch_level() is not None:
                 raise limits.TRANSFORMED.error(f"block {self.structure.blocks[index].name} was called in a transform")
-            args, kwargs = self._place.enter(self.structure.blocks[index], args, kwargs)
-            with self._guard.suspended:
-                if not torch.is_grad_enabled():
-                    return self._stream_forward(index, forward, args, kwargs)
-                if self._passes is None:
-                    raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
-                return self._passes.forward(index, forward, args, kwargs)
+            return self._place.hand_over(self.structure.blocks[index], forward, args, kwargs, partial(self._run, index))
 
         return wrapper
 
-    def _stream_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        self._iteration.enter(Transition.VALIDATION)
-        if index == 0:
-            self._guard.begin()
-        return self.streaming.forward(index, forward, args, kwargs)
+    def _run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        with self._guard.suspended:
+            if torch.is_grad_enabled():
+                if self._passes is None:
+                    raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
+                return self._passes.forward(index, forward, args, kwargs)
+            self._iteration.enter(Transition.VALIDATION)
+            if index == 0:
+                self._guard.begin()
+            return self.streaming.forward(index, forward, args, kwargs)
 
     # -- for whoever drives it ---------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from lt_offload.model.blocks import Block, find_blocks
 from lt_offload.model.compiled import called, intercept
 from lt_offload.model.location import brought, located, staged
 from lt_offload.model.quantized import tensors_of
+from lt_offload.model.state.handed import Handed
 
 
 def at_home(model: nn.Module) -> nn.Module:
@@ -55,8 +56,9 @@ def _staging(block: Block, forward: Callable[..., Any], device: torch.device) ->
                 f"block {block.name} of a second model was called with gradients, when its weights will be on the host "
                 "by then; call that model under torch.no_grad(), or move it to the device yourself"
             )
-        args, kwargs = brought(block, args, kwargs, device)
+        handed = Handed(args, kwargs)
+        args, kwargs = brought(block, handed.args, handed.kwargs, device)
         with staged(tensors_of(block.module), device):
-            return forward(*args, **kwargs)
+            return handed.returned(handed.around(forward)(*args, **kwargs))
 
     return run

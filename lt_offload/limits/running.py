@@ -45,6 +45,11 @@ CALL_ARGUMENTS = while_running(
     why="they collect what a block computes, twice where it is computed again",
     instead="leave them out of the training call",
 )
+HIDDEN_TENSORS = while_running(
+    "activations that blocks are given, or return, inside objects with __slots__ or of libraries' classes",
+    why="nobody looks into these, so that the gradients of what they hold would be lost",
+    instead="hand over tensors, in lists, dictionaries, or objects of classes of your own without __slots__",
+)
 _COLLECTORS = (
     "use_cache",
     "past_key_values",

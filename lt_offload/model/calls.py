@@ -18,6 +18,7 @@ from lt_offload.model.parts import Cut, Cutter
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import Ambient, within
 from lt_offload.model.state.effects import Rest
+from lt_offload.model.state.handed import Containers
 from lt_offload.schema.profile import COLLECTED_BELOW
 
 
@@ -73,6 +74,8 @@ class Call:
     """States of the generators that every trial of its costs begins with, if the block draws something."""
     cutter: Cutter | None = None
     """Cuts the batch in parts; None: the block takes all of it."""
+    containers: Containers | None = None
+    """What holds the tensors among its arguments; None: nothing but the arguments themselves."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -129,6 +132,8 @@ class Call:
             leaves[slot] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
         with within(self.contexts):
+            if self.containers is not None:
+                return self.containers.run(self.module, args, kwargs)
             return self.module(*args, **kwargs)
 
 

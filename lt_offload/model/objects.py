@@ -11,11 +11,14 @@ import functools
 import sys
 import sysconfig
 import types
+from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import is_dataclass
 from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 CONTAINERS = (dict, list, set, deque)
 """What can be written to."""
@@ -135,6 +138,15 @@ def slots_of(thing: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:
                 yield mangled, found
 
 
+def held_by(thing: Any) -> list[Any]:
+    """Return what the attributes and slots of ``thing`` hold."""
+    held = list((attributes_of(thing) or {}).values())
+    for _, slot in slots_of(thing):
+        with suppress(AttributeError):  # nothing is there
+            held.append(slot.__get__(thing))
+    return held
+
+
 # -- libraries -------------------------------------------------------------------------------------------------------
 
 
@@ -195,3 +207,62 @@ def is_part_of_a_library(function: types.FunctionType) -> bool:
     if type(found) in (staticmethod, classmethod):
         found = found.__func__
     return function is (found.fget if type(found) is property else found)
+
+
+# -- what holds others -----------------------------------------------------------------------------------------------
+
+Kind = Literal["container", "tuple", "settings"]
+_MOST = 1000
+"""Items of a container below an object of settings; larger ones are data."""
+
+
+@functools.lru_cache(1024)
+def _kind_of(cls: type) -> Kind | None:
+    if issubclass(cls, (*CONTAINERS, tuple)):
+        return "tuple" if issubclass(cls, tuple) else "container"
+    if not cls.__dictoffset__ or issubclass(cls, type):
+        return None
+    named = issubclass(cls, (types.SimpleNamespace, Namespace)) or is_dataclass(cls) or name_of(cls).endswith("Config")
+    return "settings" if named or not any(is_library(module_of(base)) for base in bases(cls)[:-1]) else None
+
+
+def kind_of(value: Any) -> Kind | None:
+    """Return what ``value`` is as far as it holds others: settings are namespaces, dataclasses, configs, users' own."""
+    return _kind_of(type(value))  # type: ignore[arg-type]
+
+
+def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterator[tuple[Any, Any, Contents]]:
+    """Yield the containers and settings at and below ``values``: each, what of it is written to, and what that holds.
+
+    What is written to is the container itself or the dictionary of an object's attributes; of a container that has
+    attributes, too, first the one and then the other. Objects of libraries are left alone.
+
+    Args:
+        values: where the search begins.
+        seen: what has been looked at, by identity; is added to, and not looked at again.
+    """
+    seen = {} if seen is None else seen
+    waiting = [value for value in values if kind_of(value)]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        kind = kind_of(value)
+        if belongs_to_a_library(value):
+            continue
+        places = [value] if kind != "settings" else []
+        attributes = attributes_of(value) if kind != "tuple" else None
+        if attributes or (kind == "settings" and attributes is not None):
+            places.append(attributes)
+        for place in places:
+            contents = read(place)
+            if kind != "tuple":
+                yield value, place, contents
+            if contents is not NOTHING:
+                below = (item for item in contents[-1] if kind_of(item))
+                waiting += below if kind != "settings" else (item for item in below if _is_small(item))
+
+
+def _is_small(value: Any) -> bool:
+    return kind_of(value) == "settings" or len(read(value)[0]) <= _MOST

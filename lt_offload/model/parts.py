@@ -25,6 +25,7 @@ from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
 from lt_offload.model.saving import is_activation
+from lt_offload.model.state.handed import WrittenContainers
 
 Forward = Callable[..., Any]
 
@@ -329,6 +330,12 @@ def check_same(cutter: Cutter, values: Sequence[Any]) -> None:
     Raises:
         UnsupportedError: naming the block.
     """
+    if isinstance(values[0], WrittenContainers):
+        raise UnsupportedError(
+            f"micro_batches={cutter.count}: block {cutter.name} writes to a container or object that it is given, or "
+            "returns an object with tensors, which cannot be put together from several parts of a batch; return "
+            "tensors with a row per sample, or set micro_batches=1"
+        )
     if any(value is not values[0] and value != values[0] for value in values):
         raise other_outputs(cutter)
 

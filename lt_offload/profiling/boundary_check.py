@@ -25,6 +25,7 @@ from lt_offload.compat.torch import (
     BatchNorm,
     TorchDispatchMode,
     address_of,
+    backward_class_of,
     has_storage,
     schema_of,
     tree_flatten,
@@ -36,12 +37,17 @@ from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import OperationLog, called_unseen, calls_others, unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, has_values, tensors_of
+from lt_offload.model.objects import held_by
 from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.effects import Effects, Rest, Snapshot
 from lt_offload.model.state.hooks import InnerHooks
 
 _log = logging.getLogger(__name__)
+
+
+_Versions = list[tuple[weakref.ref[Tensor], int]]
+"""Tensors, and how often each had been written to."""
 
 
 class BoundaryCheck:
@@ -59,7 +65,7 @@ class BoundaryCheck:
         """Blocks that a gradient has reached inside."""
         self.once: dict[int, str] = {}
         """Blocks that must not run a second time for their backward, nor without a graph, and why."""
-        self._given: list[tuple[int, list[tuple[weakref.ref[Tensor], int]], Rest]] = []
+        self._given: list[tuple[int, _Versions, Rest]] = []
         """Per run of a block: the tensors that it was called with, their versions, and what it has seen besides."""
         self._compared: dict[int, Call] = {}
         """Calls that have run without a graph and with one, by their identity."""
@@ -109,15 +115,20 @@ class BoundaryCheck:
             args, kwargs = tree_unflatten(given, spec)
             return forward(*args, **kwargs)
 
-        out = self._run_twice(index, call, run)
+        out = self._run_twice(index, call, run, given)
         self._given.append((index, given, self._rest))
         if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
             self._check_casts(index, out)
+        self._check_hidden(index, leaves, out)
         uses = _uses(entered, out)
         self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
+        used_here = [node for (node, _), used in zip(origins, uses, strict=True) if used and node is not None]
+        for node in (*used_here, *(node for node, _ in edges(used_here))):
+            if isinstance(node, backward_class_of(Interface)):
+                node.reached()  # by this block's backward, which comes in training only
         return tree_map(_detached, out)
 
-    def _run_twice(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
+    def _run_twice(self, index: int, call: Call, forward: Callable[[], Any], arguments: _Versions) -> Any:
         """Run a block without a graph, and once more with one from the state that it had; return the second output.
 
         One that has hooks of users inside, or that fails without a graph, has to run once. One whose numbers are others
@@ -155,6 +166,9 @@ class BoundaryCheck:
             torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
         if failed is not None:
             return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
+        if _any_written(arguments):
+            self._note_rewritten(index, "an argument")
+            return self._run_kept(index, call, forward)
         with OperationLog() as with_graph:
             out = self._run_kept(index, call, forward)
         if operations.called != with_graph.called:
@@ -206,13 +220,15 @@ class BoundaryCheck:
     def find_rewritten(self) -> None:
         """Find blocks whose arguments or buffers somebody has written to by now: these run once, too."""
         for index, given, rest in self._given:
-            tensors = [(tensor, known) for ref, known in given if (tensor := ref()) is not None]
             buffer = rest.rewritten()
-            what = "an argument" if any(version(tensor) != known for tensor, known in tensors) else buffer
+            what = "an argument" if _any_written(given) else buffer
             if what is not None:
-                _log.info("block %s runs once per iteration: %s is written to after it", self._blocks[index].name, what)
-                # A block that runs once for another reason keeps that one.
-                self.once.setdefault(index, f"as {what} is written to")
+                self._note_rewritten(index, what)
+
+    def _note_rewritten(self, index: int, what: str) -> None:
+        _log.info("block %s runs once per iteration: %s is written to in or after it", self._blocks[index].name, what)
+        # A block that runs once for another reason keeps that one.
+        self.once.setdefault(index, f"as {what} is written to")
 
     def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
         """Run a block with a graph, which is none where nothing requires gradients, and refuse writes to its input."""
@@ -243,6 +259,24 @@ class BoundaryCheck:
             if weight in self._shared and self._cast.setdefault(weight, index) != index:
                 first, second = self._blocks[self._cast[weight]].name, self._blocks[index].name
                 raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
+
+    def _check_hidden(self, index: int, leaves: Sequence[Any], out: Any) -> None:
+        """Refuse what this block uses of other blocks without having been given it as a tensor.
+
+        Raises:
+            UnsupportedError: naming the class of the object that it was in.
+        """
+        block = self._blocks[index]
+        objects = sorted({type(leaf).__name__ for leaf in leaves if not _is_plain(leaf)})
+        own = {id(parameter) for parameter in block.module.parameters()}
+        others = {id(parameter) for _, parameter in self._parameters()} - own
+        for node, _ in edges(t.grad_fn for t in tensors_of(out)) if objects else ():
+            if isinstance(node, backward_class_of(Interface)) or id(getattr(node, "variable", None)) in others:
+                raise limits.HIDDEN_TENSORS.error(f"block {block.name} uses tensors that a {objects[0]} holds")
+        for leaf in tree_leaves(out):
+            if not _is_plain(leaf) and any(isinstance(held, Tensor) and held.requires_grad for held in held_by(leaf)):
+                name = type(leaf).__name__
+                raise limits.HIDDEN_TENSORS.error(f"block {block.name} returns tensors that a {name} holds")
 
     def check_samples(self, index: int, call: Call, forward: Callable[..., Any]) -> None:
         """Refuse a block that cannot take a batch in parts: in which samples depend on each other, for example.
@@ -403,6 +437,15 @@ def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     """Return how often each input is used in the graph of a block's output."""
     ends = Counter(id(getattr(node, "variable", None)) for node, _ in edges(t.grad_fn for t in tensors_of(out)))
     return [ends[id(tensor)] for tensor in entered]
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
+
+
+def _any_written(tensors: _Versions) -> bool:
+    alive = [(tensor, known) for ref, known in tensors if (tensor := ref()) is not None]
+    return any(version(tensor) != known for tensor, known in alive)
 
 
 def _repeats(call: Call) -> bool:

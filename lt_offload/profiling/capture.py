@@ -31,6 +31,7 @@ from lt_offload.model.location import brought
 from lt_offload.model.parts import Cutter, cutters, in_parts
 from lt_offload.model.saving import is_activation
 from lt_offload.model.state.contexts import ambient, within
+from lt_offload.model.state.handed import Containers, Handed
 from lt_offload.profiling.boundary_check import BoundaryCheck, Interface, WrittenWeights
 from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter
@@ -170,16 +171,21 @@ class _CallRecorder:
         original = uncompiled(block.module)  # what a block returns looks the same, and nothing is compiled too early
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            handed = Handed(args, kwargs)
+            args, kwargs = handed.args, handed.kwargs
             if self._device.type != "cpu":
                 args, kwargs = brought(block, args, kwargs, self._device)
+            run = handed.around(original)
             if not torch.is_grad_enabled():
                 self._followed = bool(self._forwards)
                 with self._aside(), self.stage(block.module), within(ambient()):
-                    return original(*args, **kwargs)
+                    return handed.returned(run(*args, **kwargs))
             if not self._forwards or (index == 0 and self._forwards[-1].complete):
                 self._begin()
             with nullcontext() if len(self._forwards) == 1 else self._aside():
-                return self._forwards[-1].run(index, block, original, args, kwargs)
+                return handed.returned(
+                    self._forwards[-1].run(index, block, run, args, kwargs, containers=handed.containers)
+                )
 
         return forward
 
@@ -384,12 +390,21 @@ class _ModelCall:
         alive = [output for held in self._outputs if (output := held()) is not None]
         return sum(output.nbytes for output in alive if output.retains_grad)
 
-    def run(self, index: int, block: Block, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        index: int,
+        block: Block,
+        original: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        containers: Containers,
+    ) -> Any:
         """Run one block."""
         recorder = self._recorder
         self._check_turn(index)
         cutter, known = recorder.cutters[index], len(recorder.by_signature)
-        call = self._call(block, args, kwargs, cutter)
+        call = self._call(block, args, kwargs, cutter, containers)
         self.calls.append(call)
         if cutter is not None and len(recorder.by_signature) > known:
             with recorder.stage(block.module), within(call.contexts):
@@ -437,7 +452,14 @@ class _ModelCall:
                 f"{', '.join(block.name for block in blocks)}"
             )
 
-    def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], cutter: Cutter | None) -> Call:
+    def _call(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cutter: Cutter | None,
+        containers: Containers,
+    ) -> Call:
         """Return the call, the same for blocks that cost the same."""
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
@@ -481,6 +503,7 @@ class _ModelCall:
                 contexts=ambient(),
                 reached={0},
                 cutter=cutter,
+                containers=containers.apart(),
             )
         return self._recorder.by_signature[key]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lt_offload import limits
 from lt_offload.execute.device.base import Device
 from lt_offload.model.blocks import Block
+from lt_offload.model.compiled import Forward
 from lt_offload.model.location import brought
+from lt_offload.model.state.handed import Handed
 
 
 class Place:
@@ -26,12 +29,23 @@ class Place:
         """A step begins: its blocks are to be called on the stream of this moment."""
         self._stream = self._device.stream()
 
-    def enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        """Return what ``block``, which is called with these arguments, is to get.
+    def hand_over(
+        self,
+        block: Block,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> Any:
+        """Return what ``block``, which is called with these arguments, returns when ``run`` runs its ``forward``.
 
         Raises:
             UnsupportedError: on another stream than the step began on.
         """
         if self._device.stream() is not self._stream:
             raise limits.OTHER_STREAM.error(f"block {block.name} was called on another CUDA stream than its step began")
-        return brought(block, args, kwargs, self._device.torch_device) if self._remote else (args, kwargs)
+        handed = Handed(args, kwargs)
+        args, kwargs = handed.args, handed.kwargs
+        if self._remote:
+            args, kwargs = brought(block, args, kwargs, self._device.torch_device)
+        return handed.returned(run(handed.around(forward), args, kwargs))

@@ -10,16 +10,14 @@ call (``torch.autocast``) that of ``contexts.py``.
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import sys
 from abc import ABC, abstractmethod
-from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
-from types import SimpleNamespace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +25,7 @@ from typing_extensions import override
 
 from lt_offload.compat.torch import HOOKS, MODULE_PARTS, address_of, buffers_of
 from lt_offload.model import objects
-from lt_offload.model.objects import (
-    NOTHING,
-    Contents,
-    attributes_of,
-    bases,
-    belongs_to_a_library,
-    is_library,
-    module_of,
-    name_of,
-    read,
-    same,
-    unchanged,
-    write,
-)
+from lt_offload.model.objects import Contents, holders, kind_of, read, same, unchanged, write
 from lt_offload.model.snapshot import version as _version
 
 _INTERNAL = MODULE_PARTS | {"forward", "__getstate__"}
@@ -48,10 +33,6 @@ _INTERNAL = MODULE_PARTS | {"forward", "__getstate__"}
 _BOOKKEEPING = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 _BOOKKEEPING -= HOOKS
 """Dictionaries of ``nn.Module`` that no run depends on."""
-_CONTAINERS = (list, dict, set)
-_MOST = 1000
-"""Items of a container below an object of settings; larger ones are data."""
-_HOLDERS = (*_CONTAINERS, tuple)
 _Contents = list[tuple[Any, Contents]]
 """Containers and dictionaries of objects, each with what it held."""
 
@@ -482,56 +463,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
-    """Return keys and items of a list or dictionary."""
+    """Return keys and items of a dictionary, list or deque."""
     if issubclass(type(holder), dict):
         keys, values = read(holder)[0], read(holder)[-1]
         return zip(keys, values, strict=True)
-    return enumerate(read(holder)[0]) if issubclass(type(holder), list) else ()
-
-
-@functools.lru_cache(1024)
-def _kind_of(cls: type) -> Literal["container", "tuple", "settings"] | None:
-    """Return what objects of a class are as far as they hold others: namespaces, dataclasses, configs, users' own."""
-    if issubclass(cls, _HOLDERS):
-        return "tuple" if issubclass(cls, tuple) else "container"
-    if not cls.__dictoffset__ or issubclass(cls, type):
-        return None
-    named = issubclass(cls, (SimpleNamespace, Namespace)) or is_dataclass(cls) or name_of(cls).endswith("Config")
-    return "settings" if named or not any(is_library(module_of(base)) for base in bases(cls)[:-1]) else None
-
-
-def _kind(value: Any) -> Literal["container", "tuple", "settings"] | None:
-    return _kind_of(type(value))  # type: ignore[arg-type]
+    return enumerate(read(holder)[0]) if issubclass(type(holder), (list, deque)) else ()
 
 
 def _contents(values: Iterable[Any]) -> _Contents:
-    """Return the containers, and the dictionaries of settings, at and below ``values``, each with what it holds.
-
-    Objects of libraries are left alone.
-    """
-    found: _Contents = []
-    seen: dict[int, Any] = {}
-    waiting = [value for value in values if _kind(value)]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        kind = _kind(value)
-        holder = attributes_of(value) if kind == "settings" else value
-        if holder is None or belongs_to_a_library(value):
-            continue
-        held = read(holder)
-        if kind != "tuple":
-            found.append((holder, held))
-        if held is not NOTHING:
-            below = (item for item in held[-1] if _kind(item))
-            waiting += below if kind != "settings" else (item for item in below if _is_small(item))
-    return found
-
-
-def _is_small(value: Any) -> bool:
-    return _kind(value) == "settings" or len(read(value)[0]) <= _MOST
+    return [(holder, contents) for _, holder, contents in holders(values)]
 
 
 def _below(values: Iterable[Any]) -> Iterator[Any]:
@@ -541,6 +481,6 @@ def _below(values: Iterable[Any]) -> Iterator[Any]:
     while waiting:
         value = waiting.pop()
         yield value
-        if issubclass(type(value), _HOLDERS) and id(value) not in seen:
+        if kind_of(value) in ("container", "tuple") and id(value) not in seen:
             seen[id(value)] = value
             waiting += read(value)[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -92,6 +93,18 @@ class Nested(Layer):
         return super().inner(x) * torch.rand(x.shape, generator=generator) + self.seen["means"][-1]
 
 
+class Queueing(Layer):
+    """Has its history in a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: deque[float] = deque([0.0], maxlen=2)
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.seen.append(self.seen[-1] + 0.1)
+        return super().inner(x) + sum(self.seen)
+
+
 class Assigning(Layer):
     """Replaces a buffer instead of writing to it."""
 
@@ -130,7 +143,7 @@ class OfHelper(Layer):
 @in_every_run
 @pytest.mark.parametrize(
     "layer",
-    [Normed, Spectral, Counting, Drawing, OwnGenerators, Nested, Assigning, Late, OfHelper],
+    [Normed, Spectral, Counting, Drawing, OwnGenerators, Nested, Queueing, Assigning, Late, OfHelper],
     ids=lambda c: c.__name__,
 )
 def test_state_that_a_block_changes(layer: type[nn.Module], options: tuple[str, ...]) -> None:
