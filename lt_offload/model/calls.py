@@ -200,6 +200,32 @@ def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
                 waiting.append(following)
 
 
+def kept_by_functions(out: Any) -> list[Any]:
+    """Return what users' ``autograd.Function``s have kept in ``ctx`` for the backward of ``out``, to be compared.
+
+    Two runs may give the same numbers and keep something else: a counter, or a seed, of which only a gradient depends.
+    """
+    roots = [tensor.grad_fn for tensor in tensors_of(out)]
+    nodes = {id(node): node for node in (*roots, *(node for node, _ in edges(roots)))}
+    kept = []
+    for node in nodes.values():
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            saved: Any = node
+            kept += [_comparable(value) for value in (*vars(saved).items(), *saved.saved_tensors)]
+    return kept
+
+
+def _comparable(value: Any) -> Any:
+    """Return something that is equal for two values if their numbers are."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, [int(total) for total in bit_sums([value])]
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    if isinstance(value, dict):
+        return [_comparable(pair) for pair in value.items()]
+    return value if isinstance(value, (bool, int, float, complex, str, bytes, type(None))) else type(value)
+
+
 def _following(node: Any) -> Sequence[tuple[Any, int]]:
     try:
         following: Sequence[tuple[Any, int]] = node.next_functions

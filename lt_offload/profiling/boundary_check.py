@@ -36,7 +36,16 @@ from lt_offload.compat.torch import (
 from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import OperationLog, called_unseen, calls_others, unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
-from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, has_values, tensors_of
+from lt_offload.model.calls import (
+    Call,
+    FirstRun,
+    StateBytes,
+    bit_sums,
+    edges,
+    has_values,
+    kept_by_functions,
+    tensors_of,
+)
 from lt_offload.model.objects import held_by
 from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
@@ -179,34 +188,28 @@ class BoundaryCheck:
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
             call.kernels.add("graph")
             if _repeats(call):
-                self._check_repeated(index, call, forward, before, before_draws, out)
+                again = self._repeat(call, forward, before, before_draws)
+                if not _equal(again, out):
+                    name = self._blocks[index].name
+                    raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
+        kept = kept_by_functions(out) if has_values(call) and _repeats(call) else []
+        if kept and kept_by_functions(self._repeat(call, forward, before, before_draws)) != kept:
+            why = "what its autograd.Function keeps for the backward changes from run to run"
+            _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
+            self.once.setdefault(index, f"as {why}")
         if has_values(call) and _repeats(call) and not before.changed and not call.given:
             numbers = [tensor for tensor in tensors_of(out) if tensor.is_floating_point()]
             call.given.append(FirstRun(draws=before_draws, sums=[int(total) for total in bit_sums(numbers)]))
         return out
 
-    def _check_repeated(
-        self,
-        index: int,
-        call: Call,
-        forward: Callable[[], Any],
-        before: Snapshot,
-        before_draws: list[Tensor],
-        out: Any,
-    ) -> None:
-        """Refuse a block that gives other numbers than ``out`` in a second run with a graph from the same state.
-
-        Raises:
-            UnsupportedError: naming the block.
-        """
+    def _repeat(self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor]) -> Any:
+        """Run a block with a graph once more, from the state that it had and with the same draws."""
         after_draws = call.draws()
         call.draw_from(before_draws)
         with before.restored(graph=True), self._aside(), torch.enable_grad():
             again = forward()
         call.draw_from(after_draws)
-        if not _equal(again, out):
-            name = self._blocks[index].name
-            raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
+        return again
 
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
         out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lt_offload
+from lt_offload.errors import UnsupportedError
 from tests.support.engines import differences
 from tests.support.user_nets import (
     HIDDEN,
@@ -255,6 +257,13 @@ def test_containers_by_budget(make: Callable[[], nn.Module], budget: str) -> Non
     expected, found = plain(make), by_budget(make, budget)
     assert differences(expected, found) == []
     assert expected.model.seen == found.model.seen[-len(expected.model.seen) :]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["dict", "losses"])
+def test_containers_that_blocks_would_write_to_once_per_part(name: str) -> None:
+    model = (COUNTING | WITH_TENSORS)[name]()
+    with pytest.raises(UnsupportedError, match="micro_batches=2: block net.layers.0 "):
+        lt_offload.profile(model, rows()[0], optimizer=adamw(model), micro_batches=2)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,6 +210,70 @@ class Frozen(Layer):
 
 
 COUNTS = {"calls": 0}
+SCALES = {"calls": 0}
+
+
+class Scaled(torch.autograd.Function):
+    """Has a gradient that depends on how often it was called, and an output that does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        SCALES["calls"] += 1
+        ctx.scale = 1 + 0.1 * SCALES["calls"]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        gradient: Tensor = grads[0] * ctx.scale
+        return gradient
+
+
+class Masked(torch.autograd.Function):
+    """The same with a tensor that is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        SCALES["calls"] += 1
+        generator = torch.Generator().manual_seed(SCALES["calls"])
+        ctx.save_for_backward(torch.rand(x.shape, generator=generator))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        gradient: Tensor = grads[0] * ctx.saved_tensors[0]
+        return gradient
+
+
+class OwnScaled(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        scaled: Tensor = Scaled.apply(super().inner(x))  # type: ignore[no-untyped-call]
+        return scaled
+
+
+class OwnMasked(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        masked: Tensor = Masked.apply(super().inner(x))  # type: ignore[no-untyped-call]
+        return masked
+
+
+def scaled() -> Net:
+    return Net(OwnScaled)
+
+
+def masked() -> Net:
+    return Net(OwnMasked)
+
+
+@with_every_budget
+@pytest.mark.parametrize("make", [scaled, masked])
+def test_what_only_a_backward_uses(make: Callable[[], Net], budget: str) -> None:
+    """Both runs of such a block have the same outputs: what its graph keeps tells, and it runs once."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        SCALES["calls"] = 0
+        return ordinary(model, optimizer, batches)
+
+    assert differences(plain(make, loop), by_budget(make, budget, loop)) == []
 
 
 class OfGlobals(Layer):

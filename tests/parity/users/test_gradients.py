@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.engines import differences
+from tests.support.profiles.budgets import BUDGETS
 from tests.support.user_nets import (
+    HIDDEN,
     RUNS,
     Loop,
     Net,
     between,
     by_budget,
     fault,
+    ordinary,
     ours,
     plain,
     recorded_or_run_again,
@@ -191,3 +195,41 @@ class Penalized(Between):
 
 def test_differentiating_within_the_step_is_refused_before_training() -> None:
     assert "the step calls torch.autograd.grad: a block's backward" in refusal(Penalized)
+
+
+class Outside(nn.Module):
+    """Has weights outside the blocks, one of which is used between all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.position = nn.Parameter(torch.zeros(HIDDEN))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.net.embed(ids) + self.position
+        for layer in self.net.layers:
+            x = layer(x) * self.gain
+        return {"loss": F.cross_entropy(self.net.head(x).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("run", [*RUNS, *BUDGETS])
+def test_hooks_of_parameters_with_common_state(run: str) -> None:
+    """They are called in the order of plain PyTorch, whatever runs in turn and where updates are."""
+    called: list[str] = []
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        def count(name: str, gradient: Tensor) -> Tensor:
+            called.append(name)
+            return gradient.mul_(1 + 0.01 * (len(called) % 7))
+
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(partial(count, name))
+        return ordinary(model, optimizer, batches)
+
+    make = Outside if run in RUNS else Net
+    expected = plain(make, loop)
+    order, called = called, []
+    found = ours(make, RUNS[run], loop) if run in RUNS else by_budget(make, run, loop)
+    assert differences(expected, found) == []
+    assert order == called
