@@ -14,6 +14,9 @@ OffloadError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class OffloadError(Exception):
     """Base of every error that lt_offload raises on purpose."""
@@ -70,6 +73,17 @@ BEYOND_THE_PLAN = (
     "(.cpu()), or set memory= to more"
 )
 """The way out of an ``OverBudget`` in the middle of training, for the end of its sentence."""
+
+
+@contextmanager
+def because(change: str) -> Iterator[None]:
+    """Let errors of planning again begin with the ``change`` that has made it necessary."""
+    try:
+        yield
+    except InfeasibleError as error:
+        raise InfeasibleError(
+            f"{change}: {error}", needed_bytes=error.needed_bytes, needed_host_bytes=error.needed_host_bytes
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -1,10 +1,10 @@
-"""The nearest names to one that was misspelled."""
+"""The nearest names to one that was misspelled, and the first of many."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -15,6 +15,12 @@ Self = TypeVar("Self")
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.65, most: int = 3) -> list[str]:
     """Return the names of ``known`` that ``name`` may have meant, best first."""
     return difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
+
+
+def some(names: Sequence[str], *, most: int = 3) -> str:
+    """Return the first of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:

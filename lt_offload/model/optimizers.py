@@ -285,6 +285,13 @@ def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any,
     return twin
 
 
+def with_more(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return an optimizer like this one, with its states, that has ``parameters`` in its first group as well."""
+    present = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    held = {parameter for _, parameter in present}
+    return _twin(optimizer, [*present, *((0, p) for p in parameters if p not in held)], optimizer.state)
+
+
 def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
     pairs = zip(left, right, strict=False)
     return len(left) == len(right) and all(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from lt_offload.errors import ConfigError, UnsupportedError
@@ -74,6 +74,11 @@ class Settings:
             raise ConfigError(f"accumulate={self.accumulate!r} must be at least 1: micro-batches per update")
         if self.time_limit <= 0:
             raise ConfigError(f"solver_time_limit={self.time_limit} must be a positive number of seconds")
+
+    def values(self) -> dict[str, str | int | float | None]:
+        """Return all of them as they were named, by their names; None: nobody has named a budget."""
+        of_fields = {setting.name: getattr(self, setting.name) for setting in fields(self)}
+        return {name: value.nbytes if isinstance(value, Budget) else value for name, value in of_fields.items()}
 
     @property
     def device(self) -> Budget:

@@ -198,6 +198,16 @@ def measure_hardware(
     )
 
 
+def measured_before(machine: HardwareProfile, device: torch.device) -> HardwareProfile | None:
+    """Return ``machine`` with no more RAM than there is now; None if ``device`` is not the one it was measured with."""
+    import torch
+
+    if machine.name != (torch.cuda.get_device_name(device) if device.type == "cuda" else EMULATED):
+        return None
+    host = min(machine.host_bytes, available_host_bytes() + taken_host_bytes().private)
+    return replace(machine, host_bytes=host, pinnable_bytes=min(machine.pinnable_bytes, host))
+
+
 def measure_machine(
     device: torch.device | str | None = None, *, on_progress: Callable[[str], None] | None = None
 ) -> HardwareProfile:

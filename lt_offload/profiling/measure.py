@@ -72,6 +72,7 @@ def profile(
     optimizer: Optimizer | OptimizerFactory,
     device: torch.device | str | None = None,
     hardware: HardwareProfile | None = None,
+    updates: OptimizerProfile | None = None,
     run: Run | None = None,
     structure: Structure | None = None,
     blocks: str | None = None,
@@ -90,6 +91,7 @@ def profile(
         optimizer: the one that will be used, or what makes it from a list of parameters, e.g. ``torch.optim.AdamW``.
         device: where blocks run; None: CUDA if there is any, otherwise the CPU (for the emulated device).
         hardware: the machine, if it has been measured before; how its lanes slow each other down is not measured then.
+        updates: what updates by this optimizer cost, if that has been measured before on this machine.
         run: calls the model on a batch and returns the loss or something that holds it, which the caller may keep until
             the next batch; None: the model itself, whose result often holds the logits.
         structure: the model's blocks, if they have been found before.
@@ -113,9 +115,10 @@ def profile(
         use_expandable_segments(target)  # as the device does: what the allocator wastes is measured below
     machine = hardware or _with_model(measure_hardware(target, on_progress=on_progress), model, optimizer)
     contention = Contention()
-    say("measuring the optimizer")
     with current(target):
-        updates = measure_optimizer(optimizer, target)
+        if updates is None:
+            say("measuring the optimizer")
+            updates = measure_optimizer(optimizer, target)
         if hardware is None:
             say("measuring how copies, updates and computations slow each other down")
             contention = measure_contention(optimizer, target, host_threads=updates.host_threads)

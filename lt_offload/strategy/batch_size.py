@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +28,8 @@ from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import sample
+from lt_offload.strategy.replay import Before
 
-_KEY = "lt_offload"
-"""The key of what the strategy adds to a checkpoint."""
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 """Hooks that are called after the size was chosen."""
 _SOME_BATCHES = 1000
@@ -174,8 +173,8 @@ def _profiles(
             problem = None
             try:
                 samples[wanted] = sample.SampleBatch.early(trainer)
-                hardware = first[0].hardware if first else None
-                alone = sample.measure(trainer, optimizer, samples[wanted], hardware)
+                hardware, updates = (first[0].hardware, first[0].optimizer) if first else (None, None)
+                alone = sample.measure(trainer, optimizer, samples[wanted], hardware, updates=updates)
                 profile: Profile = trainer.strategy.one_of(alone, known=hardware)
             except Exception as error:
                 if not _out_of_memory(error):
@@ -263,26 +262,6 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def record(checkpoint: dict[str, Any], batch_size: int, micro_batches: int = 1) -> None:
-    """Note in ``checkpoint`` which batch size its run has, and in how many parts a batch is taken if not as a whole."""
-    parts = {"micro_batches": micro_batches} if micro_batches > 1 else {}
-    checkpoint[_KEY] = {"batch_size": batch_size, **parts}
-
-
-@dataclass(frozen=True, slots=True)
-class Before:
-    """What a checkpoint says of its run: None where it says nothing, or there is none."""
-
-    batch_size: int | None = None
-    micro_batches: int | None = None
-
-    @classmethod
-    def of(cls, trainer: Any) -> Before:
-        """Return what the checkpoint that ``trainer`` has loaded says; it forgets that before training begins."""
-        noted = loaded_checkpoint(trainer).get(_KEY)
-        return cls() if noted is None else cls(noted["batch_size"], int(noted.get("micro_batches", 1)))
 
 
 def warn_of_change(before: int | None, batch_size: int) -> None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import adds_up, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import ConfigError, OffloadError, OverBudget, ProcessError
+from lt_offload.errors import ConfigError, OffloadError, OverBudget, ProcessError, because
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
@@ -37,14 +37,15 @@ from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import metrics, replay, sample, windows
-from lt_offload.strategy.batch_size import BatchSize, Before, choose, size_of_the_run, spare_optimizer
+from lt_offload.strategy.batch_size import BatchSize, choose, size_of_the_run, spare_optimizer
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
 from lt_offload.strategy.parts import check_micro_batches, profile_and_plan
 from lt_offload.strategy.records import Records
-from lt_offload.strategy.replan import Replanning, follow, measured_again, planning, steps_left
+from lt_offload.strategy.replan import Replanning, follow, measured_again, planning, steps_left, warn_of_unfreezing
+from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.facts import facts
 from lt_offload.suggest import naming_options
 from lt_offload.units import Budget
@@ -335,9 +336,13 @@ class OffmateStrategy(Records, Checkpoints):
         (optimizer,) = self.optimizers
         budget = min(self.together(lambda: self._budget))
         found = profile_and_plan(self, self._trainer, batch, self._before, budget, self._make_plan)
-        self.sample, (self.profile, self.plan) = batch, found
-        if self.micro_batches == "auto" and self.plan_path is None:
+        self.sample, (self.profile, self.plan, follows) = batch, found
+        if follows:
             self._replanning = follow(self.settings, self.profile)
+        if self.plan_path is None:
+            with sample.isolated(self.namespace):
+                settings = replace(self.settings, memory=budget)
+                warn_of_unfreezing(self._trainer, optimizer, batch, self.profile, settings)
         self._begin(optimizer)
 
     def _begin(self, optimizer: Optimizer) -> None:
@@ -402,7 +407,7 @@ class OffmateStrategy(Records, Checkpoints):
         del engine
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
-        with sample.isolated(self.namespace):
+        with sample.isolated(self.namespace), because(change):
             again = partial(measured_again, trainer, optimizer, self.sample, profile)
             self.profile = self.one_profile(again, known=profile.hardware)
             plan = self._make_plan(self.profile, replace(self.settings, memory=memory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,7 +14,8 @@ from lt_offload.model.parts import check_micro_batches as check_number
 from lt_offload.plan import Settings
 from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.strategy import replay, sample
-from lt_offload.strategy.batch_size import Before, warn_of_change
+from lt_offload.strategy.batch_size import warn_of_change
+from lt_offload.strategy.replay import Before
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,8 +45,10 @@ def profile_and_plan(
     before: Before,
     budget: int,
     make_plan: Callable[[Profile, Settings], Plan],
-) -> tuple[Profile, Plan]:
+) -> tuple[Profile, Plan, bool]:
     """Measure a training step of ``trainer`` and return it with its plan, or with the saved one.
+
+    Also returns whether the first iterations are to correct it, which ``make_plan`` sees to by itself.
 
     Args:
         strategy: with its optimizer.
@@ -58,17 +62,26 @@ def profile_and_plan(
         ConfigError: if there are fewer samples than ``micro_batches``.
     """
     (optimizer,) = strategy.optimizers
+    before.warn_of_frozen(trainer.lightning_module)
     count, path = strategy.micro_batches, strategy.plan_path
+    each = strategy.together(lambda: before.measured(strategy.root_device))
+    # The first one's, as the profile that all have then is.
+    known = each[0] if None not in each else None
+    hardware = None if known is None else known.hardware
+    updates = None if known is None or known.optimizer.name != type(optimizer).__name__ else known.optimizer
 
     def measure(parts: int) -> Profile:
+        options = {"hardware": hardware, "updates": updates, "micro_batches": parts}
+        measured = partial(sample.measure, trainer, optimizer, batch, **options)
         with sample.isolated(strategy.namespace):
-            return strategy.one_profile(lambda: sample.measure(trainer, optimizer, batch, micro_batches=parts))
+            found = strategy.one_profile(measured, known=hardware)
+        return found if known is None else replace(found, contention=known.contention)
 
     if path is not None:
         # In the plan's own number of parts, which the setting may leave open.
         profile = measure(replay.load_plan(path, budget, micro_batches=count).parts)
         warn_of_change(before.batch_size, profile.batch_size)
-        return profile, replay.replay(path, profile, budget)
+        return profile, replay.replay(path, profile, budget), False
     settings: Settings = replace(strategy.settings, memory=budget)
     parts = before.micro_batches
     if count == "auto" and parts is not None:
@@ -80,11 +93,15 @@ def profile_and_plan(
         )
     profile = measure(1 if count == "auto" else count)
     warn_of_change(before.batch_size, profile.batch_size)
-    rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {settings.time_limit:g} s at most")
+    own = before.own_plan(profile, strategy.settings, budget)
+    if own is not None:
+        return profile, own, True
+    in_ram = " (in RAM, beside host_memory: the device is emulated)" if strategy.root_device.type == "cpu" else ""
+    rank_zero_info(f"offmate: planning for {format_bytes(budget)}{in_ram}, {settings.time_limit:g} s at most")
     if count != "auto":
         plan = make_plan(profile, settings)
     else:
         first = profile
         choice = choose_parts(lambda parts: first if parts == 1 else measure(parts), settings)
         profile, plan = choice.profile, choice.plan
-    return profile, strategy.of_first(lambda: compared(plan, profile, settings))
+    return profile, strategy.of_first(lambda: compared(plan, profile, settings)), count == "auto"

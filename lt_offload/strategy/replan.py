@@ -14,13 +14,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, UnsupportedError
 from lt_offload.execute.engine import Engine
+from lt_offload.model.optimizers import with_more
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.correct import TOLERANCE, Comparison, compare, correct, timed
 from lt_offload.plan.windows import has_windows
@@ -163,6 +165,46 @@ def measured_again(trainer: Any, optimizer: Optimizer, batch: sample.SampleBatch
     """Return the profile of a step as model and ``optimizer`` are now; the machine is as it was ``before``."""
     found = sample.measure(trainer, optimizer, batch, before.hardware, micro_batches=before.parts)
     return replace(found, contention=before.contention)
+
+
+def warn_of_unfreezing(
+    trainer: Any, optimizer: Optimizer, batch: sample.SampleBatch, before: Profile, settings: Settings
+) -> None:
+    """Plan once more with all weights that a callback for finetuning may unfreeze, and warn if that will not fit.
+
+    Args:
+        trainer: about to train.
+        optimizer: that it uses.
+        batch: to be measured.
+        before: the profile of the weights that train now.
+        settings: of its plans.
+    """
+    names = [type(callback).__name__ for callback in trainer.callbacks if _unfreezes(callback)]
+    parameters = trainer.lightning_module.parameters() if names else ()
+    frozen = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    if not frozen:
+        return
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        everything, strategy = with_more(optimizer, frozen), trainer.strategy
+        again = partial(measured_again, trainer, everything, batch, before)
+        profile = strategy.one_profile(again, known=before.hardware)
+        # Only whether there is one matters, and the first one is found at once.
+        settings = replace(settings, time_limit=min(settings.time_limit, _LEAST_S))
+        strategy.of_first(lambda: make_plan(profile, settings))
+    except OffloadError as error:
+        rank_zero_warn(
+            f"offmate: {names[0]} may unfreeze {len(frozen)} weights while this run trains; once all of them train, it "
+            f"ends: {error}"
+        )
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _unfreezes(callback: object) -> bool:
+    return any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__)
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:

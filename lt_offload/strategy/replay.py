@@ -1,22 +1,36 @@
-"""A saved plan that is to be used again: whether it is for this model, this batch and this much memory."""
+"""A saved plan that is to be used again: whether it is for this model, this batch and this much memory.
+
+It is in a file of its own, or in the checkpoint of the run that goes on.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
+from lt_offload.compat.lightning import loaded_checkpoint
 from lt_offload.errors import PlanError
 from lt_offload.execute.memory.common import check_beside
 from lt_offload.execute.program import check_match
 from lt_offload.model.blocks import Structure
 from lt_offload.plan import Settings, check
-from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import Profile
+from lt_offload.profiling.hardware import measured_before
+from lt_offload.schema.files import from_json, to_json
+from lt_offload.schema.plan import PLAN_SCHEMA, Plan, problems
+from lt_offload.schema.profile import PROFILE_SCHEMA, Profile
+from lt_offload.suggest import some
 
 ONE_BATCH = Settings()
 """One micro-batch per update, no clipping by norm."""
+_KEY = "lt_offload"
+"""The key of what the strategy adds to a checkpoint."""
 
 
 def load_plan(
@@ -94,8 +108,120 @@ def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
             f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
             f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
         )
-    problems = check(plan, profile)
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise PlanError(f"plan={str(path)!r} cannot be carried out: {problems[0]}{more}; plan again")
+    violations = check(plan, profile)
+    if violations:
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        raise PlanError(f"plan={str(path)!r} cannot be carried out: {violations[0]}{more}; plan again")
     return plan
+
+
+# -- in checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def record(checkpoint: dict[str, Any], module: nn.Module, profile: Profile, plan: Plan, settings: Settings) -> None:
+    """Note in ``checkpoint`` how its run trains: which weights, in which batches, by which plan for which settings.
+
+    A profile comes with it: to measure machine and optimizer takes RAM, in which the states are when a run goes on.
+    """
+    checkpoint[_KEY] = {
+        "batch_size": profile.batch_size,
+        "micro_batches": profile.parts,
+        "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
+        "settings": settings.values(),
+        "profile": to_json(profile),
+        "plan": to_json(plan),
+    }
+
+
+def trained_before(checkpoint: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the names of the weights that the run of ``checkpoint`` trained; None if it does not say."""
+    names = checkpoint.get(_KEY, {}).get("trained")
+    return None if names is None else frozenset(names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Before:
+    """What a checkpoint says of its run: None where it says nothing, or there is none."""
+
+    batch_size: int | None = None
+    micro_batches: int | None = None
+    trained: frozenset[str] | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    profile: str | None = None
+    plan: str | None = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> Before:
+        """Return what the checkpoint that ``trainer`` has loaded says; it forgets that before training begins."""
+        checkpoint = loaded_checkpoint(trainer)
+        noted = checkpoint.get(_KEY)
+        if noted is None:
+            return cls()
+        return cls(
+            batch_size=noted["batch_size"],
+            micro_batches=int(noted.get("micro_batches", 1)),
+            trained=trained_before(checkpoint),
+            settings=noted.get("settings", {}),
+            profile=noted.get("profile"),
+            plan=noted.get("plan"),
+        )
+
+    def warn_of_frozen(self, module: nn.Module) -> None:
+        """Name the weights that trained in the run before, and do not now: a hook has frozen them since they were."""
+        trained = self.trained or ()
+        if frozen := [name for name, p in module.named_parameters() if name in trained and not p.requires_grad]:
+            rank_zero_warn(
+                f"offmate: trained in the run of the checkpoint, and frozen now by a hook of this one: {some(frozen)}; "
+                "if they are to train on, let that hook see that the run is resumed"
+            )
+
+    def measured(self, device: torch.device) -> Profile | None:
+        """Return what the run before has measured, if that was on a machine with such a ``device``.
+
+        What the process takes counts as in that run: what reading the checkpoint has left behind is used again.
+        """
+        if self.profile is None:
+            return None
+        try:
+            profile = from_json(Profile, self.profile, source="the checkpoint's profile", schema=PROFILE_SCHEMA)
+        except PlanError as error:
+            rank_zero_info(f"offmate: the machine is measured again: {error}")
+            return None
+        machine = measured_before(profile.hardware, device)
+        return None if machine is None else replace(profile, hardware=machine)
+
+    def own_plan(self, profile: Profile, settings: Settings, budget: int) -> Plan | None:
+        """Return the plan of the run before, None if there is none or it cannot be carried out here.
+
+        Args:
+            profile: of the run that goes on.
+            settings: of its plans.
+            budget: bytes of the device.
+        """
+        if self.plan is None:
+            return None
+        try:
+            plan = from_json(Plan, self.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
+        except PlanError as error:
+            rank_zero_info(f"offmate: the run is planned again: {error}")
+            return None
+        host = min(plan.host_budget_bytes, settings.host_budget(profile.hardware))
+        plan = replace(plan, budget_bytes=min(plan.budget_bytes, budget), host_budget_bytes=host)
+        why = next(self._misfits(plan, profile, settings), None)
+        if why is not None:
+            rank_zero_info(f"offmate: the checkpoint's plan does not serve here, and the run is planned again: {why}")
+            return None
+        rank_zero_info("offmate: the plan is that of the checkpoint's run")
+        return plan
+
+    def _misfits(self, plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
+        present = settings.values()
+        changed = [name for name in present if name != "time_limit" and present[name] != self.settings.get(name)]
+        if changed:
+            yield f"{', '.join(changed)} changed"
+        if plan.processes != profile.processes:
+            yield f"it is for {plan.processes} processes, and there are {profile.processes}"
+        if plan.parts != profile.parts:
+            yield f"it has micro_batches={plan.parts}"
+        yield from problems(plan)
+        yield from check(plan, profile)

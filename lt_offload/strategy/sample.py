@@ -25,7 +25,7 @@ from lt_offload.compat.lightning import before_transfer, data_source
 from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
 from lt_offload.model.snapshot import untouched as kept
-from lt_offload.schema.profile import HardwareProfile, Profile
+from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
@@ -133,6 +133,7 @@ def measure(
     sample: SampleBatch,
     hardware: HardwareProfile | None = None,
     *,
+    updates: OptimizerProfile | None = None,
     micro_batches: int = 1,
 ) -> Profile:
     """Return the profile of one training iteration of ``trainer``.
@@ -142,6 +143,7 @@ def measure(
         optimizer: that it uses.
         sample: the batch.
         hardware: the machine, if it was measured.
+        updates: what they cost, if that was measured.
         micro_batches: parts in which each block takes the batch.
     """
     from lt_offload.profiling.measure import profile
@@ -155,6 +157,7 @@ def measure(
             optimizer=optimizer,
             device=strategy.root_device,
             hardware=hardware,
+            updates=updates,
             blocks=strategy.blocks,
             micro_batches=micro_batches,
             run=lambda batch: _step(strategy, batch, sample.index),

@@ -144,7 +144,8 @@ class InstalledSetup:
         """
         for weight, param, trainable, _ in self._weights:
             if param.requires_grad is not trainable:
-                return f"requires_grad of {weight.label} was changed from {trainable} to {param.requires_grad}"
+                what = "frozen" if trainable else "unfrozen"
+                return f"requires_grad of {weight.label} was changed to {param.requires_grad} ({what})"
         if self._updates is None:
             return None
         if optimizer is not None and optimizer is not self._updates.optimizer:

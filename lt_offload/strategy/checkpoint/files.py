@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.torch import address_of, open_archive, save_records
+from lt_offload.compat.torch import address_of, open_archive, save_records, version_of
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.snapshots import HostSnapshot
+from lt_offload.machine.pages import forget
 from lt_offload.model.optimizers import put, tensor_at, tensors_of
 from lt_offload.strategy.checkpoint.foreign import reading
 from lt_offload.strategy.checkpoint.writer import Writer
@@ -53,7 +54,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LITTLE_MEMORY = 16 << 20
 """Bytes: copies of that much are made wherever a checkpoint is written later."""
 _LITTLE = 1 << 20
-"""Bytes: a disk with less room than this is taken for full where torch's writer fails."""
+"""Bytes: a disk with less room than this is taken for full where torch's writer fails; tensors of less are read as they
+are."""
+_VERSION_AS_LOADED = 1
+"""What torch counts of changes in place of a tensor that was just loaded: a page that was written is no file's."""
 
 
 def prepare(folder: Path) -> None:
@@ -240,8 +244,38 @@ def is_complete(path: Path) -> bool:
     return {"state_dict", "optimizer_states", "lr_schedulers", "loops"} <= checkpoint.keys()
 
 
+@contextmanager
+def reading_once(module: nn.Module, saved: Mapping[str, Any]) -> Iterator[None]:
+    """Enclose loading ``saved``, which :func:`load` has returned, into ``module``: what was read leaves RAM at once.
+
+    Or the process would take all weights twice, as pages of the file and as parameters.
+    """
+    with ExitStack() as hooks:
+        for path, part in module.named_modules():
+            own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            names = [f"{path}.{name}" if path else name for name, _ in own]
+            forget_those = partial(_forget_named, saved, names)
+            hooks.callback(part.register_load_state_dict_post_hook(forget_those).remove)
+        yield
+    _forget_named(saved, saved.keys())  # of modules that have several names, too
+
+
+def _forget_named(saved: Mapping[str, Any], names: Iterable[str], *_: object) -> None:
+    for name in names:
+        if isinstance(tensor := saved.get(name), Tensor):
+            _forget(tensor)
+
+
+def _forget(tensor: Tensor) -> None:
+    """Take the pages of a mapped ``tensor`` out of RAM; small ones, and what a hook has written to, stay."""
+    if tensor.nbytes >= _LITTLE and version_of(tensor) <= _VERSION_AS_LOADED:
+        forget(tensor)
+
+
 def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchanged: Set[nn.Parameter]) -> None:
     """Load ``saved`` into ``optimizer``, in host memory of its own and in the dtypes in which it was saved.
+
+    What was read of a mapped file leaves RAM at once.
 
     ``Optimizer.load_state_dict`` casts states to the dtype of their parameter, which truncates the fp32 states of bf16
     weights; and it keeps tensors that are pages of the checkpoint file.
@@ -260,6 +294,8 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
             source = tensor_at(saved["state"][index], place) if parameter in unchanged else value
             assert source is not None
             put(state, place, torch.empty_like(source, device="cpu").copy_(source))
+            if (read := tensor_at(saved["state"][index], place)) is not None:
+                _forget(read)
 
 
 def explained(target: Path, error: OSError) -> str:

@@ -5,6 +5,7 @@ The callback is written without Lightning; :func:`resume_class` puts it on the `
 
 from __future__ import annotations
 
+import copy
 import signal
 from importlib import import_module
 from pathlib import Path
@@ -74,7 +75,8 @@ class ExactResume(_Base):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Say where in its loops the run was; keep the states until training begins: what comes before draws, too."""
-        self._loaded = checkpoint.get(KEY) if trainer.state.fn == "fit" else None
+        # A copy: one tensor that is a page of the file would keep all of it mapped, and on the disk if it is removed.
+        self._loaded = copy.deepcopy(checkpoint.get(KEY)) if trainer.state.fn == "fit" else None
         if self._loaded is not None:
             progress.rewrite(checkpoint["loops"]["fit_loop"], self._loaded["moment"])
 

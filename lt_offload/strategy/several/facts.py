@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import torch
 
 from lt_offload.schema.plan import PLAN_SCHEMA
 from lt_offload.schema.profile import PROFILE_SCHEMA
-from lt_offload.units import Budget
 
 if TYPE_CHECKING:
     from lt_offload.model.blocks import Structure
@@ -46,7 +44,4 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
         "micro_batches": strategy.micro_batches,
         "plan": None if strategy.plan_path is None else str(strategy.plan_path),
     }
-    for setting in fields(strategy.settings):
-        value = getattr(strategy.settings, setting.name)
-        found[setting.name] = value.nbytes if isinstance(value, Budget) else value
-    return found
+    return found | strategy.settings.values()

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Mode
 from torch.utils.data import DataLoader, default_collate
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import InfeasibleError, PlanError, UnsupportedError
+from lt_offload.errors import ConfigError, InfeasibleError, PlanError, UnsupportedError
 from tests import sampling
-from tests.support.trainers import Run, Tokens, budgets, differences, fit, seeded_module, state_differences, tight
+from tests.support.trainers import Run, Tokens, budgets, differences, fit, seeded_module, state_differences
 
 Making = Callable[[], list[Any]]
 
@@ -207,17 +207,80 @@ def test_a_run_goes_on_from_a_checkpoint_written_after_thawing(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_lightnings_callback_takes_its_groups_up_again(tmp_path: Path) -> None:
-    """What stock does with frozen weights then, it does, too: its checkpoint has a group for each thawed layer."""
+def test_a_checkpoint_of_stock_goes_on_as_in_stock(tmp_path: Path) -> None:
+    """What stock leaves frozen then, stays frozen: it has a group for each thawed layer, and does not say which."""
     ordered = {**OPTIONS, "shuffle": False}
-    for at, strategy in enumerate(("auto", OffmateStrategy(memory=tight(seeded_module(**OPTIONS))))):
-        saver = ModelCheckpoint(tmp_path / f"{at}", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
-        fit(strategy, module(ordered), callbacks=[Layers(), saver], enable_checkpointing=True, max_epochs=3)
-        path = tmp_path / f"{at}" / "epoch=1.ckpt"
-        stock = fit("auto", module(ordered), callbacks=[Layers()], ckpt=path, max_epochs=4)
-        ours = fit(OffmateStrategy(memory="200MB"), module(ordered), callbacks=[Layers()], ckpt=path, max_epochs=4)
-        assert differences(stock, ours) == []
-        assert len(ours.optimizer.param_groups) == 4
+    saver = ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    fit("auto", module(ordered), callbacks=[Layers(), saver], enable_checkpointing=True, max_epochs=3)
+    path = tmp_path / "epoch=1.ckpt"
+    stock = fit("auto", module(ordered), callbacks=[Layers()], ckpt=path, max_epochs=4)
+    ours = fit(OffmateStrategy(memory="200MB"), module(ordered), callbacks=[Layers()], ckpt=path, max_epochs=4)
+    assert differences(stock, ours) == []
+    assert len(ours.optimizer.param_groups) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("at", ["epoch=1-step=6", "epoch=2-step=8"])
+def test_a_resumed_run_trains_what_the_run_had_thawed(at: str, recompute: bool, tmp_path: Path) -> None:
+    """At the end of an epoch and within one; Lightning's callback takes its groups up again, and thaws nothing."""
+    expected = fit("auto", module(OPTIONS), callbacks=[Layers()], max_epochs=4)
+    for memory in budgets(seeded_module(**OPTIONS)):
+        folder = tmp_path / f"{memory}"
+        saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+        settings = {"memory": memory, "activation_offload": not recompute}
+        saving = {"callbacks": [Layers(), saver], "enable_checkpointing": True, "max_epochs": 3}
+        fit(OffmateStrategy(**settings), module(OPTIONS), **saving)
+        path = folder / f"{at}.ckpt"
+        ours = fit(OffmateStrategy(**settings), module(OPTIONS), callbacks=[Layers()], ckpt=path, max_epochs=4)
+        assert state_differences(expected, ours) == []
+        assert ours.module.losses
+        assert all(map(torch.equal, expected.module.losses[-len(ours.module.losses) :], ours.module.losses))
+        trainable = [p.requires_grad for p in ours.module.parameters()]
+        assert trainable == [p.requires_grad for p in expected.module.parameters()]
+
+
+def saved_after_thawing(folder: Path) -> Path:
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    callbacks = [At("on_train_batch_start", 2, thaw, body_frozen), saver]
+    fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=callbacks, enable_checkpointing=True, max_epochs=1)
+    return folder / "step=3.ckpt"
+
+
+def test_weights_that_only_the_optimizer_of_the_checkpoint_held_are_named(tmp_path: Path) -> None:
+    path = saved_after_thawing(tmp_path)
+    frozen = At("on_train_start", 99, thaw, body_frozen)
+    said = r"trained weights that no optimizer .*layers\.3\.\S+ and \d+ more; if a callback"
+    with pytest.raises(ConfigError, match=said):
+        fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[frozen], ckpt=path, max_epochs=2)
+
+
+def test_weights_that_a_hook_freezes_again_are_named(tmp_path: Path) -> None:
+    path = saved_after_thawing(tmp_path)
+
+    class Freezing(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            body_frozen(pl_module)
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            thaw(pl_module, trainer.optimizers[0])
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            body_frozen(pl_module)
+
+    with pytest.warns(UserWarning, match=r"frozen now by a hook of this one: .*layers\.3\.\S+ and \d+ more"):
+        fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[Freezing()], ckpt=path, max_epochs=2)
+
+
+def test_weights_frozen_since_train_again(tmp_path: Path) -> None:
+    """Frozen at the start of the resumed run, held by its optimizer: they train as in the checkpoint's run."""
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    expected = fit("auto", module(OPTIONS), max_epochs=2)
+    fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
+    again = At("on_fit_start", 1, lambda made, optimizer: body_frozen(made), nothing_frozen)
+    path = tmp_path / "step=2.ckpt"
+    ours = fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[again], ckpt=path, max_epochs=2)
+    assert state_differences(expected, ours) == []
 
 
 class Backbone(LightningModule):
@@ -303,5 +366,35 @@ def test_memory_that_is_too_small_for_what_was_thawed_is_said() -> None:
         optimizer.add_param_group({"params": other})
 
     callback = At("on_train_batch_start", 3, everything, only_the_norm)
-    with pytest.raises(InfeasibleError, match="needs at least|memory"):
+    said = r"requires_grad of weight .* was changed to True \(unfrozen\): .*needs at least"
+    with pytest.raises(InfeasibleError, match=said):
         fit(OffmateStrategy(memory=least, planner="resident"), module(OPTIONS), callbacks=[callback])
+
+
+class Everything(BaseFinetuning):
+    """Trains the norm, and from the second epoch on all weights."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        only_the_norm(pl_module)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            frozen = [m for m in pl_module.modules() if any(not p.requires_grad for p in m.parameters(recurse=False))]
+            self.unfreeze_and_add_param_group(frozen, optimizer)
+
+
+@pytest.mark.slow
+def test_memory_that_will_be_too_small_is_said_at_the_start() -> None:
+    """With the figure with which the run goes on, as stock does, once everything trains."""
+    frozen = module(OPTIONS)
+    only_the_norm(frozen)
+    with pytest.raises(InfeasibleError) as caught:
+        fit(OffmateStrategy(memory=1000), frozen, max_epochs=1)
+    least = caught.value.needed_bytes
+    assert least is not None
+    said = r"Everything may unfreeze \d+ weights .* is the smallest that works"
+    with pytest.warns(UserWarning, match=said) as warned:
+        fit(OffmateStrategy(memory=least), module(OPTIONS), callbacks=[Everything()], max_epochs=1)
+    (message,) = (str(one.message) for one in warned if "may unfreeze" in str(one.message))
+    enough = message.split("memory=")[-1].split(" ")[0]
+    require_equal(lambda: [Everything()], OPTIONS, [enough], max_epochs=2)

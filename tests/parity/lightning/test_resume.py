@@ -6,6 +6,8 @@ import functools
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lt_offload import OffmateStrategy
+from lt_offload.errors import InfeasibleError
+from lt_offload.profiling import measure
+from lt_offload.profiling.hardware import TakenHostBytes
 from lt_offload.strategy import sample
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
 from tests import sampling
-from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences
+from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences, tight
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -224,3 +232,95 @@ def test_a_checkpoint_of_more_processes_goes_on_behind_what_they_had(tmp_path: P
             _, after = run(ckpt=tmp_path / "of two.ckpt", max_epochs=1)
     batches = [event[:2] for event in events if len(event) == 5]
     assert [event[:2] for event in after if len(event) == 5] == batches[2:]
+
+
+# -- plan and RAM -----------------------------------------------------------------------------------------------------
+
+
+def two_steps(made: OffmateStrategy, folder: Path) -> Run:
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    return fit(made, seeded_module(), callbacks=[saver], enable_checkpointing=True, max_epochs=-1, max_steps=2)
+
+
+def test_a_resumed_run_has_the_plan_of_its_run_and_the_ram_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else the process that goes on has in its RAM, and whatever it would measure."""
+    monkeypatch.setattr(sample, "measure", MEASURE)
+    memory = tight(seeded_module())
+    least = two_steps(OffmateStrategy(memory=memory), tmp_path).trainer.strategy.plan.predicted.host_peak_bytes + 10**7
+    first = two_steps(OffmateStrategy(memory=memory, host_memory=least), tmp_path / "least")
+    plan = first.trainer.strategy.plan
+    monkeypatch.setattr(measure, "taken_host_bytes", lambda: TakenHostBytes(all=least, private=least))
+    with pytest.raises(InfeasibleError, match="host_memory"):
+        two_steps(OffmateStrategy(memory=memory, host_memory=least), tmp_path / "heavier")
+    again = {"ckpt": tmp_path / "least" / "step=1.ckpt", "max_epochs": -1, "max_steps": 2}
+    resumed = fit(OffmateStrategy(memory=memory, host_memory=least), seeded_module(99), **again)
+    assert resumed.trainer.strategy.plan == plan
+    assert state_differences(first, resumed) == []
+    # Another budget is another plan, for which the process takes what it took.
+    other = fit(OffmateStrategy(memory=2 * memory, host_memory=2 * least), seeded_module(99), **again)
+    assert other.trainer.strategy.plan.budget_bytes == 2 * memory
+    assert other.trainer.strategy.plan.process_bytes == plan.process_bytes
+    assert state_differences(first, other) == []
+
+
+def test_a_plan_that_cannot_be_read_or_is_of_other_settings_is_made_again(tmp_path: Path) -> None:
+    first = two_steps(OffmateStrategy(memory="200MB"), tmp_path)
+    written = torch.load(tmp_path / "step=1.ckpt", weights_only=False)
+    again = {"max_epochs": -1, "max_steps": 2}
+    for number, text in enumerate(("no JSON", written["lt_offload"]["plan"].replace("keep", "offload"), None)):
+        written["lt_offload"] |= {"plan": text, "profile": text}
+        torch.save(written, tmp_path / f"{number}.ckpt")
+        resumed = fit(OffmateStrategy(memory="200MB"), seeded_module(99), ckpt=tmp_path / f"{number}.ckpt", **again)
+        assert state_differences(first, resumed) == []
+
+
+CHILD = """
+import resource, sys, torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from lt_offload import OffmateStrategy
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1536, 1536) for _ in range(6))
+
+    def training_step(self, batch, batch_idx):
+        for layer in self.layers:
+            batch = layer(batch).relu()
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 1536), batch_size=2)
+
+seed_everything(1, verbose=False)
+folder, steps = sys.argv[1], int(sys.argv[2])
+strategy = OffmateStrategy(memory="60MB", host_memory="2GB")
+quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder)
+saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+ckpt = f"{folder}/step=2.ckpt" if steps > 2 else None
+Trainer(strategy=strategy, accelerator="cpu", max_steps=steps, callbacks=[saver], **quiet).fit(Module(), ckpt_path=ckpt)
+print(strategy.plan.process_bytes, strategy.plan.budget_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+"""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_no_more_ram_than_its_run(tmp_path: Path) -> None:
+    """Weights and states take 170 MB. The heap is not to keep what is freed: nobody could say how much that is."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+
+    def child(steps: int) -> list[int]:
+        command = [sys.executable, "-c", CHILD, str(tmp_path), str(steps)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [int(word) for word in done.stdout.splitlines()[-1].split()]
+
+    (process, device, peak), (again, same, after) = child(2), child(4)
+    assert (again, same) == (process, device)
+    assert after < peak + 40_000_000

@@ -317,6 +317,57 @@ def test_saving_and_loading_make_no_second_copy(tmp_path: Path) -> None:
     assert loaded < 32, f"loading 256 MiB took {loaded} MiB"
 
 
+READ = """
+import resource, sys, torch
+from torch import nn
+from lt_offload.strategy.checkpoint.files import load, load_optimizer_state, reading_once, save
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+build = lambda: nn.Sequential(*(nn.Linear(1024, 4096, bias=False) for _ in range(8)))
+if len(sys.argv) > 2:
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, sys.argv[1])
+else:
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters())
+    before = peak()
+    saved = load(sys.argv[1])
+    with reading_once(model, saved["state_dict"]):
+        model.load_state_dict(saved["state_dict"])
+    of_weights = peak() - before
+    load_optimizer_state(optimizer, saved["optimizer"], set(model.parameters()))
+    print(of_weights, peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_what_was_read_does_not_stay_in_ram(tmp_path: Path) -> None:
+    """Weights of 128 MiB, into memory that is there, and states of 256 MiB, which take as much and no more."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", READ, str(tmp_path / "a.ckpt")]
+    subprocess.run([*command, "write"], check=True, env=env)
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    weights, both = map(int, out.split())
+    assert weights < 48, f"loading weights of 128 MiB into a model took {weights} MiB"
+    assert 250 < both < 256 + 48, f"weights and states of 384 MiB took {both} MiB"
+
+
+def test_what_a_hook_has_written_to_a_loaded_tensor_stays(tmp_path: Path) -> None:
+    """A page that was written is no page of the file any more; who holds the tensor would see the file's again."""
+    model = torch.nn.Linear(1024, 1024)
+    checkpoint.save(model.state_dict(), tmp_path / "a.ckpt")
+    saved = checkpoint.load(tmp_path / "a.ckpt")
+    saved["weight"].mul_(2)
+    expected = saved["weight"].clone()
+    with checkpoint.reading_once(model, saved):
+        model.load_state_dict(saved)
+    assert torch.equal(model.weight, expected)
+    assert torch.equal(saved["weight"], expected)
+
+
 # -- optimizer state --------------------------------------------------------------------------------------------------
 
 
