@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.errors import PlanError
+from lt_offload.errors import PlanError, because
 from lt_offload.execute.engine import Engine
 from lt_offload.hf import batches, head, others, report
 from lt_offload.hf.planning import profile_and_plan
@@ -158,7 +158,8 @@ class Run:
         if self.settings.plan is not None:
             raise PlanError(f"{why}; leave plan={str(self.settings.plan)!r} out")
         report.say(f"{why}: the run is planned again")
-        self._plan_for(max([largest, self._planned], key=batches.Size.of))
+        with because(why):
+            self._plan_for(max([largest, self._planned], key=batches.Size.of))
 
     def show_gradients(self) -> None:
         """Show what the update will use, if a callback looks at it before or after; it is brought to the host."""

@@ -64,15 +64,19 @@ def profile_and_plan(
     (optimizer,) = strategy.optimizers
     before.warn_of_frozen(trainer.lightning_module)
     count, path = strategy.micro_batches, strategy.plan_path
-    each = strategy.together(lambda: before.measured(strategy.root_device))
+    each = strategy.together(
+        lambda: before.measured(
+            strategy.root_device, processes=strategy.num_processes, machines=strategy.num_nodes
+        )
+    )
     # The first one's, as the profile that all have then is.
     known = each[0] if None not in each else None
     hardware = None if known is None else known.hardware
     updates = None if known is None or known.optimizer.name != type(optimizer).__name__ else known.optimizer
 
     def measure(parts: int) -> Profile:
-        options = {"hardware": hardware, "updates": updates, "micro_batches": parts}
-        measured = partial(sample.measure, trainer, optimizer, batch, **options)
+        again = partial(sample.measure, trainer, optimizer, batch, hardware=hardware, updates=updates)
+        measured = partial(again, micro_batches=parts)
         with sample.isolated(strategy.namespace):
             found = strategy.one_profile(measured, known=hardware)
         return found if known is None else replace(found, contention=known.contention)

@@ -175,10 +175,15 @@ class Before:
                 "if they are to train on, let that hook see that the run is resumed"
             )
 
-    def measured(self, device: torch.device) -> Profile | None:
-        """Return what the run before has measured, if that was on a machine with such a ``device``.
+    def measured(self, device: torch.device, *, processes: int, machines: int) -> Profile | None:
+        """Return what the run before has measured, if that was on as many ``machines`` with such a ``device``.
 
         What the process takes counts as in that run: what reading the checkpoint has left behind is used again.
+
+        Args:
+            device: of this process.
+            processes: of each machine.
+            machines: that train together.
         """
         if self.profile is None:
             return None
@@ -188,7 +193,10 @@ class Before:
             rank_zero_info(f"offmate: the machine is measured again: {error}")
             return None
         machine = measured_before(profile.hardware, device)
-        return None if machine is None else replace(profile, hardware=machine)
+        # Processes of one machine share its links and its RAM.
+        if machine is None or (profile.processes, profile.machines) != (processes, machines):
+            return None
+        return replace(profile, hardware=machine)
 
     def own_plan(self, profile: Profile, settings: Settings, budget: int) -> Plan | None:
         """Return the plan of the run before, None if there is none or it cannot be carried out here.
@@ -219,8 +227,9 @@ class Before:
         changed = [name for name in present if name != "time_limit" and present[name] != self.settings.get(name)]
         if changed:
             yield f"{', '.join(changed)} changed"
-        if plan.processes != profile.processes:
-            yield f"it is for {plan.processes} processes, and there are {profile.processes}"
+        processes = profile.processes * profile.machines
+        if plan.processes != processes:
+            yield f"it is for {plan.processes} processes, and there are {processes}"
         if plan.parts != profile.parts:
             yield f"it has micro_batches={plan.parts}"
         yield from problems(plan)

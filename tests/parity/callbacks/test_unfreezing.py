@@ -366,7 +366,7 @@ def test_memory_that_is_too_small_for_what_was_thawed_is_said() -> None:
         optimizer.add_param_group({"params": other})
 
     callback = At("on_train_batch_start", 3, everything, only_the_norm)
-    said = r"requires_grad of weight .* was changed to True \(unfrozen\): .*needs at least"
+    said = r"requires_grad of weight .* was changed to True \(unfrozen\): .*needs memory="
     with pytest.raises(InfeasibleError, match=said):
         fit(OffmateStrategy(memory=least, planner="resident"), module(OPTIONS), callbacks=[callback])
 
