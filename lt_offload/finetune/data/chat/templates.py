@@ -146,8 +146,8 @@ class ChatTemplate:
 
     def _endless(self) -> ConfigError:
         return ConfigError(
-            f"the chat template ({self.name}) does not come to an end with one conversation: it loops, calls itself, or "
-            "writes without end; mend it, or name another one with data.template"
+            f"the chat template ({self.name}) does not come to an end with one conversation: it loops, calls itself, "
+            "or writes without end; mend it, or name another one with data.template"
         )
 
     def blame(self, conversation: Conversation, fault: RowFault) -> RowFault:
