@@ -22,6 +22,8 @@ SCRIPT_LAUNCHER = "_SubprocessScriptLauncher"
 """The class that starts one process for each device, among the launchers of a namespace."""
 ALL_GATHER = "_all_gather_ddp_if_available"
 """The function of Fabric's that gathers tensors of all processes, with gradients if these are asked for."""
+BEFORE_BATCH = "_broadcast_sigterm_tensor"
+"""Method of the loop of batches, in which all processes wait for the first one, and cannot be interrupted."""
 BEFORE_ZERO_GRAD = "_on_before_zero_grad"
 """Method of the loop of optimization, in which hooks see the gradients that are about to go."""
 

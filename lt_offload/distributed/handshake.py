@@ -17,13 +17,14 @@ def compare(all_facts: Sequence[Facts]) -> None:
         ConfigError: naming what differs, the values and the processes.
     """
     first = all_facts[0]
-    for name, value in first.items():
+    for name in {name: None for facts in all_facts for name in facts}:
+        value = first.get(name)
         for rank, facts in enumerate(all_facts):
-            if facts[name] != value:
+            other = facts.get(name)
+            if other != value:
                 raise ConfigError(
-                    f"{name} differs between the processes of this run: process 0 has "
-                    f"{_told(value, facts[name])}, process {rank} {_told(facts[name], value)}; start all of them "
-                    "with the same code, settings and data"
+                    f"{name} differs between the processes of this run: process 0 has {_told(value, other)}, process "
+                    f"{rank} {_told(other, value)}; give all of them the same code, settings and data"
                 )
 
 

@@ -8,20 +8,27 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lt_offload.distributed.files import OpenFile
+from lt_offload.distributed.sums import gather_single
 from lt_offload.distributed.watch import PeerWatch
-from lt_offload.errors import ProcessError
+from lt_offload.errors import ConfigError, OffloadError, ProcessError
 
 Value = TypeVar("Value")
 _FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 2e-3
+_PLACE_BYTES, _TOLD_BYTES = 64, 960
+"""Of one message: where a process is, and what it tells; more than that takes a second message."""
 LONG_S = 60.0
 """Whoever has waited so long says for whom: it may be at work, or hang, and cannot be told from outside."""
 
 
 class Peers:
     """This process and others; what they are asked, all are asked in the same order, by the thread that trains.
+
+    Before they wait for each other each says where it is (:meth:`meet`): a process that stops, validates or saves while
+    another one goes on is named in both, where each would wait for something else for half an hour.
 
     Args:
         ranks: their numbers in the run, in order.
@@ -33,10 +40,39 @@ class Peers:
         self.ranks, self.control, self.watch = tuple(ranks), control, watch
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
 
+    def meet(self, place: str, told: bytes = b"") -> list[bytes]:
+        """Wait for all processes, which have to be at the same ``place``; return what each tells, in their order.
+
+        Args:
+            place: in the words of an error.
+            told: as many bytes in each process.
+
+        Raises:
+            ConfigError: in all processes, if one of them is at another place.
+            ProcessError: if another process has failed.
+        """
+        # Always as many bytes: processes that are not at the same place could not receive each other's else.
+        said = place.encode("ascii", "replace")[:_PLACE_BYTES].ljust(_PLACE_BYTES)
+        rows = self._bytes_of_all(said + told[:_TOLD_BYTES].ljust(_TOLD_BYTES))
+        places = [row[:_PLACE_BYTES].decode().strip() for row in rows]
+        if len(set(places)) > 1:
+            raise _parted(self.ranks, places)
+        rest = self._bytes_of_all(told[_TOLD_BYTES:]) if len(told) > _TOLD_BYTES else [b""] * self.size
+        return [row[_PLACE_BYTES:][: len(told)] + more for row, more in zip(rows, rest, strict=True)]
+
+    def _bytes_of_all(self, own: bytes) -> list[bytes]:
+        # No tensor is made: what an emulated device counts would include it.
+        sent, found = bytearray(own), bytearray(self.size * len(own))
+        output, given = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (found, sent))
+        self.collective(lambda: gather_single(output, given, group=self.control, async_op=True))
+        return [bytes(found[begin : begin + len(own)]) for begin in range(0, len(found), len(own))]
+
     def gather(self, value: Value) -> list[Value]:
         """Return the values of all processes, in the order of ranks."""
         found: list[Any] = [None] * self.size
-        self._objects(lambda: dist.all_gather_object(found, value, group=self.control))
+        # First a meeting, which notices who is gone: those that exchange objects cannot be interrupted.
+        self.meet("an exchange of settings or results")
+        self._translated(lambda: dist.all_gather_object(found, value, group=self.control))
         return found
 
     def together(self, work: Callable[[], Value]) -> list[Value]:
@@ -56,7 +92,7 @@ class Peers:
         except Exception as error:
             self.watch.tell(error)
             # Others that have heard of it have left by now, perhaps; what this one says is its own error.
-            with suppress(ProcessError):
+            with suppress(ProcessError, ConfigError):
                 self.gather((f"{type(error).__name__}: {error}", None))
             raise
         finally:
@@ -66,14 +102,9 @@ class Peers:
                 raise ProcessError(f"process {self.ranks[rank]} failed: {text}")
         return [value for _, value in found]
 
-    def _objects(self, collective: Callable[[], Any]) -> None:
-        # First a barrier that notices who is gone: those that exchange objects cannot be interrupted.
-        self.barrier()
-        self.translated(collective)
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        self.wait(self.translated(lambda: dist.barrier(group=self.control, async_op=True)))
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes; ``name`` says for what."""
+        self.meet(f"the barrier {name!r}" if name else "a barrier")
 
     def share_file(self, make: Callable[[], int], by: int) -> int:
         """Return a descriptor of the file that ``make`` opens in process ``by``; it is to be closed.
@@ -106,7 +137,15 @@ class Peers:
             if not said and self.watch.strict and time.monotonic() - began > LONG_S:
                 said = True
                 self._say_for_whom()
-        self.translated(work.wait)
+        self._translated(work.wait)
+
+    def collective(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective, and wait for it.
+
+        Raises:
+            ProcessError: if another process has failed.
+        """
+        self.wait(self._translated(begin))
 
     def _say_for_whom(self) -> None:
         late = self.watch.late()
@@ -117,11 +156,23 @@ class Peers:
                 stacklevel=2,
             )
 
-    def translated(self, call: Callable[[], Any]) -> Any:
-        """Return what ``call`` does; an error of a connection becomes the one that has closed it."""
+    def _translated(self, call: Callable[[], Any]) -> Any:
+        """Return what ``call`` does, which only sends and receives: its error becomes that of who has closed."""
         try:
             return call()
-        except ProcessError:
+        except OffloadError:
             raise
         except RuntimeError as error:
             raise self.watch.explain(error) from error
+
+
+def _parted(ranks: Sequence[int], places: Sequence[str]) -> ConfigError:
+    told = [
+        f"at {place} (process {', '.join(str(rank) for rank, at in zip(ranks, places, strict=True) if at == place)})"
+        for place in dict.fromkeys(places)
+    ]
+    return ConfigError(
+        f"the processes of this run do not do the same: they are {', '.join(told)}; give all of them as many batches "
+        "(drop_last=True, limit_train_batches), and let all of them stop (trainer.should_stop), validate and save at "
+        "the same time: trainer.strategy.reduce_boolean_decision(stop, all=False) decides for all"
+    )

@@ -41,11 +41,9 @@ class Ranks(Peers):
         control = dist.new_group(backend="gloo")
         watch = PeerWatch(default_store(), rank, size, control.group_name, machine=number)
         super().__init__(range(size), control, watch)
-        self._numbers: Any = dist.new_group(backend="gloo")
         own = range(number * count, (number + 1) * count)
         self.machine: Peers = self if count == size else Peers(own, _group(own, "gloo"), watch)
         """Those that share this process's memory."""
-        self._gradients: Any = self._numbers if count == size else _group(own, "gloo")
         there = on_device and dist.is_nccl_available()
         self._on_device: Any = _group(own, "nccl") if there else None
         column = range(rank % count, size, count)
@@ -67,14 +65,15 @@ class Ranks(Peers):
 
     def reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce a ``tensor`` in host memory, in place."""
-        self.wait(self.translated(lambda: dist.all_reduce(tensor, op=op, group=self.control, async_op=True)))
+        self.meet("a reduction (sync_dist, EarlyStopping)")
+        self.collective(lambda: dist.all_reduce(tensor, op=op, group=self.control, async_op=True))
 
     def copy_first(self, tensors: Sequence[Tensor]) -> None:
         """Let ``tensors``, which are in host memory, be the first process's."""
         for tensor in tensors:
             sent = tensor.contiguous()
             flat = sent.view(-1).view(torch.uint8)
-            self.wait(self.translated(partial(dist.broadcast, flat, src=0, group=self.control, async_op=True)))
+            self.collective(partial(dist.broadcast, flat, src=0, group=self.control, async_op=True))
             if sent is not tensor:
                 tensor.copy_(sent)
 
@@ -91,23 +90,19 @@ class Ranks(Peers):
 
     def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the small ``numbers`` of all processes, in the order of ranks; all give as many."""
-        own = torch.tensor(numbers, dtype=torch.uint8)
-        found = own.new_empty(self.size * own.numel())
-        self.wait(self.translated(lambda: sums.gather_single(found, own, group=self._numbers, async_op=True)))
-        rows: list[list[int]] = found.view(self.size, -1).tolist()
-        return rows
+        return [list(row) for row in self.meet("an update of weights", bytes(numbers))]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Let each of ``tensors`` be its sum over all processes, in the order of ranks; see :func:`sums.add_up`."""
         if self._on_device is None:
             homes = [tensor.cpu() for tensor in tensors]
-            self._add_up(homes, self._gradients)
+            self._add_up(homes, self.machine.control)
             for tensor, home in zip(tensors, homes, strict=True):
                 if tensor is not home:
                     tensor.copy_(home)
             return
         self._add_up([tensor for tensor in tensors if tensor.device.type != "cpu"], self._on_device)
-        self._add_up([tensor for tensor in tensors if tensor.device.type == "cpu"], self._gradients)
+        self._add_up([tensor for tensor in tensors if tensor.device.type == "cpu"], self.machine.control)
 
     def add_up_rows(self, rows: Sequence[Sequence[Tensor]]) -> None:
         """Let the first of each of ``rows`` be the sum of them all, on all machines, in the order of ranks.
@@ -135,7 +130,7 @@ class Ranks(Peers):
         aside = Aside(partial(self._beside.add_up, flat, number=op))
         while not aside.ends_within(_CHECKED_S):
             self.watch.check()
-        self.translated(aside.wait)
+        self._translated(aside.wait)
 
     def measure_network(self) -> tuple[float, float]:
         """Return bytes per second of a machine's network in each direction, and seconds of a hop: the slowest ones.
@@ -162,7 +157,7 @@ class Ranks(Peers):
 
     def _add_up(self, tensors: Sequence[Tensor], group: Any) -> None:
         if tensors:
-            self.translated(lambda: sums.add_up(tensors, group, self.wait, self._of_machines))
+            sums.add_up(tensors, group, self.collective, self._of_machines)
 
     def _of_machines(self, rows: Sequence[Tensor]) -> None:
         homes = rows if self._chain is None else [row.cpu() for row in rows]

@@ -31,7 +31,7 @@ def add_rows(rows: Sequence[Tensor]) -> None:
 def add_up(
     tensors: Sequence[Tensor],
     group: Any = None,
-    wait: Callable[[Any], None] = lambda work: work.wait(),
+    run: Callable[[Callable[[], Any]], None] = lambda begin: begin().wait(),
     add: Callable[[Sequence[Tensor]], None] = add_rows,
 ) -> None:
     """Let each of ``tensors`` be its sum over all processes of ``group``, in the order of ranks.
@@ -41,12 +41,12 @@ def add_up(
     Args:
         tensors: are changed in place.
         group: of ``torch.distributed``; None: the default one.
-        wait: waits for a collective that has begun.
+        run: begins a collective, and waits for it.
         add: lets the first of some tensors be the sum of what all processes have of a part; where ``group`` is one
             machine's, of what those of other machines have, too.
     """
     for bucket in _buckets(tensors, BUCKET_BYTES):
-        _add_up(bucket, group, wait, add)
+        _add_up(bucket, group, run, add)
 
 
 def _buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
@@ -80,7 +80,10 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def _add_up(
-    parts: list[Tensor], group: Any, wait: Callable[[Any], None], add: Callable[[Sequence[Tensor]], None]
+    parts: list[Tensor],
+    group: Any,
+    run: Callable[[Callable[[], Any]], None],
+    add: Callable[[Sequence[Tensor]], None],
 ) -> None:
     world = dist.get_world_size(group)
     sizes = [part.numel() for part in parts]
@@ -89,9 +92,9 @@ def _add_up(
     sent = parts[0].new_zeros(world * length)
     torch.cat(parts, out=sent[: sum(sizes)])
     received = torch.empty_like(sent)
-    wait(dist.all_to_all_single(received, sent, group=group, async_op=True))
+    run(lambda: dist.all_to_all_single(received, sent, group=group, async_op=True))
     rows = received.view(world, length)
     add([*rows])
-    wait(gather_single(sent, rows[0], group=group, async_op=True))
+    run(lambda: gather_single(sent, rows[0], group=group, async_op=True))
     for part, total in zip(parts, torch.split(sent[: sum(sizes)], sizes), strict=True):
         part.copy_(total)

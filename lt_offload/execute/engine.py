@@ -259,8 +259,8 @@ class Engine:
     def _join(self, others: Others, updates: Updates) -> None:
         """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
         assert self._passes and self._common
-        rest = [param for _, param in self.structure.rest]
-        sums = SumsOfAll(others, self._common, self.device, self.weights, rest, self.residency, self.recorder)
+        rest, residency = self.structure.rest, self.residency
+        sums = SumsOfAll(others, self._common, self.device, self.weights, rest, residency, self.recorder)
         self._passes.join(sums, CommonUpdates(self._common, updates, self.device))
 
     def remove(self) -> None:

@@ -118,7 +118,7 @@ _NAMES: dict[LaneName, str] = {
     "host": "updates on the host",
 }
 """Those of each process."""
-_NETWORK = "copies between machines"
+_NETWORK, _MEMORY = "copies between machines", "the host's memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,13 +144,23 @@ class CardsGain:
         """Return it in words."""
         parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.busy_s.items() if seconds)
         well = self.times_one >= _WELL * self.devices
-        verdict = "they add up well" if well else f"each more buys little: {self.limit} limits"
+        verdict = "they add up well" if well else f"each more buys little: {self.limit} limits{self._way_out()}"
         of_machine = " of a machine" if self.machines > 1 else ""
         cards = f"{self.devices} cards" + (f" in {self.machines} machines" if self.machines > 1 else "")
         return (
             f"{cards} train {format_rate(self.tokens_per_s)} tokens per second, {self.times_one:.2f} "
             f"times one card; {verdict}. Of an update's {format_seconds(self.iteration_s)} one card's work takes, each "
             f"kind alone: {parts}. All processes{of_machine} take {format_bytes(self.ram_bytes)} of RAM"
+        )
+
+    def _way_out(self) -> str:
+        """Return what helps where more cards make the longest part longer, as the rest of a sentence."""
+        if self.limit not in (_MEMORY, _NETWORK):
+            return ""
+        what = "card takes weights from it and brings gradients" if self.limit == _MEMORY else "machine sends gradients"
+        return (
+            f", as each {what} once per update, however few samples that has: fewer may be as fast (--sweep shows it), "
+            "and an update of more samples moves no more (accumulate_grad_batches)"
         )
 
 
@@ -173,7 +183,7 @@ def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
     busy = {_NAMES[lane]: seconds for lane, seconds in lanes.items()}
     adding = between - network + gathering
     if memory:
-        busy["the host's memory, with all of these"] = memory
+        busy[f"{_MEMORY}, with all of these"] = memory
     busy |= {"adding gradients": adding, _NETWORK: network}
     limit = max(busy, key=busy.__getitem__).partition(",")[0]
     return CardsGain(

@@ -286,6 +286,7 @@ class OffmateStrategy(Records, Checkpoints):
             rank_zero_info(f"offmate: {sentence}")
         self.compare(lambda: facts(self, trainer, self._structure()))
         self._undo.enter_context(plainly(self._module))
+        self._undo.enter_context(self.meeting(trainer))
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if self.profile is not None:
             self._replanning = follow(self.settings, self.profile)

@@ -41,6 +41,9 @@ from lt_offload.schema.plan import Plan
 _MOVED_AT_ONCE = 256 << 20
 """Bytes of weights that are in common memory and in everybody's, while they move there."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 1e-3
+_SUM_BYTES = 8
+_WORDS = 128
+"""Of eight bytes in a row, whose sum is one number."""
 _WRITTEN, _REPLACED = 1, 2
 """What a process says of a weight: a user has written it or its states; its states are others than the common ones."""
 
@@ -116,6 +119,37 @@ class StatesInCommon(Protocol):
     def pairs(self, weight: Weight) -> list[tuple[Tensor, Tensor]]:
         """Return its states: in common memory, and as users see them."""
         ...
+
+
+def contents(rows: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Return :data:`_SUM_BYTES` numbers of what is in each of ``rows``; reading it where it is costs little more."""
+    found = []
+    for tensors in rows:
+        total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+        for tensor in tensors:
+            read = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            whole = read.numel() - read.numel() % (8 * _WORDS) if read.storage_offset() % 8 == 0 else 0
+            # Sums of rows, each times another number: rows that change places change it.
+            words = read[:whole].view(torch.int64).view(-1, _WORDS).sum(1)
+            for row in (words, read[whole:].long()):
+                total = 31 * total + (row * (2 * torch.arange(row.numel(), device=row.device) + 1)).sum()
+        found.append(total)
+    numbers = torch.stack(found).tolist() if found else []
+    return [byte for number in numbers for byte in number.to_bytes(_SUM_BYTES, "big", signed=True)]
+
+
+def check_alike(labels: Sequence[str], told: Sequence[Sequence[int]]) -> None:
+    """Check that all processes have ``told`` the same :func:`contents` of the tensors with these ``labels``.
+
+    Raises:
+        UnsupportedError: naming the first that differs.
+    """
+    first, *others = told
+    for at, label in enumerate(labels):
+        of_label = slice(_SUM_BYTES * at, _SUM_BYTES * (at + 1))
+        for rank, row in enumerate(others, 1):
+            if row[of_label] != first[of_label]:
+                raise limits.ONE_PROCESS.error(f"{label} has other values in process {rank} than in process 0")
 
 
 def share_out(sizes: Sequence[int], count: int) -> list[int]:
@@ -329,7 +363,7 @@ class Common:
             Those whose optimizer states are others than the common ones, in some process.
 
         Raises:
-            UnsupportedError: if only some processes have written a weight.
+            UnsupportedError: if only some processes have written a weight, or others have written other values.
         """
         with plain_torch():
             states = self.states
@@ -344,6 +378,9 @@ class Common:
                     if 0 < len(wrote) < self._others.size:
                         who = ", ".join(map(str, wrote))
                         raise limits.ONE_PROCESS.error(f"{weight.label} {what} in process {who} only")
+            if written:
+                told = contents([[own for _, own in self._pairs(weight)] for weight in written])
+                check_alike([weight.label for weight in written], self._others.numbers_of_all(told))
             self._publish([weight for weight in written if weight.common is not None])
         self._written.clear()
         return [w for w, row in zip(self._all, rows, strict=True) if any(said & _REPLACED for said in row)]
@@ -363,7 +400,8 @@ class Common:
 
     def _pairs(self, weight: Weight) -> list[tuple[Tensor, Tensor]]:
         """Return the host copies of ``weight`` and its states: in common memory, and as users see them."""
-        assert weight.common is not None
+        if weight.common is None:
+            return [(weight.host, weight.host)]
         return [(weight.common, weight.host), *(self.states.pairs(weight) if self.states is not None else ())]
 
     # -- updates -----------------------------------------------------------------------------------------------------

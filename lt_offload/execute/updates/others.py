@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.memory.common import Common, Others
+from lt_offload.execute.memory.common import Common, Others, check_alike, contents
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
@@ -36,7 +37,7 @@ class SumsOfAll:
         common: what those of this machine have in common.
         device: has some of the sums.
         weights: of the engine, whose updates wait for their sums.
-        rest: parameters outside the blocks, which have ordinary gradients.
+        rest: parameters outside the blocks, by their names, which have ordinary gradients.
         residency: of the sums.
         recorder: is told how long others were waited for.
     """
@@ -47,7 +48,7 @@ class SumsOfAll:
         common: Common,
         device: Device,
         weights: Sequence[Weight],
-        rest: Sequence[nn.Parameter],
+        rest: Sequence[tuple[str, nn.Parameter]],
         residency: Residency,
         recorder: Recorder,
     ) -> None:
@@ -55,7 +56,11 @@ class SumsOfAll:
         self.exchange = Exchange(others, common, device)
         """Adds up beside the backward."""
         self._totals = [weight.total for weight in weights if weight.total is not None]
-        self._rest = [param for param in rest if param.requires_grad]
+        self._names, self._rest = [], list[nn.Parameter]()
+        for name, param in rest:
+            if param.requires_grad:
+                self._names.append(name)
+                self._rest.append(param)
 
     def add_up(self, *, by_updates: bool) -> None:
         """Let the sums of this window be those of all processes; called once per window, when they are complete.
@@ -64,26 +69,21 @@ class SumsOfAll:
             by_updates: nobody reads them before updates use them, so that those of owners may add up what they see.
         """
         exchanged = self.exchange.take()
-        own = [_state(total) for total in self._totals] + [_FILLED * (p.grad is not None) for p in self._rest]
-        with self._recorder.waiting():
-            states = list(zip(*self._others.numbers_of_all(own), strict=True))
+        states = self._states_of_all([_state(total) for total in self._totals])
         of_sums = list(zip(self._totals, states, strict=False))
         there = [total for total, of_all in of_sums if any(state & _FILLED for state in of_all)]
         # A collective takes tensors of one kind: what is on the device here is brought home if it is not everywhere.
         mixed = [total.group for total, of_all in of_sums if len({state & _ON_DEVICE for state in of_all}) > 1]
         if mixed:
             self._bring_home([group for group in dict.fromkeys(mixed) if group.buffer is not None])
-        rest = [p for p, of_all in zip(self._rest, states[len(self._totals) :], strict=True) if any(of_all)]
-        for param in rest:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
+        rest = self._gradients_of_rest(states[len(self._totals) :])
         now = [total for total in there if total not in exchanged]
         groups = list(dict.fromkeys(total.group for total in now))
         self._begin(groups)
         with torch.no_grad():
             tensors = [(total, _complete(total)) for total in now]
             apart = [tensor for total, tensor in tensors if not _in_common(total)]
-            self._others.add_up([*apart, *(param.grad for param in rest if param.grad is not None)])
+            self._collect([*apart, *rest])
             self._add_up_in_common([total for total in now if _in_common(total)], by_updates=by_updates)
         # No update waits for a sum that nobody has given a gradient.
         if exchanged and not (by_updates and exchanged <= set(there)):
@@ -105,14 +105,35 @@ class SumsOfAll:
 
     def add_up_rest(self) -> None:
         """Let gradients outside the blocks be those of all processes; updates of the blocks see to theirs."""
+        self._collect(self._gradients_of_rest(self._states_of_all([])))
+
+    def _states_of_all(self, of_sums: list[int]) -> list[tuple[int, ...]]:
+        """Return what all processes say of each sum and of each parameter outside the blocks.
+
+        Raises:
+            UnsupportedError: if such a parameter has other values in one of them.
+        """
+        own = [*of_sums, *(_FILLED * (param.grad is not None) for param in self._rest)]
+        with plain_torch():
+            told = contents([[param] for param in self._rest])
         with self._recorder.waiting():
-            states = zip(*self._others.numbers_of_all([p.grad is not None for p in self._rest]), strict=True)
-        there = [param for param, of_all in zip(self._rest, states, strict=True) if any(of_all)]
-        for param in there:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        with torch.no_grad():
-            self._others.add_up([param.grad for param in there if param.grad is not None])
+            rows = self._others.numbers_of_all([*own, *told])
+        check_alike(self._names, [row[len(own) :] for row in rows])
+        return list(zip(*(row[: len(own)] for row in rows), strict=True))
+
+    def _gradients_of_rest(self, states: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return the gradients outside the blocks that some process has, zeros where it is another one."""
+        found = []
+        for param, of_all in zip(self._rest, states, strict=True):
+            if any(of_all):
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                found.append(param.grad)
+        return found
+
+    def _collect(self, tensors: Sequence[Tensor]) -> None:
+        """Let ``tensors`` be their sums over all processes; what carries them is no part of a device's budget here."""
+        with plain_torch():
+            self._others.add_up(tensors)
 
     def _add_up_in_common(self, totals: Sequence[Sum], *, by_updates: bool) -> None:
         """Add up sums that all processes see: each adds those that it owns, and writes them to all places."""

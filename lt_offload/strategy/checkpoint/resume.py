@@ -228,6 +228,7 @@ def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> dict[str, 
     if trainer.world_size == 1 or states is None:
         return states
     every: list[Any] = [None] * trainer.world_size
+    trainer.strategy.barrier("of a checkpoint")  # which notices who does not come, before what has no end
     torch.distributed.all_gather_object(every, states)
     return {"processes": every}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lt_offload.schema.plan import PLAN_SCHEMA
 from lt_offload.schema.profile import PROFILE_SCHEMA
@@ -45,3 +48,27 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
         "plan": None if strategy.plan_path is None else str(strategy.plan_path),
     }
     return found | strategy.settings.values()
+
+
+def changeable(optimizers: Sequence[Optimizer]) -> dict[str, object]:
+    """Return the options of ``optimizers`` by names for users: schedulers and callbacks change them while training."""
+    return {
+        f"{name!r} of the optimizer's parameter group {index}": plain
+        for optimizer in optimizers
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and (plain := _plain(value)) is not _OTHER
+    }
+
+
+_OTHER = object()
+"""Stands for options that have another text in each process: functions, objects."""
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        items = tuple(map(_plain, value))
+        return _OTHER if _OTHER in items else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER

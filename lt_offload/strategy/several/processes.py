@@ -22,8 +22,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
-from lt_offload.compat.lightning import ALL_GATHER, SCRIPT_LAUNCHER, is_last_batch
+from lt_offload.compat.lightning import ALL_GATHER, BEFORE_BATCH, SCRIPT_LAUNCHER, is_last_batch
 from lt_offload.errors import ConfigError, ProcessError
+from lt_offload.strategy.several.facts import changeable
 from lt_offload.strategy.several.machines import require_common_memory, require_rendezvous
 
 if TYPE_CHECKING:
@@ -167,14 +168,16 @@ class Processes:
             return tensor
         if not self._others_listen:
             return torch.stack([tensor] * self.world_size)
+        if self.ranks is not None and group is None:
+            self.ranks.meet("all_gather")
         gather = getattr(import_module(f"{_FABRIC[self.namespace]}.utilities.distributed"), ALL_GATHER)
         found: Tensor = gather(tensor, group=group, sync_grads=sync_grads)
         return found
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all processes."""
+        """Wait for all processes; the first argument is a name."""
         if self.ranks is not None and self._others_listen:
-            self.ranks.barrier()
+            self.ranks.barrier(*map(str, args[:1]), **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of the process ``src``."""
@@ -339,6 +342,27 @@ class Processes:
         if self.ranks is not None and not self._alone and loss.requires_grad:
             loss.register_hook(lambda grad: grad / count)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def meeting(self, trainer: Any) -> Iterator[None]:
+        """Let processes meet where Lightning's loop broadcasts before each batch that SIGTERM has come, instead.
+
+        One that has stopped, or does something else, would never come to the broadcast, which has no end then.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        broadcast = getattr(loop, BEFORE_BATCH)
+
+        def before_batch() -> None:
+            if self.ranks is None:
+                broadcast()
+            elif any(map(any, self._meet("the beginning of a batch", bytes([trainer.received_sigterm])))):
+                broadcast()  # which raises as the first process says
+
+        setattr(loop, BEFORE_BATCH, before_batch)
+        try:
+            yield
+        finally:
+            delattr(loop, BEFORE_BATCH)
+
     def begins_batch(self, trainer: Any, number: int) -> None:
         """Check that all processes are at the batch with this ``number``, and go on with it.
 
@@ -353,25 +377,27 @@ class Processes:
                 self.compare(lambda: {"the number of training batches": trainer.num_training_batches})
             self.ranks.watch.batch = number
             # Whose stream has ended would go on to what other processes do not wait for: validation, a checkpoint.
-            self._meet(2 * (1 + number) + is_last_batch(trainer.fit_loop.epoch_loop))
+            self._meet_alike(f"batch {1 + number}" + ", the last one" * is_last_batch(trainer.fit_loop.epoch_loop))
 
     def ends_training(self) -> None:
         """Check that no other process goes on training."""
-        self._meet(0)
+        if self.ranks is not None:
+            self._meet_alike("the end of training")
 
-    def _meet(self, where: int) -> None:
-        if self.ranks is None:
-            return
+    def _meet_alike(self, place: str) -> None:
+        """Meet, and check that optimizers have the same options in all processes."""
+        options = changeable(self.optimizers)
+        if len(set(self._meet(place, zlib.crc32(repr(options).encode()).to_bytes(4, "big")))) > 1:
+            self.compare(lambda: options)
+
+    def _meet(self, place: str, told: bytes) -> list[bytes]:
+        assert self.ranks is not None
         self.ranks.watch.strict = True
         began = time.perf_counter()
-        found = [int.from_bytes(bytes(row), "big") for row in self.ranks.numbers_of_all(list(where.to_bytes(6, "big")))]
-        self.waited_s += time.perf_counter() - began
-        if len(set(found)) > 1:
-            told = ", ".join(_where(one) for one in found)
-            raise ConfigError(
-                f"the processes of this run do not have as many batches: training is {told}, in the order of ranks; "
-                "give all of them as many, with drop_last=True or a limit (limit_train_batches)"
-            )
+        try:
+            return self.ranks.meet(place, told)
+        finally:
+            self.waited_s += time.perf_counter() - began
 
     def compare(self, facts: Callable[[], dict[str, object]]) -> None:
         """Check that all processes say the same of themselves; raises ``ConfigError``."""
@@ -380,11 +406,6 @@ class Processes:
         from lt_offload.distributed.handshake import compare
 
         compare(self.together(facts))
-
-
-def _where(number: int) -> str:
-    batch, last = divmod(number, 2)
-    return "at its end" if number == 0 else f"at batch {batch}{', the last one' * last}"
 
 
 def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:

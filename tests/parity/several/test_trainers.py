@@ -45,7 +45,7 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
             in (found["uneven"])
         )
         # Before the validation that follows on it in the first process, where the second one would not come.
-        assert "training is at batch 4, the last one, at batch 4, in the order of ranks" in found["streamed"]
+        assert "they are at batch 4, the last one (process 0), at batch 4 (process 1); give all" in found["streamed"]
         assert found["chosen"] == (found["chosen"][0], [])
         assert found["seconds"] < 100
     assert first["closed"].startswith("ProcessError: process 1 failed: ConfigError: devices: the processes of this")

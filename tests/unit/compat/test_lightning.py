@@ -82,6 +82,7 @@ def test_what_the_trainer_says_of_itself(namespace: str, tmp_path: Path) -> None
     assert counts[compat.BATCHES_THAT_STEPPED] == 2
     loop, plugin = trainer.fit_loop.epoch_loop, trainer.precision_plugin
     assert callable(getattr(loop.automatic_optimization, compat.BEFORE_ZERO_GRAD))
+    assert callable(getattr(loop, compat.BEFORE_BATCH))
     assert callable(getattr(plugin, compat.CLIP_GRADIENTS))
     assert callable(getattr(plugin, compat.AFTER_CLOSURE))
     assert not compat.take_up_states(trainer.fit_loop)

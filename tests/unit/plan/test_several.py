@@ -331,6 +331,17 @@ def test_what_cards_buy_and_what_limits_them() -> None:
     assert found["slow"].times_one < found["fast"].times_one
 
 
+def test_where_more_cards_make_the_longest_part_longer_it_says_so() -> None:
+    settings = Settings(memory=420 * MB, planner="l2l")
+    one, many = machine(), one_of(machine(), 64)
+    said = gain(plans(many, replace(settings, hosted=True)), many, plans(one, settings)).sentence()
+    assert "the host's memory limits, as each card takes weights from it and brings gradients once" in said
+    assert "fewer may be as fast (--sweep shows it)" in said
+    nodes = one_of(replace(one, hardware=replace(one.hardware, network_bytes_per_s=1e8)), 1, 2)
+    said = gain(plans(nodes, settings), nodes, plans(one, settings)).sentence()
+    assert "copies between machines limits, as each machine sends gradients once per update" in said
+
+
 @pytest.mark.parametrize(
     ("devices", "nodes", "said"), [(0, 1, "devices=0"), (65, 1, "devices=65"), (2, 65, "nodes=65")]
 )
