@@ -223,8 +223,8 @@ EXCHANGED_MEMORY = while_running(
     instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
 )
 ONE_PROCESS = while_running(
-    "weights or optimizer states that only some of several processes write (a callback that asks for rank 0), or write "
-    "with other values",
+    "weights, optimizer states or gradients that only some of several processes write (a callback that asks for rank "
+    "0), or write with other values",
     why="all processes train one model, with one copy of it in the machine's memory",
     instead="write the same in every process, as under ddp, which would go on with other weights in each",
 )

@@ -44,8 +44,15 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 1e-3
 _SUM_BYTES = 8
 _WORDS = 128
 """Of eight bytes in a row, whose sum is one number."""
-_WRITTEN, _REPLACED = 1, 2
-"""What a process says of a weight: a user has written it or its states; its states are others than the common ones."""
+_WRITTEN, _REPLACED, _EDITED = 1, 2, 4
+"""What a process says of a weight: a user has written it or its states; its states are others than the common ones; a
+user has written its gradient, which is that of all."""
+_DONE = {
+    _WRITTEN: "{} was written",
+    _REPLACED: "{} was given other optimizer states",
+    _EDITED: "the gradient of {} was written",
+}
+"""What is refused if only some processes have done it."""
 
 
 class Neighbours(Protocol):
@@ -252,6 +259,8 @@ class Common:
         """The optimizer's states of them, in an engine that updates."""
         self._spans: list[list[LiveGroup]] = []
         self._written: set[int] = set()
+        self.edited: set[int] = set()
+        """Weights whose gradients users have written since those of all were added up."""
         """By index: weights that a user has written here since all processes have met."""
         self._round = 0
         self._ops = 1 + max(op.id for op in plan.ops) if plan is not None else 0
@@ -356,8 +365,11 @@ class Common:
                 self._written.add(weight.index)
                 weight.group.read_own()
 
-    def publish(self) -> list[Weight]:
+    def publish(self, *, gradients: bool = False) -> list[Weight]:
         """Let what users have written, in every process alike, be in the common memory; all processes call this.
+
+        Args:
+            gradients: those that were written, too, are to be alike: they are about to be used.
 
         Returns:
             Those whose optimizer states are others than the common ones, in some process.
@@ -366,23 +378,27 @@ class Common:
             UnsupportedError: if only some processes have written a weight, or others have written other values.
         """
         with plain_torch():
-            states = self.states
-            told = [_WRITTEN * (w.index in self._written) for w in self._all]
+            states, edited = self.states, self.edited if gradients else ()
+            told = [_WRITTEN * (w.index in self._written) | _EDITED * (w.index in edited) for w in self._all]
             if states is not None:
                 told = [said | _REPLACED * states.replaced(w) for said, w in zip(told, self._all, strict=True)]
             rows = list(zip(*self._others.numbers_of_all(told), strict=True))
             written = [w for w, row in zip(self._all, rows, strict=True) if any(said & _WRITTEN for said in row)]
             for weight, row in zip(self._all, rows, strict=True):
-                for bit, what in ((_WRITTEN, "was written"), (_REPLACED, "was given other optimizer states")):
+                for bit, what in _DONE.items():
                     wrote = [rank for rank, said in enumerate(row) if said & bit]
                     if 0 < len(wrote) < self._others.size:
                         who = ", ".join(map(str, wrote))
-                        raise limits.ONE_PROCESS.error(f"{weight.label} {what} in process {who} only")
-            if written:
-                told = contents([[own for _, own in self._pairs(weight)] for weight in written])
-                check_alike([weight.label for weight in written], self._others.numbers_of_all(told))
+                        raise limits.ONE_PROCESS.error(f"{what.format(weight.label)} in process {who} only")
+            compared = {w.label: [own for _, own in self._pairs(w)] for w in written}
+            for weight in self._all:
+                if weight.index in edited and weight.total is not None:
+                    compared[f"the gradient of {weight.label}"] = [weight.total.host]
+            if compared:
+                check_alike([*compared], self._others.numbers_of_all(contents([*compared.values()])))
             self._publish([weight for weight in written if weight.common is not None])
         self._written.clear()
+        self.edited.clear()
         return [w for w, row in zip(self._all, rows, strict=True) if any(said & _REPLACED for said in row)]
 
     def _publish(self, written: Sequence[Weight]) -> None:
@@ -417,7 +433,7 @@ class Common:
             self._device.synchronize(self._device.mark(), *fetched)
         self._round += 1
         self._own_updates = []
-        return self.publish()
+        return self.publish(gradients=not beside)
 
     def theirs(self, weight: Weight) -> bool:
         """Return whether another process updates ``weight``."""

@@ -53,6 +53,7 @@ class SumsOfAll:
         recorder: Recorder,
     ) -> None:
         self._others, self._device, self._residency, self._recorder = others, device, residency, recorder
+        self._common = common
         self.exchange = Exchange(others, common, device)
         """Adds up beside the backward."""
         self._totals = [weight.total for weight in weights if weight.total is not None]
@@ -68,6 +69,7 @@ class SumsOfAll:
         Args:
             by_updates: nobody reads them before updates use them, so that those of owners may add up what they see.
         """
+        self._common.edited.clear()  # a process's own are its own until here
         exchanged = self.exchange.take()
         states = self._states_of_all([_state(total) for total in self._totals])
         of_sums = list(zip(self._totals, states, strict=False))

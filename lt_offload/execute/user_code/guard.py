@@ -188,6 +188,7 @@ class Guard:
         self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))
         self._residency.snapshots.changing(self._memory(one) for one in written)
         if self._common is not None:
+            self._common.edited.update(one.weight.index for one in written if one.state == GRADIENT)
             weights = [one.weight for one in written if one.state != GRADIENT]
             self._common.writing(weights, self._residency.bring_home)
 

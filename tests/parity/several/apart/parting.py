@@ -115,6 +115,23 @@ class Alike(Outside):
             kind.part(self, 1)
 
 
+class Edited(Parting):
+    """Edits its gradients, which are those of all, by another factor."""
+
+    def on_after_backward(self) -> None:
+        for param in self.model.parameters():
+            param.grad.mul_(0.5 + 0.1 * self.trainer.global_rank)
+
+
+class Once(Parting):
+    """Assigns a gradient in one process."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        weight = self.get_parameter(WEIGHT)
+        if self.trainer.global_rank == 1:
+            weight.grad = 2 * weight.grad
+
+
 class Short(Parting):
     """Finds no room for the exchange of gradients."""
 
@@ -123,7 +140,7 @@ class Short(Parting):
             mock.patch.object(sums, "flat", side_effect=lt_offload.OverBudget("86.8 kB are needed")).start()
 
 
-class Edited(Synced):
+class Halved(Synced):
     """Has its gradients looked at, so that updates wait for those of all processes."""
 
     def on_after_backward(self) -> None:
@@ -140,9 +157,12 @@ CASES: dict[str, type[Any]] = {
     "shuffled": Shuffled,
     "state": State,
     "outside": Outside,
+    "edited": Edited,
+    "once": Once,
     "short": Short,
 }
 PLANNERS = dict.fromkeys(CASES, ("l2l",)) | {"written": ("l2l", "resident"), "outside": ("l2l", "resident")}
+PLANNERS |= dict.fromkeys(("edited", "once"), ("l2l", "resident"))
 """All updates are on the host, or on the device; in the latter case gradients are added up by a collective."""
 PLANNERS["short"] = ("resident",)
 
@@ -164,7 +184,7 @@ def main(folder: Path) -> None:
                 found[f"{name}, {planner}"] = said
         found["alike"] = differences(Alike, planner="l2l")
         smallest = smallest_memory(host_update=False)
-        found["small"] = differences(Edited, memory=smallest, host_update=False)
+        found["small"] = differences(Halved, memory=smallest, host_update=False)
         torch.save(found, folder / f"{rank}.pt")
 
     training.fork(2, work)
@@ -178,7 +198,7 @@ def differences(kind: type[Any], *, memory: Any = MEMORY, **options: Any) -> lis
 
 def smallest_memory(**options: Any) -> str:
     """Return the smallest memory that the error for less of it names."""
-    said, _ = failing(module(Edited), memory="50kB", **options)
+    said, _ = failing(module(Halved), memory="50kB", **options)
     return said.partition("batch_size=1")[2].partition(": memory=")[2].partition(" ")[0]
 
 

@@ -24,6 +24,9 @@ SAID = {
         ("written", "shuffled", "state"),
         f"UnsupportedError: weight {WEIGHT} has other values in process 1 than in process 0",
     ),
+    "edited": "UnsupportedError: the gradient of weight model.model.embed_tokens.weight has other values in process 1 "
+    "than in process 0",
+    "once": f"UnsupportedError: the gradient of weight {WEIGHT} was written in process 1 only",
     "outside": "UnsupportedError: scale has other values in process 1 than in process 0",
 }
 
