@@ -166,6 +166,12 @@ PLANNERS |= dict.fromkeys(("edited", "once"), ("l2l", "resident"))
 """All updates are on the host, or on the device; in the latter case gradients are added up by a collective."""
 PLANNERS["short"] = ("resident",)
 
+WAYS: dict[str, dict[str, Any]] = {
+    "all travels": {"planner": "l2l"},
+    "all stays": {"planner": "resident"},
+    "recomputed": {"memory": "1MB", "activation_offload": False},
+}
+
 
 def main(folder: Path) -> None:
     port = training.free_port()
@@ -182,9 +188,10 @@ def main(folder: Path) -> None:
                 late.cancel()
                 mock.patch.stopall()
                 found[f"{name}, {planner}"] = said
-        found["alike"] = differences(Alike, planner="l2l")
-        smallest = smallest_memory(host_update=False)
-        found["small"] = differences(Halved, memory=smallest, host_update=False)
+        for name, options in WAYS.items():
+            found[name] = differences(Alike, **options)
+        for switches in ({}, {"host_update": False}):
+            found[f"small {switches}"] = differences(Halved, memory=smallest_memory(**switches), **switches)
         torch.save(found, folder / f"{rank}.pt")
 
     training.fork(2, work)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.several.apart.parting import PLANNERS, WEIGHT
+from tests.parity.several.apart.parting import PLANNERS, WAYS, WEIGHT
 
 SAID = {
     "rate": "ConfigError: 'lr' of the optimizer's parameter group 0 differs between the processes of this run: process "
@@ -56,12 +56,14 @@ def test_an_error_in_the_exchange_is_what_it_is(found: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.long
-def test_what_both_do_is_what_ddp_does(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_both_do_is_what_ddp_does(found: list[dict[str, Any]], way: str) -> None:
     for said in found:
-        assert said["alike"] == []
+        assert said[way] == []
 
 
 @pytest.mark.long
-def test_the_exchange_takes_nothing_of_the_smallest_memory(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("switches", [{}, {"host_update": False}])
+def test_the_exchange_takes_nothing_of_the_smallest_memory(found: list[dict[str, Any]], switches: Any) -> None:
     for said in found:
-        assert said["small"] == []
+        assert said[f"small {switches}"] == []
