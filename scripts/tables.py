@@ -27,7 +27,7 @@ from scripts.simulated import clipping, kernels, large_updates, near_floor
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
-_COMPARED = ("gpu-mutants", "mutants", "optimizers", "states", "processes")
+_COMPARED = ("attack", "gpu-mutants", "mutants", "optimizers", "states", "processes")
 NO_TABLES = (kernels.NAME, "papers", "quality", "recipes", "bench-cards", "bench-links", *_COMPARED)
 """Results with a place of their own."""
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import OffloadError
-from scripts.common import RESULTS, read_json, save, versions
+from scripts.common import RESULTS, machine_measured_once, read_json, save, versions
 from tests import fake_cuda
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from scripts.hf import cases as known
 
-    _once()
+    machine_measured_once()
+    gc.collect()
+    gc.freeze()  # imported modules need not be looked through in every run
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -71,28 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.sort(key=lambda each: list(made).index(each["case"]))
             save(path.stem, "hf", settings, {"cases": found}, RESULTS)
     return int(any(cell["differs"] for each in found for cell in each["budgets"].values()))
-
-
-def _once() -> None:
-    """Measure the machine once, and not in every run: how fast it is decides about no number that is compared."""
-    from lt_offload.profiling import measure
-
-    machine, contention = measure.measure_hardware, measure.measure_contention
-    measured: dict[str, Any] = {}
-
-    def hardware(*args: Any, **options: Any) -> Any:
-        if "hardware" not in measured:
-            measured["hardware"] = machine(*args, **options)
-        return measured["hardware"]
-
-    def slowdowns(*args: Any, **options: Any) -> Any:
-        if "contention" not in measured:
-            measured["contention"] = contention(*args, **options)
-        return measured["contention"]
-
-    measure.measure_hardware, measure.measure_contention = hardware, slowdowns
-    gc.collect()
-    gc.freeze()  # imported modules need not be looked through in every run
 
 
 def row(name: str, make: Make) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Programs of users' kind, drawn by seeds, each trained plainly and within budgets: do they give the same numbers?"""
