@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -67,9 +66,8 @@ class Training:
         self._hook(self.model, program.hook)
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a copy of ``value``."""
-        copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-        self.seen.setdefault(name, []).append(copied)
+        """Keep ``value`` without a tensor: on the emulated device a copy would take memory of the device."""
+        self.seen.setdefault(name, []).append(value.tolist() if isinstance(value, Tensor) else value)
 
     def _hook(self, model: Model, kind: str) -> None:
         block, calls = model.layers[1], [0]
@@ -126,8 +124,9 @@ class Training:
         habit, model = self.program.habit, self.model
         if habit == "average":
             for name, parameter in model.named_parameters():
-                before = self._averages.setdefault(name, parameter.detach().cpu().clone())
-                self._averages[name] = torch.lerp(before, parameter.detach().cpu(), 0.1)
+                now = parameter.detach().cpu()
+                before = self._averages.get(name)
+                self._averages[name] = now.clone() if before is None else before.lerp_(now, 0.1)
         elif habit == "unfreeze" and updates == _COUNTED:
             model.layers[0].requires_grad_(True)
         elif habit == "clamp":
@@ -145,7 +144,8 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.8
         elif habit == "copy" and updates == _COUNTED:
-            self.note("copy", {k: v.detach().cpu().clone() for k, v in model.state_dict().items()})
+            for name, tensor in model.state_dict().items():
+                self.note(name, tensor)
 
     @torch.no_grad()
     def validate(self, batch: dict[str, Tensor]) -> None:
@@ -154,7 +154,8 @@ class Training:
 
     def after_training(self) -> None:
         """Read what is left."""
-        self.seen["averages"] = list(self._averages.values())
+        for average in self._averages.values():
+            self.note("averages", average)
         if self.program.habit == "gradients":
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:

@@ -1,0 +1,25 @@
+"""A few programs that a seed draws, at every budget; ``python -m scripts.attack`` runs many more."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.attack.programs import Program
+from scripts.attack.runs import BUDGETS, attacked
+
+SEEDS = (0, 5, 6, 10, 11, 12, 15, 17, 18, 19)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_programs_of_users_give_the_same_numbers(seed: int) -> None:
+    ended = list(attacked(Program.of(seed)))
+    assert {run.budget: run.outcome for run in ended} == dict.fromkeys(BUDGETS, "equal"), ended
+    assert next(run for run in ended if run.budget == "smallest").travels
+
+
+def test_every_feature_is_drawn_and_can_be_left_out() -> None:
+    programs = [Program.of(seed) for seed in range(150)]
+    assert len(set(programs)) == len(programs)
+    assert {name for program in programs for name in program.features()} == set(Program.__dataclass_fields__)
+    for program in programs:
+        assert program not in program.simpler()
