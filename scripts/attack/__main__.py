@@ -79,7 +79,8 @@ def counts(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 def tried(programs: dict[int, Program], limit: int, jobs: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Run programs in processes that are forked from this one, ``jobs`` at once; yield how their runs ended."""
-    fork, left, running = multiprocessing.get_context("fork"), list(programs), {}
+    fork, left = multiprocessing.get_context("fork"), list(programs)
+    running: dict[int, tuple[Any, Path, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         while left or running:
             while left and len(running) < jobs:
@@ -151,7 +152,8 @@ def _prepare() -> None:
 def _show(row: dict[str, Any]) -> None:
     print(f"{row['seed']:4d}", " ".join(f"{run['budget']}: {run['outcome']}" for run in row["runs"]), row["features"])
     for says in dict.fromkeys(run["says"] for run in row["runs"] if run["says"]):
-        print("       ", says.replace("\n", " ")[:300])
+        says = says.replace("\n", " ")
+        print("       ", says if len(says) < 300 else f"{says[:200]} ... {says[-100:]}")
     if "simplest" in row:
         print("        simplest:", row["simplest"])
     sys.stdout.flush()

@@ -1,5 +1,6 @@
 """Programs as users write them, drawn by seeds: blocks, what goes through them, hooks, a loop and its habits."""
 
+# ruff: noqa: D101, D102 - users write none
 from __future__ import annotations
 
 import random
@@ -199,7 +200,8 @@ class InPlace(nn.Module):
         y += x
         y[..., :4].mul_(0.5)
         y.relu_()
-        return y.clone().mul_(0.9)
+        z: Tensor = y.clone().mul_(0.9)
+        return z
 
 
 class Experts(nn.Module):
@@ -432,7 +434,7 @@ class Model(nn.Module):
             x = x.to(getattr(torch, self.program.between))
         x, aux = self.through(x)
         if self.program.hook == "hidden" and x.requires_grad:
-            x.register_hook(lambda grad: grad * 0.5)
+            x.register_hook(lambda grad: grad * 0.5)  # type: ignore[no-untyped-call]
         if self.program.final == "float32":
             logits = self.head(self.norm(x.float()).to(self.head.weight.dtype))
         else:
@@ -466,4 +468,5 @@ class Model(nn.Module):
 
 def loss_of(logits: Tensor, aux: Any, labels: Tensor) -> Tensor:
     """Return the loss of a batch."""
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) + 0.01 * aux
+    loss: Tensor = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) + 0.01 * aux
+    return loss

@@ -1,11 +1,12 @@
-"""One training of a program, plain or within a budget, in Lightning or in a loop of its own; what two of them differ in."""
+"""One training of a program, plain or within a budget, by Lightning or in a loop; what two of them differ in."""
 
+# ruff: noqa: D102 - hooks of Lightning
 from __future__ import annotations
 
 import random
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,16 +81,20 @@ class Training:
         def scaled(_module: nn.Module, _args: Any, output: Any) -> Any:
             return output * 0.9 if isinstance(output, Tensor) else None
 
+        def noting(_module: nn.Module, _inputs: Any, grads: Any) -> None:
+            self.note("backward", grads[0].float().sum())
+
+        hooked: Any = matrix
         if kind == "forward":
             block.register_forward_hook(scaled)
         elif kind == "pre":
             block.register_forward_pre_hook(lambda _m, args: (args[0] * 1.1, *args[1:]) if args else None)
         elif kind == "backward":
-            block.register_full_backward_hook(lambda _m, _i, grads: self.note("backward", grads[0].float().sum()))
+            block.register_full_backward_hook(noting)
         elif kind in ("parameter", "counter") and matrix.requires_grad:
-            matrix.register_hook(counting if kind == "counter" else lambda grad: grad * 0.5)
+            hooked.register_hook(counting if kind == "counter" else lambda grad: grad * 0.5)
         elif kind == "accumulated" and matrix.requires_grad:
-            matrix.register_post_accumulate_grad_hook(lambda p: self.note("accumulated", p.grad.float().norm()))
+            hooked.register_post_accumulate_grad_hook(lambda p: self.note("accumulated", p.grad.float().norm()))
 
     def optimizer(self) -> Optimizer:
         """Make the optimizer; frozen tensors that a habit trains later are in it from the start."""
@@ -243,7 +248,7 @@ def by_lightning(program: Program, ours: dict[str, Any] | None) -> tuple[Trainin
     return training, trainer.optimizers[0], getattr(strategy, "plan", None)
 
 
-# -- in a loop of one's own ---------------------------------------------------------------------------------------------
+# -- in a loop of one's own --------------------------------------------------------------------------------------------
 
 
 def by_loop(program: Program, ours: dict[str, Any] | None) -> tuple[Training, Optimizer, Any]:
@@ -311,7 +316,7 @@ def _loop(
             training.validate(made[0])
 
 
-# -- what two trainings differ in ---------------------------------------------------------------------------------------
+# -- what two trainings differ in --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +408,7 @@ def attacked(program: Program, budgets: tuple[str, ...] = BUDGETS) -> Iterator[F
             named = True
             ended = trained(program, settings)
         except Exception as error:
-            yield Found(budget, _kind(error, named), _said(error))
+            yield Found(budget, _kind(error, named), _said(error) + (_enough(program, settings) if named else ""))
             continue
         peak = ended.plan.predicted.device_peak_bytes if budget == "resident" else peak
         travels = any(op.lane in ("h2d", "d2h") for op in ended.plan.ops)
@@ -411,10 +416,21 @@ def attacked(program: Program, budgets: tuple[str, ...] = BUDGETS) -> Iterator[F
         yield Found(budget, "wrong" if differs else "equal", "; ".join(differs), travels)
 
 
+def _enough(program: Program, settings: dict[str, Any]) -> str:
+    """Return in which memory a program trains that failed in what was named as enough."""
+    for factor in (1.02, 1.05, 1.1, 1.2):
+        try:
+            trained(program, settings | {"memory": int(settings["memory"] * factor)})
+        except Exception:
+            continue
+        return f" [{factor} times as much is enough]"
+    return ""
+
+
 def _kind(error: Exception, named: bool) -> str:
     if not isinstance(error, OffloadError):
         return "foreign"
-    return "over budget" if isinstance(error, OverBudget) or (named and isinstance(error, InfeasibleError)) else "refused"
+    return "over budget" if isinstance(error, (OverBudget, InfeasibleError) if named else OverBudget) else "refused"
 
 
 def _said(error: Exception) -> str:
