@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,15 +79,18 @@ def counts(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def tried(programs: dict[int, Program], limit: int, jobs: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Run programs in processes that are forked from this one, ``jobs`` at once; yield how their runs ended."""
-    fork, left = multiprocessing.get_context("fork"), list(programs)
+    """Run programs in processes of their own, ``jobs`` at once; yield how their runs ended."""
+    # CUDA, which may be in use here, does not work in forks; without it they save each program its imports.
+    context: Any = multiprocessing.get_context("spawn" if _cuda() else "fork")
+    # By the name that a spawned process can import, which "__main__" is not.
+    child_of, left = import_module("scripts.attack.__main__")._child, list(programs)
     running: dict[int, tuple[Any, Path, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         while left or running:
             while left and len(running) < jobs:
                 seed = left.pop(0)
                 file = Path(folder) / str(seed)
-                child = fork.Process(target=_child, args=(programs[seed], file, limit))
+                child = context.Process(target=child_of, args=(programs[seed], file, limit))
                 child.start()
                 running[seed] = (child, file, time.monotonic())
             time.sleep(0.02)
@@ -104,6 +108,8 @@ def _child(program: Program, file: Path, limit: int) -> None:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
         faulthandler.dump_traceback_later(limit, exit=True, file=output)
+        if _cuda():
+            _prepare()
         from scripts.attack.runs import attacked
 
         with file.open("w") as lines:
@@ -117,7 +123,8 @@ def _ended(code: int | None, file: Path) -> list[dict[str, Any]]:
     """Return how the runs of a child ended; one that did not end is the last."""
     runs = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if code:
-        output = Path(f"{file}.output").read_text(errors="replace")
+        written = Path(f"{file}.output")
+        output = written.read_text(errors="replace") if written.exists() else ""
         ours = [line.strip() for line in output.splitlines() if "/lt_offload/" in line]
         late = "Timeout (" in output or code == -9
         says = f"exit code {code}; {' <- '.join(line.rpartition('/lt_offload/')[2] for line in ours[:4])}"
@@ -157,6 +164,12 @@ def _show(row: dict[str, Any]) -> None:
     if "simplest" in row:
         print("        simplest:", row["simplest"])
     sys.stdout.flush()
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _device() -> str:
