@@ -101,7 +101,9 @@ def _autoload() -> None:
 
 # Every ``import torch`` of the environment comes here, and would fail with a broken installation of this package.
 try:
-    import_module("lt_offload.strategy.register").install()
+    from lt_offload.strategy.register import install
+
+    install()
 except Exception as error:
     sys.stderr.write(
         f"lt_offload: the strategy 'offmate' is not registered, as this installation is broken ({error}); install "

@@ -155,7 +155,7 @@ def f():
     ]
     assert len(modules()) > 100
     assert f"{PACKAGE}.schema.profile" in imports(f"{PACKAGE}.profiling.measure")
-    assert f"{PACKAGE}.errors" in imports(PACKAGE)
+    assert f"{PACKAGE}.strategy.register" in imports(PACKAGE)
 
 
 # -- private names of others ------------------------------------------------------------------------------------------
