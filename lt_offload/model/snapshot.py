@@ -91,7 +91,10 @@ class ObjectSnapshot:
 
     def __init__(self, **roots: Any) -> None:
         self._kept: list[_Kept] = []
-        self._seen: dict[int, Any] = {}
+        # Writes to a model's own weights are refused as they happen (``boundary_check.py``). Their versions say less:
+        # ``register_parametrization``, which PEFT calls in each forward of experts, gives a weight the memory it has.
+        models = [root for root in roots.values() if issubclass(type(root), nn.Module)]
+        self._seen: dict[int, Any] = {id(weight): weight for model in models for weight in model.parameters()}
         # Breadth first: where the search is given up, what is left out lies deepest.
         self._next: deque[tuple[Any, str]] = deque((value, name) for name, value in roots.items())
         self.left_out: str | None = None
