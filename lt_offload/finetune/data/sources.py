@@ -159,13 +159,21 @@ def _place(path: str, split: str, setting: str) -> Literal["hub", "splits", "fil
     found = find_files(path, split=split, setting=setting)
     if found.files or is_file(user_path(path) / SAVED[0]):
         return "splits" if found.of_split else "files"
-    return "splits" if is_dir(user_path(path)) else "hub"
+    if is_dir(user_path(path)):
+        return "splits"
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise ConfigError(f"{setting}={path!r} is no file here, and no name on the hub: {first_line(error)}") from None
+    return "hub"
 
 
 def _listed(path: str | Sequence[str], setting: str) -> list[str]:
     items = [path] if isinstance(path, str) else list(path)
     if not items:
-        raise ConfigError(f"{setting}=[] names no data; give a file, a folder or a name on the hub")
+        raise ConfigError(f"{setting}={path!r} names no data; give a file, a folder or a name on the hub")
     if not all(items):
         raise ConfigError(f"{setting}='' names no data; give a file, a folder or a name on the hub")
     if PYDOC in items:
