@@ -247,9 +247,9 @@ def test_files(tmp_path: Path) -> None:
 
 def test_weights_that_a_step_writes_to_are_named() -> None:
     module = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match=r"holder\.model\.weight changes"):
-        with untouched(holder=types.SimpleNamespace(model=module)):
-            module.weight.detach().clamp_(0, 1)
+    holder = types.SimpleNamespace(model=module)
+    with pytest.raises(UnsupportedError, match=r"holder\.model\.weight changes"), untouched(holder=holder):
+        module.weight.detach().clamp_(0, 1)
 
 
 def test_large_tensors_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
