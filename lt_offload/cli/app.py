@@ -165,7 +165,7 @@ class App(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
         config = self.config_init["trainer"]
-        if self.verb.__name__ == "fit":
+        if self.verb.__name__ in ("fit", "check"):
             _check_length(config)
         _check_precision(config)
         root = config.get("default_root_dir")

@@ -16,6 +16,8 @@ from lt_offload.strategy.windows import reads_gradients, settings_from_trainer
 from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from lt_offload.cli.app import App
     from lt_offload.schema.profile import HardwareProfile, Profile
 
@@ -36,26 +38,13 @@ def estimate(
     """
     parts = micro_batches or parts_of(app)
     assert parts != "auto"
-    from lt_offload.finetune import load
     from lt_offload.profiling.from_config import profile_config
     from lt_offload.profiling.hardware import measure_machine
 
     module, data = app.model, app.datamodule
     if hardware is not None:
         say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
-    config = load.load_config(module.name, module.architecture)
-    check_data(config, max_length=data.max_length)
-    module.check_packing(config, data)
-    if module.dropout is not None:
-        load.set_dropout(config, module.dropout)
-    # On the configuration itself: the model is made on meta from it, where nothing else says how it computes.
-    if module.attention is not None:
-        set_attention(config, module.attention)
-    try:
-        module.count_tokens()
-    except ConfigError:  # a plan needs nothing from the hub
-        module.assume_tokens(config.vocab_size + len(module.new_tokens))
-        say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
+    config = configuration(app)
     profile = profile_config(
         config,
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
@@ -74,6 +63,31 @@ def estimate(
         on_progress=status,
     )
     return replace(profile, model=model_name(app), added_up_first=reads_gradients(app.trainer))
+
+
+def configuration(app: App) -> PreTrainedConfig:
+    """Return the configuration of the app's model with the settings that change it.
+
+    Raises:
+        ConfigError: if there is none without the hub, or a setting does not suit it.
+    """
+    from lt_offload.finetune import load
+
+    module, data = app.model, app.datamodule
+    config = load.load_config(module.name, module.architecture)
+    check_data(config, max_length=data.max_length)
+    module.check_packing(config, data)
+    if module.dropout is not None:
+        load.set_dropout(config, module.dropout)
+    # On the configuration itself: the model is made on meta from it, where nothing else says how it computes.
+    if module.attention is not None:
+        set_attention(config, module.attention)
+    try:
+        module.count_tokens()
+    except ConfigError:  # a plan needs nothing from the hub
+        module.assume_tokens(config.vocab_size + len(module.new_tokens))
+        say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
+    return config
 
 
 def model_name(app: App) -> str:

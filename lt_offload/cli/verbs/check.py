@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from lt_offload.cli.app import App
+from lt_offload.cli.planning.estimate import configuration
 from lt_offload.cli.preflight import check_early
-from lt_offload.finetune import load
 from lt_offload.finetune.data.batches.streaming import check_end
-from lt_offload.finetune.module import check_data
+from lt_offload.resources import is_dir, user_path
 
 
 def check(app: App) -> int:
@@ -18,9 +21,10 @@ def check(app: App) -> int:
     check_early(app)
     if app.datamodule.streaming:
         check_end(app.trainer)
-    if app.model.architecture is not None:
-        config = load.load_config(app.model.name, app.model.architecture)
-        check_data(config, max_length=app.datamodule.max_length)
-        app.model.check_packing(config, app.datamodule)
+    if app.model.architecture is not None or is_dir(user_path(app.model.name)):
+        config = configuration(app)
+        # Names of layers, of adapters' targets and of trained weights are those of a model, which takes no memory here.
+        with torch.device("meta"):
+            app.model.prepare(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
     print(f"{app.recipe}: every setting is known and of the right type")
     return 0

@@ -47,11 +47,12 @@ def test_what_a_run_refuses_is_refused(
 
 
 GRID = [(key, value) for key in sorted({*settings()} - ELSEWHERE) for value in VALUES]
+GRID.remove(("data.path", "null"))  # may be a data set on the hub, which a check does not ask
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("key", "value"), sampling.some(GRID, 12, __name__))
+@pytest.mark.parametrize(("key", "value"), sampling.some(GRID, 8, __name__))
 def test_a_run_refuses_no_more_than_a_check(
     recipe: str, capsys: pytest.CaptureFixture[str], key: str, value: str
 ) -> None:
