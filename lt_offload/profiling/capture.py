@@ -13,19 +13,21 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lt_offload import limits
-from lt_offload.compat.torch import tree_flatten, tree_leaves, tree_map
+from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves, tree_map
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure
-from lt_offload.model.calls import BlockOutput, Call
+from lt_offload.model.calls import BlockOutput, Call, edges
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.location import brought
 from lt_offload.model.parts import Cutter, cutters, in_parts
@@ -56,6 +58,20 @@ class Tail:
     """Bytes in use when the last block's backward begins: the gradient of its output, and what the caller holds."""
 
 
+@dataclass(kw_only=True, slots=True)
+class Seam:
+    """What the model's own code does before a block, since the block before has returned."""
+
+    lingering: int = 0
+    """Bytes that earlier blocks have returned, which this one is not given and the model's own code still holds."""
+    forward: int = 0
+    """Bytes that it has had at most beyond what it has left."""
+    backward: int = 0
+    """Bytes that its backward has at most, with the gradients that it begins with."""
+    rest: list[nn.Parameter] = field(default_factory=list)
+    """Parameters outside the blocks that get gradients in it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
     """One run of the model."""
@@ -64,8 +80,8 @@ class Capture:
     """One per block; blocks that cost the same share one."""
     chained: tuple[bool, ...]
     """Per block: its activations are what the block before returned, untouched."""
-    lingering: tuple[int, ...]
-    """Per block: bytes that blocks before the last one returned and the model's own code still holds (a variable)."""
+    seams: tuple[Seam, ...]
+    """Per block: what comes before it."""
     between: int
     """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
     once: tuple[bool, ...]
@@ -155,7 +171,8 @@ class _CallRecorder:
         self.cutters = cutters
         self.stage, self.meter = stage, meter
         self.boundary = BoundaryCheck(structure, aside)
-        self.after = _AfterLoss(self.account, meter, [parameter for _, parameter in structure.rest])
+        self.rest = [parameter for _, parameter in structure.rest]
+        self.after = _AfterLoss(self.account, meter, self.rest)
         self.watch = LogitsWatch(structure, self.after.begin)
         self._device = device
         self.by_signature: dict[object, Call] = {}
@@ -206,6 +223,7 @@ class _CallRecorder:
         # Before the backward, which gives most of it back.
         below, live = last.below, self.account.live()
         kept = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        saved = last.saved_between(live)
         forward, peak = self.after.end(lap, kept)
         tail = Tail(forward=forward, forward_peak=peak - below, saved=self.account.current - below)
         # Without a loss there is nothing to run: the caller begins with a gradient as large as the output.
@@ -237,8 +255,8 @@ class _CallRecorder:
         return Capture(
             calls=tuple(largest.calls),
             chained=tuple(largest.chained),
-            lingering=tuple(largest.lingering),
-            between=last.between,
+            seams=tuple(largest.seams),
+            between=last.between + sum(n for serial, n in live.items() if serial in saved - kept),
             once=tuple(index in self.boundary.once for index in range(len(self.blocks))),
             held=sum(nbytes for serial, nbytes in live.items() if serial in kept - last.before_loss),
             lasting=sum(n for serial, n in live.items() if serial in kept & last.before_loss - last.masks)
@@ -331,7 +349,7 @@ class _ModelCall:
         self._recorder, self._account = recorder, recorder.account
         self.calls: list[Call] = []
         self.chained: list[bool] = []
-        self.lingering: list[int] = []
+        self.seams: list[Seam] = []
         self.between = self.below = self.output_bytes = 0
         self.masks: set[int] = set()
         """Storages that ``between`` is about."""
@@ -355,8 +373,10 @@ class _ModelCall:
         """Outputs of the last block but one, held until the loss's backward has been run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
-        self._returned: set[int | None] = set()
-        """Storages that the previous block has returned."""
+        self._ends: list[GradientEdge] = []
+        """Where gradients leave what comes between blocks: outputs of blocks."""
+        self._leaves: dict[int, Tensor] = {}
+        """Activations that no operation has made and that require gradients, as adapters have it of embeddings."""
 
     @property
     def complete(self) -> bool:
@@ -385,10 +405,19 @@ class _ModelCall:
         self._shared.clear()
         self._handed.clear()
 
+    def saved_between(self, live: Mapping[int, int]) -> set[int | None]:
+        """Return the storages of ``live`` that blocks had in common with operations between them, which save them."""
+        others = (*self._shared, *self._leaves.values())
+        return (self._interfaces & live.keys() & self.before_loss) - self._copies - {*map(self._account.serial, others)}
+
     def retained_bytes(self) -> int:
-        """Return the bytes of gradients that outputs of blocks retain."""
+        """Return the bytes of gradients that outputs of blocks retain, and of leaves with theirs.
+
+        A leaf lives as long as the graph, which the next forward begins beside: its caller still has the loss.
+        """
         alive = [output for held in self._outputs if (output := held()) is not None]
-        return sum(output.nbytes for output in alive if output.retains_grad)
+        retained = sum(output.nbytes for output in alive if output.retains_grad)
+        return retained + 2 * sum(leaf.nbytes for leaf in self._leaves.values())
 
     def run(
         self,
@@ -403,8 +432,11 @@ class _ModelCall:
         """Run one block."""
         recorder = self._recorder
         self._check_turn(index)
+        current = self._account.current  # first: it takes off what has died
+        seam = Seam(forward=self._account.peak - current)
+        self.seams.append(seam)
         cutter, known = recorder.cutters[index], len(recorder.by_signature)
-        call = self._call(block, args, kwargs, cutter, containers)
+        call = self._call(block, args, kwargs, cutter, containers, seam)
         self.calls.append(call)
         if cutter is not None and len(recorder.by_signature) > known:
             with recorder.stage(block.module), within(call.contexts):
@@ -422,8 +454,7 @@ class _ModelCall:
             out = recorder.boundary.run(index, call, original, args, kwargs)
         # What the model has let go of by now must be gone when memory in use is read below.
         del args, kwargs
-        self._returned = {self._account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
-        self._interfaces |= self._returned
+        self._interfaces |= {self._account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
         if last:
             outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
             self.output_bytes = sum(outputs.values())
@@ -436,11 +467,14 @@ class _ModelCall:
             out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
         returned = [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._outputs += returned
+        self._ends += [get_gradient_edge(t) for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         if not last:
             self._handed_on = returned
         self._last_output = BlockOutput(out)
         if last:
             recorder.watch.begin(out)
+        else:
+            self._account.reset_peak()
         return out
 
     def _check_turn(self, index: int) -> None:
@@ -459,14 +493,16 @@ class _ModelCall:
         kwargs: dict[str, Any],
         cutter: Cutter | None,
         containers: Containers,
+        seam: Seam,
     ) -> Call:
-        """Return the call, the same for blocks that cost the same."""
+        """Return the call, the same for blocks that cost the same; fill in what came before it."""
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
         tensors = [(slot, leaf) for slot, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         slots = tuple(slot for slot, leaf in tensors if is_activation(leaf, positional=slot < positional))
         needs_grad = tuple(leaves[slot].requires_grad for slot in slots)
         self.chained.append(self._last_output.sources([leaves[slot] for slot in slots]) is not None)
+        self._differentiate([leaves[slot] for slot in slots], seam)
         for slot, leaf in tensors:
             if slot in slots:
                 serial = self._account.serial(leaf)
@@ -477,8 +513,8 @@ class _ModelCall:
             else:
                 self._shared.append(leaf)
         given = {self._account.serial(leaf) for _, leaf in tensors}
-        elsewhere = self._interfaces - given - self._returned - self._copies
-        self.lingering.append(sum(size for serial, size in self._account.live().items() if serial in elsewhere))
+        elsewhere = self._interfaces - given - self._copies
+        seam.lingering = sum(size for serial, size in self._account.live().items() if serial in elsewhere)
         parameters = list(block.module.parameters())
         signature = (
             repr(block.module),
@@ -506,6 +542,35 @@ class _ModelCall:
                 containers=containers.apart(),
             )
         return self._recorder.by_signature[key]
+
+    def _differentiate(self, inputs: Sequence[Tensor], seam: Seam) -> None:
+        """Run the backward of what came before a block, unless that is the users' own code, and count its bytes."""
+        roots = [leaf for leaf in inputs if leaf.requires_grad]
+        nodes = [get_gradient_edge(leaf).node for leaf in roots]
+        nodes += [node for node, _ in edges(nodes)]
+        rest, staying = self._recorder.rest, {id(p) for p in self._recorder.rest} | {id(self._recorder.anchor)}
+        leaves = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
+        leaves = {key: leaf for key, leaf in leaves.items() if key not in staying}
+        self._leaves |= leaves
+        between = [node for node in nodes if not hasattr(node, "variable") and not _is_interface(node)]
+        if self.chained[-1] or any(isinstance(node, BackwardCFunction) for node in between):
+            return
+        rest = [p for p in rest if p.requires_grad]
+        outputs = [output for held in self._outputs if (output := held()) is not None]
+        watched = [*roots, *rest, *leaves.values(), *outputs]
+        if not between or any(map(tensor_hooks_of, watched)):
+            return
+        before = self._account.current
+        self._account.reset_peak()
+        found = torch.autograd.grad(
+            roots,
+            [*rest, *leaves.values(), *self._ends],
+            [torch.zeros_like(root) for root in roots],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        seam.backward = self._account.peak - before
+        seam.rest = [p for p, gradient in zip(rest, found, strict=False) if gradient is not None]
 
     def _own(self, leaf: Any, *, copy: bool) -> Any:
         """Return an argument as a call keeps it: a copy of an activation, so that the model's own may be freed."""
@@ -539,6 +604,10 @@ def find_loss(result: Any) -> Tensor | None:
     elif not isinstance(result, Tensor):
         result = getattr(result, "loss", result[0] if isinstance(result, Sequence) and result else None)
     return result if isinstance(result, Tensor) and result.numel() == 1 else None
+
+
+def _is_interface(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction) and node.name() == f"{Interface.__name__}Backward"
 
 
 def _numbers(out: Any) -> list[Tensor]:

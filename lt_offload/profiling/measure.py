@@ -5,6 +5,7 @@ The device needs room for one block, its activations and one batch; the model ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -417,13 +418,39 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
                 input_bytes=cost.input_bytes,
                 output_bytes=0 if last else cost.output_bytes,
                 launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
-                options=tuple(_raised(option, waiting, captured.lingering[index]) for option in options),
+                options=tuple(_raised(option, waiting, captured.seams[index].lingering) for option in options),
                 has_backward=call.has_backward,
                 graphed=bool(call.kernels),
                 chained=chained,
             )
         )
         arrived = cost.output_bytes
+    return _with_seams(tuple(profiles), structure, captured)
+
+
+def _with_seams(
+    blocks: tuple[BlockProfile, ...], structure: Structure, captured: Capture
+) -> tuple[BlockProfile, ...]:
+    """Return ``blocks`` with room for what the model's own code takes for a moment between them."""
+    profiles = list(blocks)
+    uses = Counter(p for seam in captured.seams for p in seam.rest)
+    for index, seam in enumerate(captured.seams):
+        block = profiles[index]
+        options = tuple(
+            replace(option, forward_peak_bytes=max(option.forward_peak_bytes, seam.forward - block.output_bytes))
+            for option in block.options
+        )
+        profiles[index] = replace(block, options=options)
+        # Gradients that come from several places are added up: both, their sum, and that of earlier batches.
+        nbytes = seam.backward + 2 * sum(p.nbytes for p in seam.rest if uses[p] > 1)
+        with_backward = [at for at in range(index + 1) if blocks[at].has_backward]
+        if nbytes and with_backward:
+            # It comes right before the backward of the block before, which may have none.
+            at = next((at for at in reversed(with_backward) if at < index), with_backward[-1])
+            block = profiles[at]
+            least = nbytes - 2 * block.input_bytes - block.output_bytes
+            grads = [p.nbytes for p in structure.blocks[at].module.parameters() if p.requires_grad]
+            profiles[at] = replace(block, options=tuple(_at_least(o, least, grads) for o in block.options))
     return tuple(profiles)
 
 
@@ -499,8 +526,8 @@ def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
     before_loss = option.before_loss_bytes
     return replace(
         option,
-        forward_peak_bytes=option.forward_peak_bytes + by + in_forward,
-        before_loss_bytes=None if before_loss is None else before_loss + by + in_forward,
+        forward_peak_bytes=option.forward_peak_bytes + in_forward,
+        before_loss_bytes=None if before_loss is None else before_loss + in_forward,
         backward_peak_bytes=option.backward_peak_bytes + by,
         held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
         passing_peak_bytes=None if option.passing_peak_bytes is None else option.passing_peak_bytes + by,

@@ -161,7 +161,8 @@ def _place(path: str, split: str, setting: str) -> Literal["hub", "splits", "fil
         return "splits" if found.of_split else "files"
     if is_dir(user_path(path)):
         return "splits"
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(path)
