@@ -31,9 +31,16 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
         return None
     config: Any = next((found for m in model.modules() if (found := getattr(m, "config", None)) is not None), None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers, heads = (getattr(text, name, None) or 0 for name in ("num_hidden_layers", "num_attention_heads"))
-    width = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", None) or 0) // max(heads, 1)
-    return products + 12.0 * layers * heads * width * sequence_length
+    layers = range(getattr(text, "num_hidden_layers", None) or 0)
+    # Layers may have heads of their own (Gemma 4), which the configuration of the whole model refuses to name.
+    by_layer = getattr(text, "per_layer_config", None)
+    return products + 12.0 * sequence_length * sum(_width(by_layer[i] if by_layer else text) for i in layers)
+
+
+def _width(layer: Any) -> int:
+    """Return the numbers that all heads of a layer have; 0 if its configuration does not say."""
+    heads = getattr(layer, "num_attention_heads", None) or 0
+    return heads * (getattr(layer, "head_dim", None) or (getattr(layer, "hidden_size", None) or 0) // max(heads, 1))
 
 
 def product_flops_per_token(model: nn.Module) -> float | None:

@@ -37,6 +37,10 @@ _MOST, _LONG = 6, 1.5
 _aten = torch.ops.aten
 _attention: Callable[..., int] = sdpa_flop_count
 _attention_backward: Callable[..., int] = sdpa_backward_flop_count
+_IS_CAUSAL = {FLASH_ON_CPU: 4, FLASH_ON_CPU_BACKWARD: 7}
+"""The position of the argument that hides later tokens."""
+_TILE = 128
+"""Tokens of the pieces that kernels of attention multiply: those that are hidden entirely are left out."""
 _GATHERS = frozenset({_aten.embedding.default})
 _grouped_mm = _aten._grouped_mm.default
 """The products of all experts of a mixture."""
@@ -132,10 +136,17 @@ def scatter(seconds: Sequence[float]) -> float:
 
 
 class Roofline(TorchDispatchMode):
-    """Counts flops and bytes of every operation and divides by the rates of ``hardware``: nothing need be computed."""
+    """Counts flops and bytes of every operation and divides by the rates of ``hardware``: nothing need be computed.
 
-    def __init__(self, hardware: HardwareProfile) -> None:
+    Args:
+        hardware: the machine.
+        unmasked: whether masks that are the same for all heads hide later tokens only, so that with real tensors there
+            would be none, and kernels would leave out what is hidden.
+    """
+
+    def __init__(self, hardware: HardwareProfile, *, unmasked: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._unmasked = unmasked
         self._rates = {getattr(torch, name): rate for name, rate in hardware.flops_per_s.items()}
         self._memory_rate = hardware.device_memory_bytes_per_s
         self._seconds = self._launch_s = 0.0
@@ -167,8 +178,10 @@ class Roofline(TorchDispatchMode):
                 self.traffic += unpacked
                 self._seconds += unpacked / self._memory_rate
                 traffic += unpacked
-                read = [args[0]]
-            work = self._flops(func, args, kwargs or {}, out) / self._rate(read)
+            work = self._flops(func, args, kwargs or {}, out)
+            if func in _IS_CAUSAL:
+                work *= self._shown(func, args, kwargs or {})
+            work /= self._rate(read)
             self.traffic += traffic
             # Arithmetic and memory work at the same time: the slower of them tells.
             self._seconds += max(work, traffic / self._memory_rate)
@@ -189,9 +202,18 @@ class Roofline(TorchDispatchMode):
         return True
 
     def _rate(self, read: list[Tensor]) -> float:
-        # Of several dtypes the slowest counts; integers have no rate, and count as the slowest.
-        rates = [self._rates[tensor.dtype] for tensor in read if tensor.dtype in self._rates]
-        return min(rates or self._rates.values())
+        # The first tensor is multiplied. Others may have another dtype and are not: the logarithms of attention's
+        # sums, offsets, packed weights. What has no rate counts as the slowest.
+        slowest = min(self._rates.values())
+        return self._rates.get(read[0].dtype, slowest) if read else slowest
+
+    def _shown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the part of attention's products that a kernel computes."""
+        mask, place = kwargs.get("attn_mask"), _IS_CAUSAL[func]
+        causal = kwargs.get("is_causal", len(args) > place and args[place])
+        if self._unmasked and mask is not None:
+            causal = mask.dim() < 3 or mask.shape[-3] == 1
+        return min(1.0, (1 + _TILE / args[0].shape[-2]) / 2) if causal else 1.0
 
     @staticmethod
     def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:

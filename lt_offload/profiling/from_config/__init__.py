@@ -125,7 +125,8 @@ def profile_config(
         if compile_blocks:
             stack.callback(forget_compiled)
             compile_planned(structure)
-        with Roofline(machine) as meter:
+        unmasked = not packing and (batch_size == 1 or not padding) and not _has_windows(model_config, sequence_length)
+        with Roofline(machine, unmasked=unmasked) as meter:
             measured = measure_blocks(
                 model,
                 structure,
@@ -150,6 +151,12 @@ def profile_config(
     )
     peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
     return replace(found, contention=_contention(machine), peak_flops_per_s=peak)
+
+
+def _has_windows(config: PreTrainedConfig, sequence_length: int) -> bool:
+    """Return whether some layers see fewer tokens than a sequence has, for which they have a mask."""
+    windows = (getattr(config.get_text_config(), name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return any(window is not None and window <= sequence_length for window in windows)
 
 
 def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:

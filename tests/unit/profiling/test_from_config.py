@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lt_offload
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import LoraArgs, add_lora
-from lt_offload.profiling.flops import flops_per_token
+from lt_offload.profiling import from_config
+from lt_offload.profiling.flops import flops_per_token, product_flops_per_token
 from lt_offload.profiling.from_config import load_model_config, profile_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
@@ -55,6 +56,42 @@ def test_what_a_token_costs_is_counted_as_palm_does() -> None:
     plan = lt_offload.solve(found, memory="2GB")
     assert plan.peak_share == pytest.approx(plan.tokens_per_s * found.flops_per_token / peaks["float32"])
     assert flops_per_token(models.build("mixtral"), 12) is None
+
+
+def test_heads_of_each_layer_count_where_they_differ() -> None:
+    """Gemma 4 has wider heads in layers that see everything, and its configuration has no width for all."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "num_hidden_layers": 6, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 32, "sliding_window": 8}
+    config = AutoConfig.for_model("gemma4_unified_text", **sizes)
+    found = fake(config)
+    wide = config.layer_types.count("full_attention")
+    assert 0 < wide < 6
+    model = AutoModelForCausalLM.from_config(config)
+    products = product_flops_per_token(model)
+    assert found.flops_per_token == products + 12 * 4 * 12 * (wide * 32 + (6 - wide) * 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "hidden"),
+    [
+        ({"batch_size": 1}, {}, True),
+        ({"padding": False}, {}, True),
+        ({}, {}, False),
+        ({"batch_size": 1, "packing": True, "padding": False}, {}, False),
+        ({"batch_size": 1}, {"sliding_window": 512}, False),
+    ],
+    ids=["one sequence", "never padded", "padded", "packed", "windows"],
+)
+def test_kernels_leave_out_what_a_causal_mask_hides_where_batches_need_no_other(
+    options: dict[str, Any], config: dict[str, Any], hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that a model makes of fake tensors, whose numbers it cannot read, is not there with real ones."""
+    made = []
+    whole = from_config.Roofline
+    monkeypatch.setattr(from_config, "Roofline", lambda *a, **k: made.append(k) or whole(*a, **k))
+    mistral = models.build("mistral", max_position_embeddings=1024, **{"sliding_window": None} | config)
+    fake(mistral.config, sequence_length=512, **options)
+    assert made == [{"unmasked": hidden}]
 
 
 def layers_of_smollm2() -> Any:

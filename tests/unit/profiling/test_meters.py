@@ -110,6 +110,27 @@ def test_attention_counts_both_products_and_its_backward() -> None:
         assert 2 * forward < meter.lap().seconds < 4 * forward
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("hides", ["nothing", "later tokens", "what a mask says", "what a mask says, which is causal"])
+def test_attention_is_as_fast_as_its_inputs_and_leaves_out_what_is_hidden(dtype: torch.dtype, hides: str) -> None:
+    """Its backward reads sums in float32, and multiplies in the dtype of its inputs."""
+    batch, heads, length, width = 1, 4, 4096, 64
+    shown = (1 + 128 / length) / 2 if hides in ("later tokens", "what a mask says, which is causal") else 1.0
+    with FakeTensorMode(), Roofline(MACHINE, unmasked="causal" in hides) as meter:
+        q, k, v = (torch.empty(batch, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(3))
+        mask = torch.empty(batch, 1, length, length, dtype=dtype) if "mask" in hides else None
+        meter.lap()
+        attention = torch.nn.functional.scaled_dot_product_attention
+        out = attention(q, k, v, attn_mask=mask, is_causal=hides == "later tokens")
+        forward = meter.lap().seconds
+        out.backward(out.detach())
+        backward = meter.lap().seconds
+    product = 2 * batch * heads * length**2 * width / MACHINE.flops_per_s[str(dtype).removeprefix("torch.")]
+    assert forward == pytest.approx(shown * 2 * product)
+    # Gradients are added up, too, which memory bounds.
+    assert shown * 5 * product <= backward + 1e-12 < 1.2 * shown * 5 * product
+
+
 def test_memory_bound_operations_count_what_they_read_and_write() -> None:
     with FakeTensorMode(), Roofline(MACHINE) as meter:
         a, table, ids = torch.empty(1 << 20), torch.empty(1000, 1 << 10), torch.zeros(10, dtype=torch.long)
