@@ -63,7 +63,8 @@ def plan_processes(profile: Profile, settings: Settings, plan_one: Callable[[Pro
             raise problem from None
     best = min(found, key=lambda plan: plan.predicted.iteration_s)
     bound = min(plan.predicted.lower_bound_s for plan in found)
-    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound))
+    proved = all(plan.predicted.proved for plan in found)
+    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 
 def _needed(error: InfeasibleError) -> int:

@@ -48,6 +48,8 @@ class Bounds:
         """Of the program, by whether copies may run at any time."""
         self.infeasible = False
         """Whether a program has no solution."""
+        self.cut = False
+        """Whether the last bound is that of the computations alone because time was up."""
         self.computing_s = sum(
             min(o.forward_s + block.has_backward * o.backward_s for o in options)
             for block, options in zip(request.profile.blocks, request.allowed, strict=True)
@@ -80,6 +82,7 @@ class Bounds:
         if near is not None and seconds >= near * (1 - _ROUNDING):
             return near
         found = self.of_program(any_time=True)
+        self.cut = found is None and not self.infeasible and seconds > self.computing_s * (1 + GOOD_GAP)
         return self.computing_s if found is None else found
 
     def of_program(self, *, any_time: bool) -> float | None:

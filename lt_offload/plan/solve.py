@@ -256,7 +256,8 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     # No plan of either kind is faster than the lower bound of both.
     bound = min(plan.predicted.lower_bound_s for plan in plans)
     best = min(plans, key=lambda plan: plan.predicted.iteration_s)
-    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound))
+    proved = all(plan.predicted.proved for plan in plans)
+    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 
 def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool, again: bool = True) -> Plan:
@@ -469,6 +470,7 @@ class _Selection:
             no_offload_s=no_offload_s(self.profile),
             device_peak_bytes=best.trace.device_peak,
             host_peak_bytes=best.trace.host_peak,
+            proved=not (bounded and self.bounds.cut),
         )
         notes = list(best.plan.notes)
         if self.candidates.cut:

@@ -13,7 +13,7 @@ from lt_offload.schema.lanes import LANES
 from lt_offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
+    from lt_offload.schema.plan import Alternative, Op, Plan, Prediction, UpdatePlace
     from lt_offload.schema.profile import Profile
 
 WIDTH = 100
@@ -88,9 +88,10 @@ def explain(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Return one line about ``plan``."""
     promise = plan.predicted
+    near = f"{promise.gap_text} above the bound" if promise.proved else "how near to the best is not proved"
     return (
         f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per {plan.unit} predicted "
-        f"({promise.gap:.1%} above the bound), {format_bytes(promise.device_peak_bytes)} of "
+        f"({near}), {format_bytes(promise.device_peak_bytes)} of "
         f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(promise.host_peak_bytes)} on the host"
     )
 
@@ -173,10 +174,17 @@ def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
     about = "about " if plan.estimated else ""
     yield (
         "iteration",
-        f"{about}{format_seconds(found.iteration_s)}, {found.gap:.1%} above the lower bound of "
-        f"{format_seconds(found.lower_bound_s)}; {slower:.2f} times the {format_seconds(found.no_offload_s)} "
-        f"of a device with enough memory{_rate(plan)}",
+        f"{about}{format_seconds(found.iteration_s)}, {_gap(found)}; {slower:.2f} times the "
+        f"{format_seconds(found.no_offload_s)} of a device with enough memory{_rate(plan)}",
     )
+
+
+def _gap(found: Prediction) -> str:
+    """Return how near a plan is to the best one, as far as that is known."""
+    bound = format_seconds(found.lower_bound_s)
+    if found.proved:
+        return f"{found.gap_text} above the lower bound of {bound}"
+    return f"how near to the best is not proved, as time was up; computations alone take {bound}"
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -287,11 +287,19 @@ class Prediction:
     """The same iteration on a device with enough memory: everything kept, device update."""
     device_peak_bytes: int
     host_peak_bytes: int
+    proved: bool = True
+    """False where time was up before the program was solved: the lower bound is that of the computations alone then,
+    and the distance to it says little about how much faster a plan can be."""
 
     @property
     def gap(self) -> float:
         """Relative distance to the lower bound, e.g. 0.02 for 2 %."""
         return self.iteration_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def gap_text(self) -> str:
+        """The distance to the lower bound for people, or that none was proved."""
+        return f"{self.gap:.1%}" if self.proved else "not proved"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -200,6 +200,7 @@ def test_the_bound_takes_a_third_of_the_time_limit_at_most(monkeypatch: pytest.M
     assert sum(seconds for method, seconds in spent if method == "value") <= 20
     assert plan.planner == "offmate"
     assert any("the lower bound, which is that of the computations alone" in note for note in plan.notes)
+    assert not plan.predicted.proved
 
 
 def test_ram_that_is_given_by_hand_overrides_what_was_measured() -> None:

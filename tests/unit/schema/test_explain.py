@@ -14,6 +14,7 @@ from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.schema.explain import OTHER_BITS, brief, headline
 from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
+from lt_offload.units import format_seconds
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.small import changed, resident, small_profile, stays, with_options
@@ -39,6 +40,16 @@ def test_it_says_what_each_block_does() -> None:
     assert "2 keep - - - device 1" in table
     assert "3 recompute - - - device 1" in table
     assert hand_made().explain() == explain(hand_made())
+
+
+def test_a_bound_that_the_clock_cut_is_no_gap() -> None:
+    plan = hand_made()
+    plan = replace(plan, predicted=replace(plan.predicted, proved=False))
+    text = " ".join(explain(plan).split())
+    bound = format_seconds(plan.predicted.lower_bound_s)
+    assert f"how near to the best is not proved, as time was up; computations alone take {bound}" in text
+    assert "%" not in text.partition("device memory")[0]
+    assert "(how near to the best is not proved)" in headline(plan)
 
 
 def test_it_says_what_it_costs_and_why_it_was_chosen() -> None:
