@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.window import UNCOUNTED, windowed, with_sums
-from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.planners.baselines import computing_s, fused_update_s
 from lt_offload.plan.rows import as_head, room_of_rows, table_of, two_parts
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
@@ -185,12 +185,11 @@ def priced(plan: Plan, profile: Profile) -> Plan:
     computing = sum(
         min(o.forward_s + o.backward_s * block.has_backward for o in block.options) for block in profile.blocks
     )
-    update = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable) / profile.optimizer.device_bytes_per_s
     predicted = replace(
         plan.predicted,
         iteration_s=trace.iteration_time,
         lower_bound_s=min(window * computing, trace.iteration_time),
-        no_offload_s=window * (no_offload_s(profile) - update) + update,
+        no_offload_s=window * computing_s(profile) + fused_update_s(profile),
         device_peak_bytes=trace.device_peak,
         host_peak_bytes=trace.host_peak,
     )

@@ -484,6 +484,7 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
         name=type(optimizer).__name__,
         host_bytes_per_s=bandwidth / ratio,
         device_bytes_per_s=hardware.device_memory_bytes_per_s / device_ratio,
+        fused_bytes_per_s=hardware.device_memory_bytes_per_s / ratio if ratio < device_ratio else 0.0,
         scratch_ratio=_scratch(stand_in),
         host_threads=threads,
         host_speeds={n: min(bandwidth, n * core) / ratio for n in thread_counts(threads)},

@@ -136,8 +136,9 @@ def budget_figure(plan: Plan, profile: Profile) -> tuple[str, str, str]:
 def bound_figures(plan: Plan, step_s: float) -> list[tuple[str, str, str]]:
     """Return what the plan lost against the best plan, and ``step_s`` against a device with enough memory."""
     promise = plan.predicted
+    gap = f"{promise.gap:.1%}" if promise.proved else "not proved"
     least = "to the lower bound of" if promise.proved else "as time was up; computations alone take"
-    found = [("Plan's gap", promise.gap_text, f"{least} {format_seconds(promise.lower_bound_s)}")]
+    found = [("Plan's gap", gap, f"{least} {format_seconds(promise.lower_bound_s)}")]
     if promise.no_offload_s > 0:
         slower = f"{step_s / promise.no_offload_s:.2f}×"
         found.append(("Against no offload", slower, f"{format_seconds(promise.no_offload_s)} with enough memory"))

@@ -88,7 +88,7 @@ def explain(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Return one line about ``plan``."""
     promise = plan.predicted
-    near = f"{promise.gap_text} above the bound" if promise.proved else "how near to the best is not proved"
+    near = f"{promise.gap:.1%} above the bound" if promise.proved else "how near to the best is not proved"
     return (
         f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per {plan.unit} predicted "
         f"({near}), {format_bytes(promise.device_peak_bytes)} of "
@@ -183,7 +183,7 @@ def _gap(found: Prediction) -> str:
     """Return how near a plan is to the best one, as far as that is known."""
     bound = format_seconds(found.lower_bound_s)
     if found.proved:
-        return f"{found.gap_text} above the lower bound of {bound}"
+        return f"{found.gap:.1%} above the lower bound of {bound}"
     return f"how near to the best is not proved, as time was up; computations alone take {bound}"
 
 

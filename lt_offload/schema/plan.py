@@ -280,26 +280,19 @@ class Prediction:
 
     iteration_s: float
     lower_bound_s: float
-    """No plan of this model under these budgets is faster, whichever method makes it: the value of a relaxed program
-    without barriers between steps. Two things are left out: copies outside the windows around uses (they change the
-    bound by less than 0.01 %) and matrices that are read in host memory only because memory is short."""
+    """No plan under these budgets is faster, whichever method makes it: the value of a relaxed program without barriers
+    between steps. It leaves out copies outside the windows around uses (less than 0.01 %) and what is read in RAM."""
     no_offload_s: float
     """The same iteration on a device with enough memory: everything kept, device update."""
     device_peak_bytes: int
     host_peak_bytes: int
     proved: bool = True
-    """False where time was up before the program was solved: the lower bound is that of the computations alone then,
-    and the distance to it says little about how much faster a plan can be."""
+    """False where time was up: the lower bound is that of the computations alone, and the gap to it says little."""
 
     @property
     def gap(self) -> float:
         """Relative distance to the lower bound, e.g. 0.02 for 2 %."""
         return self.iteration_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
-
-    @property
-    def gap_text(self) -> str:
-        """The distance to the lower bound for people, or that none was proved."""
-        return f"{self.gap:.1%}" if self.proved else "not proved"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

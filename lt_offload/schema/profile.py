@@ -186,6 +186,8 @@ class OptimizerProfile:
     """Parameter bytes updated per second by the host."""
     device_bytes_per_s: float
     """Parameter bytes updated per second by the device."""
+    fused_bytes_per_s: float = 0.0
+    """The same by a kernel that touches each byte once, as people with enough memory run it; 0: none is faster."""
     scratch_ratio: float = 0.0
     """Temporary bytes per parameter byte during a device update (foreach 1-2, fused 0), of the largest tensor."""
     host_threads: int = 0

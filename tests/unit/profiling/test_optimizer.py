@@ -192,6 +192,19 @@ def test_estimates_count_what_an_update_moves() -> None:
     assert estimate_optimizer(torch.optim.Adagrad(parameters()), machine).host_bytes_per_s > 0
 
 
+@pytest.mark.parametrize("state_dtype", ["8bit", "bfloat16", None])
+def test_a_device_with_enough_memory_updates_by_one_kernel(state_dtype: Any) -> None:
+    """States of fewer bits take operations of their own on a device here, which others have as one kernel."""
+    machine = load_hardware("rtx-3060")
+    weights = [nn.Parameter(torch.zeros(256, 256))]
+    found = estimate_optimizer(lt_offload.AdamW(weights, state_dtype=state_dtype), machine)
+    # Weights, gradients and both moments, each read and written; scales are little.
+    moved = {"8bit": 4 + 4 / 4, "bfloat16": 4 + 4 / 2, None: 4 + 4}[state_dtype]
+    fastest = max(found.fused_bytes_per_s, found.device_bytes_per_s)
+    assert fastest == pytest.approx(machine.device_memory_bytes_per_s / moved, rel=0.01)
+    assert (found.fused_bytes_per_s > found.device_bytes_per_s) == (state_dtype is not None)
+
+
 def test_masters_are_counted_and_cost_what_they_move() -> None:
     low = parameters(torch.bfloat16)
     optimizer = lt_offload.AdamW(low)
