@@ -255,8 +255,7 @@ def deadlines(ops: Sequence[Op]) -> dict[int, int]:
     for op in ops:
         for other in op.after:
             if ops[other].lane == "host" and op.lane != "host":
-                # A number that is not smaller is that of the iteration before: seen from there, this op is one of the
-                # next.
+                # A number that is not smaller is of the iteration before: seen from there, this op is in the next.
                 position = op.id if other < op.id else op.id + len(ops)
                 first[other] = min(position, first.get(other, position))
     return first
