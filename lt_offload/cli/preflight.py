@@ -10,10 +10,10 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.weights.left_out import take_up
+from lt_offload.plan.settings import Settings
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_weights
-from lt_offload.strategy.several.processes import Processes
 from lt_offload.strategy.windows import settings_from_trainer
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False,
         reads_data: whether there must be data; a run may have been carried away from those it was trained on.
     """
     data = app.datamodule
-    if isinstance(app.trainer.strategy, Processes):
-        settings_from_trainer(app.trainer.strategy.settings, app.trainer)
+    if isinstance(settings := getattr(app.trainer.strategy, "settings", None), Settings):
+        settings_from_trainer(settings, app.trainer)
     if reads_data:
         data.check_paths()
     load.check_name(app.model.name)  # what has to be converted is not, yet

@@ -35,27 +35,13 @@ from lt_offload.model.saving import is_activation
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers, Handed
 from lt_offload.profiling.boundary_check import BoundaryCheck, Interface, WrittenWeights
-from lt_offload.profiling.logits import LogitsWatch
-from lt_offload.profiling.meters import Lap, Meter
+from lt_offload.profiling.logits import AfterLoss, LogitsWatch, Tail
+from lt_offload.profiling.meters import Meter
 from lt_offload.schema.profile import OptionName
 
 Run = Callable[[Any], Any]
 Stage = Callable[[nn.Module], AbstractContextManager[None]]
 Aside = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(kw_only=True, slots=True)
-class Tail:
-    """What happens between the last block's forward and its backward: the loss. Bytes include that block's output."""
-
-    forward: Lap
-    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
-    forward_peak: int = 0
-    saved: int = 0
-    """Bytes in use when the backward begins."""
-    backward_peak: int = 0
-    left: int = 0
-    """Bytes in use when the last block's backward begins: the gradient of its output, and what the caller holds."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,7 +158,7 @@ class _CallRecorder:
         self.stage, self.meter = stage, meter
         self.boundary = BoundaryCheck(structure, aside)
         self.rest = [parameter for _, parameter in structure.rest]
-        self.after = _AfterLoss(self.account, meter, self.rest)
+        self.after = AfterLoss(self.account, meter, self.rest)
         self.watch = LogitsWatch(structure, self.after.begin)
         self._device = device
         self.by_signature: dict[object, Call] = {}
@@ -278,68 +264,6 @@ class _CallRecorder:
             forward.let_go()
         gc.collect()  # an error that was caught holds what was there when it was raised
         return self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
-
-
-class _AfterLoss:
-    """What a step does between the model's own loss and its backward, while a last block that has the loss waits.
-
-    Args:
-        account: of the memory.
-        meter: tells the time.
-        rest: parameters outside the blocks, whose gradients are counted elsewhere.
-    """
-
-    def __init__(self, account: Account, meter: Meter, rest: Sequence[nn.Parameter]) -> None:
-        self._account, self._meter, self._rest = account, meter, rest
-        self.tail = Tail(forward=_NO_TIME)
-        self._first, self._peak = _NO_TIME, 0
-        """The time from the last block to the loss, and the peak."""
-        self._others: set[int | None] = set()
-        """Storages that were there when the loss was, and what is counted elsewhere."""
-
-    def begin(self, loss: Any) -> None:
-        """Begin; to be called with the model's own loss."""
-        self._first, self._peak = self._meter.lap(), self._account.peak
-        self._account.reset_peak()
-        self._others = set(self._account.live())
-        if isinstance(loss, Tensor) and loss.grad_fn is not None:
-            # Autograd goes through what was made last first, so that all that follows the loss is done by then.
-            loss.grad_fn.register_prehook(self._reached)
-
-    def end(self, lap: Lap, kept: set[int | None]) -> tuple[Lap, int]:
-        """Take the figures of the forward; return the time and the peak since the last block.
-
-        Args:
-            lap: the time since the loss, or since the last block if there was none.
-            kept: storages that the step returns.
-        """
-        if not self._others:
-            return lap, self._account.peak
-        self._others |= kept
-        self.tail = Tail(forward=lap, forward_peak=self._peak_of_own(), saved=self._in_use())
-        self.tail.backward_peak = self.tail.left = self.tail.saved
-        both = Lap(seconds=self._first.seconds + lap.seconds, launch_s=self._first.launch_s + lap.launch_s)
-        return both, max(self._peak, self._account.peak)
-
-    def _reached(self, grads: object) -> None:
-        self._others |= {self._account.serial(p.grad) for p in self._rest if p.grad is not None}
-        # Of the next batch of a window each is there for a moment before it is added to their sum.
-        largest = max((p.nbytes for p in self._rest if p.grad is not None), default=0)
-        self.tail.backward_peak, self.tail.left = self._peak_of_own() + largest, self._in_use()
-
-    def share(self, whole: Tail) -> None:
-        """Take as much of the backward's time as this is of the forward's."""
-        share = self.tail.forward.seconds / whole.forward.seconds if whole.forward.seconds else 0.0
-        self.tail.backward = Lap(seconds=share * whole.backward.seconds, launch_s=share * whole.backward.launch_s)
-
-    def _peak_of_own(self) -> int:
-        return self._account.peak_without(serial for serial in self._others if serial is not None)
-
-    def _in_use(self) -> int:
-        return sum(nbytes for serial, nbytes in self._account.live().items() if serial not in self._others)
-
-
-_NO_TIME = Lap(seconds=0.0, launch_s=0.0)
 
 
 class _ModelCall:

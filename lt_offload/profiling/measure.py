@@ -38,11 +38,12 @@ from lt_offload.model.parts import check_micro_batches
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
-from lt_offload.profiling.capture import Capture, Run, Tail, capture
+from lt_offload.profiling.capture import Capture, Run, capture
 from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
 from lt_offload.profiling.host_reads import Readers
+from lt_offload.profiling.logits import Tail
 from lt_offload.profiling.meters import Meter, Stopwatch
 from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, measure_optimizer
 from lt_offload.schema.profile import (
@@ -425,14 +426,12 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
             )
         )
         arrived = cost.output_bytes
-    return _with_seams(tuple(profiles), structure, captured)
+    return _with_seams(profiles, structure, captured)
 
 
-def _with_seams(
-    blocks: tuple[BlockProfile, ...], structure: Structure, captured: Capture
-) -> tuple[BlockProfile, ...]:
+def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capture) -> tuple[BlockProfile, ...]:
     """Return ``blocks`` with room for what the model's own code takes for a moment between them."""
-    profiles = list(blocks)
+    profiles = [*blocks]
     uses = Counter(p for seam in captured.seams for p in seam.rest)
     for index, seam in enumerate(captured.seams):
         block = profiles[index]
