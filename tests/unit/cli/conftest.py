@@ -6,7 +6,22 @@ import pytest
 
 from tests.support import tiny
 
+RECIPE = """\
+base: configs/base.yaml
+trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}, max_steps: 1}}
+model: {{name: {model}}}
+data: {{path: {folder}/text.txt, max_length: 32, batch_size: 2, sample_prompt: the quick}}
+"""
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    Path("tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
+    return "tiny.yaml"

@@ -21,22 +21,6 @@ from lt_offload.finetune.data import module as data
 from lt_offload.profiling.hardware import load_hardware
 from tests.support.commands import fails
 
-RECIPE = """\
-base: configs/base.yaml
-trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}, max_steps: 1}}
-model: {{name: {model}}}
-data: {{path: {folder}/text.txt, max_length: 32, batch_size: 2, sample_prompt: the quick}}
-"""
-
-
-@pytest.fixture
-def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    Path("tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
-    return "tiny.yaml"
-
-
 @pytest.fixture
 def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading data, loading weights and measuring are failures."""

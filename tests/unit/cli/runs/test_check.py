@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from lt_offload.cli.main import main
@@ -14,20 +12,6 @@ from tests.support.commands import fails
 VALUES = ("0", "-1", "1e30", "{}", "[]", "null", "''")
 ELSEWHERE = {"trainer.devices", "trainer.num_nodes", "trainer.profiler", "trainer.logger", "trainer.detect_anomaly"}
 """Settings that start processes, or whose values are objects of Lightning's."""
-RECIPE = """\
-base: configs/base.yaml
-trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}, max_steps: 1}}
-model: {{name: {model}}}
-data: {{path: {folder}/text.txt, max_length: 32, batch_size: 2, sample_prompt: the quick}}
-"""
-
-
-@pytest.fixture
-def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    Path("tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
-    return "tiny.yaml"
 
 
 @pytest.mark.parametrize(
