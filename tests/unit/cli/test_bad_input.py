@@ -21,6 +21,7 @@ from lt_offload.finetune.data import module as data
 from lt_offload.profiling.hardware import load_hardware
 from tests.support.commands import fails
 
+
 @pytest.fixture
 def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading data, loading weights and measuring are failures."""
