@@ -51,7 +51,7 @@ from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGrad
 from lt_offload.execute.user_code.place import Place
 from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, SavedStates
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.compiled import called, intercept, without_gradients
+from lt_offload.model.compiled import called, intercept
 from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
@@ -200,7 +200,7 @@ class Engine:
             self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.forward)))
             runs[-1] = self._loss.deferring(runs[-1])
         for block, run in zip(self.structure.blocks, runs, strict=True):
-            self._undo.append(intercept(block.module, without_gradients(block.module, run)))
+            self._undo.append(intercept(block.module, run))
 
     def _begin_training(self, updates: Updates) -> None:
         """Stand around the optimizer's step, and carry the plan out if there is one."""
@@ -268,9 +268,9 @@ class Engine:
         if not self.installed:
             return
         self.installed = False
-        self._gradient_view.shown.drop()
+        with self._gradient_view.consumed.standing():
+            self._gradient_view.shown.drop()
         self._guard.remove()
-        self._gradient_view.consumed.drop()
         for undo in self._undo:
             undo()
         self._elsewhere.close()
@@ -308,8 +308,9 @@ class Engine:
         """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
         if not self.installed:
             return
+        begun = self._iteration.begun > 0
         self._iteration.enter(Transition.FAIL)
-        with self._guard.suspended:
+        with self._guard.suspended, self._gradient_view.consumed.standing(begun=begun):
             self._gradient_view.shown.drop()
             self._close_passes()
             try:
@@ -319,7 +320,6 @@ class Engine:
                     self._passes.reset()
                 if self.gradients is not None:
                     self.gradients.forget_sums()
-                self._gradient_view.consumed.drop()
                 for weight in self.weights:
                     weight.param.data, weight.param.grad = weight.host, None
                 self.residency.run_releases()

@@ -129,7 +129,8 @@ GRADIENTS = while_running(
     instead="use offloaded(..., delayed=True) and look at gradients between the last backward and optimizer.step(), "
     "under a Trainer in on_after_backward or on_before_optimizer_step (a module or callback with on_before_zero_grad "
     "finds the last ones in training_step, too), of transformers at the end of training_step, in on_pre_optimizer_step "
-    "or in on_optimizer_step; clip with engine.clip_value or engine.clip_grad_norm_(...)",
+    "or in on_optimizer_step; clip with engine.clip_value or engine.clip_grad_norm_(...); after training call "
+    "optimizer.zero_grad() before a loop that goes on",
 )
 SET_GRADIENT = while_running(
     "gradients of blocks' weights that are there before the backward (p.grad = noise in on_before_backward)",

@@ -88,6 +88,7 @@ class Handover:
                 raise limits.FROZEN_HALFWAY.error(f"{frozen.label} was frozen after {added} micro-batches")
             rest = {param: param.grad.cpu() for _, param in self._structure.rest if param.grad is not None}
             cleared = self._view.cleared
+            self._view.drop()  # the other engine puts its own there
             for param in rest:
                 param.grad = None
         return CarriedWindow(added=added, cleared=cleared, sums=sums, rest=rest)

@@ -2,9 +2,10 @@
 
 **Consumed** is a gradient after a planned backward: an update has used it, and it says so. In plain PyTorch it stays
 until somebody clears it: a Trainer does that in its closure, after ``training_step``, and a loop of one's own where it
-likes to. So the stand-ins stay until the next backward begins, too. With None in its place ``clip_grad_norm_`` returns
-0 and an edit of gradients edits nothing, without a word. The stand-in has shape, dtype and device of a gradient and
-raises on every use but printing, assignment and ``zero_grad()``.
+likes to. So the stand-ins stay until the next backward begins, and when training has ended: a loop that goes on without
+``zero_grad()`` would add to them. With None in its place ``clip_grad_norm_`` returns 0, an edit of gradients edits
+nothing, and such a loop ends with other weights, without a word. The stand-in has shape, dtype and device of a
+gradient. It raises on every use but printing, assignment, ``zero_grad()`` and conversions of the model.
 
 **Shown** are sums of gradients. In plans whose updates wait, every one is complete between the last backward and the
 updates, in a place of its own on the host or on the device. ``param.grad`` shows that place on the host, without a
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +46,14 @@ class ConsumedGradient(Tensor):
     def of(weight: Weight) -> ConsumedGradient:
         """Return the stand-in for a weight's gradient."""
         host = weight.host
+        return ConsumedGradient._like(host, weight.label, dtype=host.dtype, device=host.device)
+
+    @staticmethod
+    def _like(form: Tensor, label: str, *, dtype: torch.dtype, device: torch.device) -> ConsumedGradient:
         made: ConsumedGradient = make_wrapper_subclass(
-            ConsumedGradient, host.shape, dtype=host.dtype, device=host.device, layout=host.layout
+            ConsumedGradient, form.shape, dtype=dtype, device=device, layout=form.layout
         )
-        made.label = weight.label
+        made.label = label
         return made
 
     @override
@@ -68,12 +74,22 @@ class ConsumedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        one = args[0] if args else None
+        # `model.to()` converts gradients, too, and a Trainer calls it when it ends.
+        if str(func) == _CONVERSION and isinstance(one, ConsumedGradient):
+            dtype, device = (kwargs or {}).get("dtype") or one.dtype, (kwargs or {}).get("device") or one.device
+            return ConsumedGradient._like(one, one.label, dtype=dtype, device=device)
         raise _refusal(func, args)
 
 
 _ALLOWED = {"__get__", "__set__", "__repr__", "__format__", "__str__", "__hash__"}
 _ALLOWED |= {"size", "dim", "numel", "stride", "is_floating_point"}
-"""Questions about its form, which has not changed, and assignments to ``param.grad``."""
+# The compiler asks the next ones of every tensor, and of its gradient.
+_ALLOWED |= {"storage_offset", "untyped_storage", "_is_view", "is_conj", "is_neg", "is_inference"}
+_ALLOWED |= {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+_ALLOWED |= {"requires_grad_", "_has_compatible_shallow_copy_type"}
+"""Questions about its form, which has not changed, assignments to ``param.grad``, and conversions of a model."""
+_CONVERSION = "aten._to_copy.default"
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> Exception:
@@ -92,11 +108,25 @@ class ConsumedGradients:
         self._awaited = False
         """They were put in place, and nobody has looked yet what has become of them."""
 
-    def put(self) -> None:
-        """Let every trainable weight have a consumed gradient."""
+    def put(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Let every trainable weight have a consumed gradient; ``params``: those alone."""
         self._awaited = True
         for param, grad, _ in self._items:
-            param.grad = grad
+            if params is None or param in params:
+                param.grad = grad
+
+    @contextmanager
+    def standing(self, *, begun: bool = False) -> Iterator[None]:
+        """Enclose what takes gradients away without an update or ``zero_grad()``: they say that they are gone.
+
+        Args:
+            begun: a backward of the present window has begun, so that some are not in ``param.grad``.
+        """
+        left = {param for param, _, _ in self._items if begun or param.grad is not None}
+        try:
+            yield
+        finally:
+            self.put({param for param in left if param.grad is None})
 
     def drop(self) -> None:
         """Let none have one."""

@@ -282,6 +282,49 @@ def test_a_step_without_a_loss() -> None:
         require_equal(hook, copies, module)
 
 
+# -- after training ----------------------------------------------------------------------------------------------------
+
+
+def goes_on(module: Any) -> None:
+    """A plain loop over the model that a Trainer has trained."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for batch in module.train_dataloader():
+        module.model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-true"}], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"activation_offload": False}], ids=str)
+def test_a_loop_that_goes_on_after_training_clears_gradients(settings: Any, options: Any) -> None:
+    """Plain training leaves the last ones, to which such a loop would add."""
+    runs = [fit("auto", seeded_module(**OPTIONS), limit_val_batches=0, **settings)]
+    for memory in budgets(runs[0].module):
+        strategy = OffmateStrategy(memory=memory, **options)
+        runs.append(fit(strategy, seeded_module(**OPTIONS), limit_val_batches=0, **settings))
+    for run in runs:
+        assert all(p.grad is not None for p in run.module.parameters())
+        run.module.to(torch.float64).to(torch.float32)
+        if run is not runs[0]:
+            with pytest.raises(UnsupportedError, match=r"the gradient of .* call optimizer.zero_grad\(\) before"):
+                goes_on(run.module)
+            with pytest.raises(UnsupportedError, match=r"the gradient of weight .* was used by"):
+                norms(run.module, [])
+        run.module.zero_grad()
+        torch.manual_seed(0)
+        goes_on(run.module)
+    for name, weight in runs[0].module.named_parameters():
+        assert all(torch.equal(weight, run.module.get_parameter(name)) for run in runs), name
+
+
+def test_a_validation_clears_them() -> None:
+    for strategy in ("auto", OffmateStrategy(memory="200MB")):
+        run = fit(strategy, seeded_module(**OPTIONS), max_epochs=1)
+        assert all(p.grad is None for p in run.module.parameters())
+
+
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +352,9 @@ def test_an_error_in_a_hook_is_the_one_that_is_raised() -> None:
         with pytest.raises(RuntimeError, match="on purpose"):
             looked_at(OffmateStrategy(memory="200MB"), hook, failing, module)
         assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
-        assert all(p.grad is None for p in module.parameters())
+        # Plain training leaves gradients there.
+        with pytest.raises(UnsupportedError, match="call optimizer.zero_grad"):
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
 @pytest.mark.parametrize("place", ["training_step", "on_before_backward"])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lt_offload.errors import UnsupportedError
 from tests.support.engines import differences
 from tests.support.profiles.budgets import BUDGETS
 from tests.support.user_nets import (
@@ -26,6 +27,8 @@ from tests.support.user_nets import (
     plain,
     recorded_or_run_again,
     refusal,
+    rows,
+    seed,
     with_every_budget,
 )
 
@@ -129,7 +132,46 @@ def test_gradients_may_be_looked_at_without_using_them() -> None:
     assert "ConsumedGradient(weight embed.weight" in shapes[0][2]
     found.losses = expected.losses
     assert differences(expected, found) == []
-    assert all(p.grad is None for p in found.model.parameters())
+
+
+@with_every_budget
+def test_a_loop_that_goes_on_without_the_engine_clears_gradients(budget: str) -> None:
+    """Plain ones stay after the last step, and the next backward would add to them."""
+    expected, found = plain(Net, uncleared), by_budget(Net, budget, uncleared)
+    for result in (expected, found):
+        assert all(p.grad is not None for p in result.model.parameters())
+    with pytest.raises(UnsupportedError, match=r"the gradient of weight .* was used by add_.* optimizer.zero_grad\(\)"):
+        ordinary(found.model, found.optimizer, rows())
+    for result in (expected, found):
+        result.optimizer.zero_grad()
+        seed()
+        result.losses += ordinary(result.model, result.optimizer, rows())
+    assert differences(expected, found) == []
+    assert all(p.grad is None for p in by_budget(Net, budget).model.parameters())
+
+
+def uncleared(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "exported"])
+def test_what_stands_for_a_gradient_is_none_of_the_compiler_s_business(compiled: bool) -> None:
+    model = ours(Net, RUNS["both"], uncleared).model
+    batch, name = rows()[0], "embed.weight"
+    expected = model(**batch)["loss"]
+    if compiled:
+        found = torch.compile(model, backend="eager")(**batch)["loss"]
+    else:
+        found = torch.export.export(model, (), batch).module()(**batch)["loss"]
+    assert torch.equal(expected, found)
+    assert str(model.get_parameter(name).grad).startswith("ConsumedGradient")
 
 
 def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:

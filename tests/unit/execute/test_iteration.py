@@ -180,6 +180,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.losses = None
         assert self.iteration.state is (State.FAILED if halfway or self.engine.unfinished() else State.IDLE)
         assert (self.engine.unfinished() is not None) == (self.iteration.state is State.FAILED)
+        self.optimizer.zero_grad()
         self.other.zero_grad()
         self.model.load_state_dict(self.twin.state_dict())
         self.optimizer.load_state_dict(self.other.state_dict())
