@@ -251,10 +251,7 @@ class Iteration:
         if self.halfway:
             return HALFWAY
         if self.window.added:
-            return (
-                f"the gradients of {self.window.added} micro-batches since the last update are in no checkpoint; save "
-                "after an optimizer step, for example with every_n_train_steps"
-            )
+            return f"the gradients of {self.window.added} micro-batches since the last update are in no checkpoint"
         return self._left
 
     def resize(self, size: int) -> None:

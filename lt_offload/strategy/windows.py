@@ -83,7 +83,7 @@ def warn_of_short_ones(trainer: Any) -> None:
             f"window ends: each update has the gradients of {batches} at most"
             + ("" if knows_tokens(trainer) else f", divided by {asked}")
         )
-    seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    seen = trainer.fit_loop.epoch_loop.batch_progress.current.processed
     if 0 < seen < batches and seen % asked:
         rank_zero_warn(
             f"the checkpoint was written after {seen} batches of its epoch, where no window of "

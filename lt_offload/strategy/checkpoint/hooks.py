@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
+from lt_offload.execute.iteration import HALFWAY
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.strategy.checkpoint import sums
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state, local, reading_once
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+_LATER = "; save after an optimizer step, for example with every_n_train_steps"
 _ASYNC = "AsyncCheckpointIO"
 _STOCK = {f"{namespace}.plugins.io.async_plugin" for namespace in NAMESPACES}
 
@@ -150,8 +152,15 @@ class Checkpoints(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write the checkpoint, unless it would not be complete; processes with owners write one file together."""
         unfinished = self._unfinished if self.engine is None else self.engine.unfinished()
-        if unfinished is not None:
-            rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
+        # A run that goes on has a complete one soon, and may have one of this name, which this would replace.
+        if unfinished is not None and unfinished != HALFWAY and self._module.trainer.interrupted:
+            rank_zero_warn(
+                f"offmate: {filepath} has the weights of the last update: {unfinished}, and a run that is resumed from "
+                "it begins anew behind them"
+            )
+        elif unfinished is not None:
+            advice = "" if unfinished == HALFWAY else _LATER
+            rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}{advice}")
             return
         first = self.is_global_zero
         if first and self.profile is not None and self.plan is not None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lt_offload.compat.lightning import BATCHES_THAT_STEPPED, goes_on, has_validated, is_last_batch, is_validation_due
 
-Moment = Literal["batch", "last batch", "validation due", "validation running", "validated", "epoch end"]
+Moment = Literal["batch", "broken off", "last batch", "validation due", "validation running", "validated", "epoch end"]
 
 
 def moment(trainer: Any) -> Moment:
@@ -21,6 +21,8 @@ def moment(trainer: Any) -> Moment:
     loop, batches, epochs = fit_loop.epoch_loop, fit_loop.epoch_loop.batch_progress, fit_loop.epoch_progress.current
     if trainer.state.fn == "fit" and trainer.validating:
         return "validated" if _has_ended(loop.val_loop.batch_progress) else "validation running"
+    if batches.current.processed < batches.current.ready:  # an exception within the step
+        return "broken off"
     if batches.current.completed < batches.current.processed:  # on_train_batch_end
         if is_validation_due(fit_loop):
             return "validation due"
@@ -39,6 +41,12 @@ def rewrite(counts: dict[str, Any], moment: Moment) -> None:
         validation["total"] = {"ready": before + 1, "started": before + 1, "processed": before, "completed": before}
         validation["current"] = dict.fromkeys(validation["current"], 0)
         validation["is_last_batch"] = False
+    elif moment == "broken off":
+        # The batch comes again. Else Lightning counts the update before it twice, and takes an epoch for over whose
+        # last batch it was.
+        for name in ("total", "current"):
+            training[name] = dict.fromkeys(training[name], training[name]["completed"])
+        training["is_last_batch"] = False
     elif moment == "last batch":
         _complete(training)
         # Lightning counts this batch after the hooks in which checkpoints are made.
@@ -71,7 +79,10 @@ def go_on(trainer: Any, moment: Moment) -> None:
         _forget(fit_loop, loop, loop.val_loop)  # the next epoch is like any other
     elif moment == "last batch":
         has_validated(loop)  # nothing is left of this epoch but its end
-    elif moment != "batch":
+    elif moment == "broken off" and is_validation_due(fit_loop):
+        # Lightning passes over that validation, which has been, and counts the update before it once more.
+        vars(loop)[BATCHES_THAT_STEPPED] -= 1
+    elif moment not in ("batch", "broken off"):
         goes_on(fit_loop)  # the epoch has its validation's metrics, so its schedulers take their steps
 
 

@@ -7,6 +7,7 @@ import csv
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +18,12 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
@@ -38,6 +40,8 @@ from tests.support.trainers import (
     BATCHES,
     Forced,
     Run,
+    Tokens,
+    budgets,
     differences,
     fit,
     seeded_module,
@@ -293,6 +297,66 @@ def test_an_interrupt_between_two_updates_saves_nothing(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="last.ckpt is not written"), pytest.raises(Stop):
         fit(Forced(), callbacks=[saver, Fault("backward")], enable_checkpointing=True)
     assert not list(tmp_path.iterdir())
+
+
+class Broken(Callback):
+    """Raises in one batch of the second epoch: before the step, in the forward or after the update."""
+
+    def __init__(self, hook: str, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+        setattr(self, hook, self._fail)
+
+    def _fail(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.fit_loop.epoch_loop.batch_progress.current.ready > self.batch_idx:
+            raise Stop
+
+
+def of_one_kind() -> Any:
+    """A module whose batches are all the same, as stock Lightning begins the data anew when a run is resumed."""
+    module = seeded_module()
+    rows = [Tokens(module.model, 1, 0)[0]] * 2 * BATCHES
+    module.train_dataloader = lambda: DataLoader(rows, batch_size=2)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*is set, but there is no last checkpoint")
+@pytest.mark.parametrize("batch_idx", range(BATCHES))
+@pytest.mark.parametrize(
+    ("hook", "settings"),
+    [
+        ("on_train_batch_start", {"accumulate_grad_batches": 2}),
+        ("on_before_backward", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        ("on_before_backward", {"accumulate_grad_batches": 3}),
+        ("on_before_backward", {}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_an_exception_is_stock_s(hook: str, settings: Any, batch_idx: int, tmp_path: Path) -> None:
+    """It has the weights of the last update, and a run that is resumed from it goes on with the batch that failed."""
+    pending = batch_idx % settings.get("accumulate_grad_batches", 1) > 0
+    runs, saved = [], []
+    settings = settings | {"limit_val_batches": 0}
+    for memory in (None, *budgets(seeded_module())):
+        path = tmp_path / str(memory) / "on_exception.ckpt"
+        callbacks = [OnExceptionCheckpoint(path.parent), Broken(hook, batch_idx)]
+        warning = pytest.warns(UserWarning, match="begins anew behind them") if pending and memory else nullcontext()
+        strategy = OffmateStrategy(memory=memory) if memory else "auto"
+        with warning, pytest.raises(Stop):
+            fit(strategy, of_one_kind(), callbacks=callbacks, enable_checkpointing=True, **settings)
+        saved.append(torch.load(path))
+        strategy = OffmateStrategy(memory=memory) if memory else "auto"
+        # The first update has the gradients of fewer batches.
+        warning = pytest.warns(UserWarning, match="no window of .* ends") if pending and memory else nullcontext()
+        with warning:
+            runs.append(fit(strategy, of_one_kind(), ckpt=path, **settings))
+    for run, found in zip(runs[1:], saved[1:], strict=True):
+        weights = found["state_dict"]
+        assert found["global_step"] == saved[0]["global_step"]
+        assert all(torch.equal(value, weights[name]) for name, value in saved[0]["state_dict"].items())
+        assert len(run.module.losses) == BATCHES - batch_idx
+        assert all(map(torch.equal, runs[0].module.losses, run.module.losses))
+        assert state_differences(runs[0], run) == []
 
 
 # -- what a run keeps and shows ---------------------------------------------------------------------------------------

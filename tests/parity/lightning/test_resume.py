@@ -27,7 +27,7 @@ from lt_offload.strategy import sample
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
 from tests import sampling
-from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences, tight
+from tests.support.trainers import BATCHES, Forced, Run, fit, seeded_module, state_differences, tight
 
 ROOT = Path(__file__).parents[3]
 
@@ -206,6 +206,30 @@ def goes_on(hook: str, step: int, saved: int, settings: dict[str, Any], number: 
     assert left.value.code == (1 if number == signal.SIGINT else 143)
     assert torch.load(tmp_path / FILE)["global_step"] == saved
     assert same_end(whole, run(ckpt=tmp_path / FILE, **settings)) == []
+
+
+class Failing(Callback):
+    """Raises as a batch of the second epoch comes."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if (trainer.current_epoch, index) == (1, self.at):
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize(("setting", "at"), sampling.grid(SETTINGS, range(BATCHES), count=6))
+def test_a_run_goes_on_with_the_batch_that_failed(setting: str, at: int, tmp_path: Path) -> None:
+    settings = SETTINGS[setting]
+    whole = run(**settings)
+    saver = ModelCheckpoint(tmp_path, filename="failed", every_n_train_steps=100, save_on_exception=True)
+    callbacks = [Failing(at), Log(), saver]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Forced(), seeded_module(dropout=0.1), callbacks=callbacks, enable_checkpointing=True, **settings)
+    resumed = run(ckpt=tmp_path / "failed.ckpt", **settings)
+    assert len(resumed[0].module.losses) == len(whole[0].module.losses) - BATCHES - at
+    assert same_end(whole, resumed) == []
 
 
 def test_workers_that_live_through_epochs_are_warned_of() -> None:
