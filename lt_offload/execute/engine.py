@@ -51,7 +51,7 @@ from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGrad
 from lt_offload.execute.user_code.place import Place
 from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, SavedStates
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.compiled import called, intercept
+from lt_offload.model.compiled import called, intercept, without_gradients
 from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
@@ -200,7 +200,7 @@ class Engine:
             self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.forward)))
             runs[-1] = self._loss.deferring(runs[-1])
         for block, run in zip(self.structure.blocks, runs, strict=True):
-            self._undo.append(intercept(block.module, run))
+            self._undo.append(intercept(block.module, without_gradients(block.module, run)))
 
     def _begin_training(self, updates: Updates) -> None:
         """Stand around the optimizer's step, and carry the plan out if there is one."""

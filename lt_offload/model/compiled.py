@@ -71,6 +71,28 @@ def called(module: nn.Module) -> Forward:
     return entry
 
 
+def without_gradients(module: nn.Module, run: Forward) -> Forward:
+    """Return ``run``, a call of ``module``; where that is compiled, parameters have no ``grad`` while it lasts.
+
+    Nothing in the code depends on that, but the compiler looks at every tensor, and what stands for a gradient between
+    two steps is none that it knows.
+    """
+    if not is_compiled(module):
+        return run
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            return run(*args, **kwargs)
+        finally:
+            for parameter, grad in held:
+                parameter.grad = grad
+
+    return forward
+
+
 def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
     """Let calls of ``module`` run ``stand_in``; return a function that ends it."""
     entry = _entry(module)
