@@ -124,6 +124,3 @@ def _build(namespace: str, **options: Any) -> Any:
 def _classes() -> Any:
     """Return the module with the strategy's classes, which imports torch: here for the first time."""
     return import_module("lt_offload.strategy.offmate")
-
-
-autoload = install
