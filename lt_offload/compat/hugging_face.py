@@ -17,6 +17,8 @@ NAME = "_name_or_path"
 """The key of a saved configuration under which its model's name is."""
 STORED_IN_FOUR_BITS, STORED_IN_EIGHT_BITS = "_load_in_4bit", "_load_in_8bit"
 """Keys of a saved configuration of quantization, beside the public ones: older versions wrote only these."""
+ACCELERATES_HOOK = "_hf_hook"
+"""The attribute of a module that holds accelerate's hook around its forward: the one that offloads has the weights."""
 CHUNKED_LOG_PROBS, FUSED_FORWARD = "_ChunkedLogProbFunction", "_fused_forward"
 """TRL's losses that read the head's weight themselves; they are given the device's copy of it."""
 

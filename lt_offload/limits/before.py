@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lt_offload.compat.hugging_face import ACCELERATES_HOOK
 from lt_offload.compat.lightning import BATCH_NORM, WRAPPERS_OF_FABRIC, averages_on, detects_anomaly, trainer_of
 from lt_offload.limits.table import Setup, limit
 
@@ -237,6 +238,27 @@ def _quantized(run: Setup) -> str | None:
 
 
 @limit(
+    "models that accelerate offloads (cpu_offload, disk_offload, a device_map with cpu or disk)",
+    "model",
+    why="its hooks hold the weights, and bring them to the device and away again around each forward",
+    instead="call accelerate.hooks.remove_hook_from_submodules(model), which gives the weights back, before the "
+    "optimizer is made, or load the model without device_map",
+    training_only=False,
+)
+def _offloaded_by_accelerate(run: Setup) -> str | None:
+    for name, module in _modules(run):
+        if _offloads(getattr(module, ACCELERATES_HOOK, None)):
+            return f"{name} with a hook of accelerate's that offloads its weights"
+    return None
+
+
+def _offloads(hook: Any) -> bool:
+    if _is_a(hook, {"SequentialHook"}):
+        return any(map(_offloads, hook.hooks))
+    return _is_a(hook, {"CpuOffload"}) or getattr(hook, "offload", False) is True
+
+
+@limit(
     "weights on the meta device",
     "model",
     why="there is nothing to train",
@@ -244,6 +266,8 @@ def _quantized(run: Setup) -> str | None:
     training_only=False,
 )
 def _meta(run: Setup) -> str | None:
+    if _offloaded_by_accelerate(run) is not None:
+        return None  # they are somewhere else, and that row says how to get them back
     return next((f"parameter {n} on the meta device" for n, p in _parameters(run) if p.is_meta), None)
 
 
@@ -369,6 +393,21 @@ def _random_optimizer(run: Setup) -> str | None:
 
 
 @limit(
+    "an optimizer that accelerator.prepare has wrapped",
+    "optimizer",
+    why="the wrapper skips steps and gives each to the optimizer inside, which has the groups and the states",
+    instead="hand over prepared.optimizer (here and where else lt_offload asks for it), or the one that was prepared; "
+    "the loop may go on with accelerator.backward and the wrapper's step()",
+)
+def _prepared_by_accelerate(run: Setup) -> str | None:
+    return _optimizer_that(run, _is_prepared)
+
+
+def _is_prepared(optimizer: Optimizer) -> bool:
+    return _is_a(optimizer, {"AcceleratedOptimizer"})
+
+
+@limit(
     "optimizers that hand their work to others, e.g. one of Muon and AdamW side by side, Lookahead",
     "optimizer",
     why="a step on small tensors in the parameter groups changed none of them, or the groups are another optimizer's: "
@@ -376,7 +415,8 @@ def _random_optimizer(run: Setup) -> str | None:
     instead="write one class that does what each group asks for, as SingleDeviceMuonWithAuxAdam does by use_muon",
 )
 def _idle_optimizer(run: Setup) -> str | None:
-    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "idle")
+    # A wrapper of accelerate's hands it over, too, and has a row of its own, with a better way out.
+    return _optimizer_that(run, lambda optimizer: not _is_prepared(optimizer) and _verdict(optimizer) == "idle")
 
 
 @limit(

@@ -261,6 +261,18 @@ TRANSFORMED = while_running(
     why="weights are copied to and from the device while the model runs, which a transform cannot follow",
     instead="call loss.backward(), or transform a deepcopy of the model",
 )
+TRANSFORMED_INSIDE = while_running(
+    "torch.func.grad, vjp, jacrev and hessian within a block",
+    why="they do not work with hooks for saved tensors, by which a block's activations travel",
+    instead="use torch.func.jvp, jacfwd or vmap, or torch.autograd.grad(..., create_graph=True) of tensors that the "
+    "block makes",
+)
+SCRIPTED = while_running(
+    "blocks with modules of torch.jit.script and torch.jit.trace",
+    why="TorchScript computes otherwise, with other last bits, the more often it has been called, and a block is "
+    "called more often than in plain training",
+    instead="set PYTORCH_JIT=0 in the environment, which leaves both out, or compile with torch.compile",
+)
 OTHER_THREAD = while_running(
     "a training loop in another thread than the one that began",
     why="what its lines read of weights in flight is not seen",
@@ -275,7 +287,8 @@ OTHER_STREAM = while_running(
 CHANGED_PARAMETERS = while_running(
     "shape or dtype of weights changed during training, torch.utils.swap_tensors",
     why="the plan is made for tensors of these sizes",
-    instead="make the change before training starts and train again from there",
+    instead="make the change before training starts and train again from there: under a Trainer in "
+    "configure_optimizers, as precision='bf16-true' casts all weights after __init__, setup and configure_model",
 )
 REFROZEN = while_running(
     "weights frozen or unfrozen, parameters added to the optimizer, in a loop of one's own or in training_step",

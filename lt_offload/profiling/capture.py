@@ -140,6 +140,22 @@ def _whole_backwards() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def runnable(structure: Structure) -> Iterator[None]:
+    """Refuse by name blocks that torch itself does not let run with hooks, those of their modules or of autograd."""
+    for block in structure.blocks:
+        for name, module in block.module.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                path = ".".join(filter(None, (block.name, name)))
+                raise limits.SCRIPTED.error(f"module {path}, a {type(module).__name__} of torch.jit")
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+            raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
+        raise
+
+
 class _CallRecorder:
     """Stands between the model and its blocks."""
 

@@ -111,6 +111,8 @@ class Readers:
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         for read in reads(module, args, out) if self._counts else ():
+            if read.tensor not in self._index:
+                continue  # a parameter of somebody else, whom functional_call has called the module with
             self._reads.setdefault((self._index[read.tensor], self._blocks[module]), []).append(read)
 
     def measure_on(self, device: torch.device, meter: Meter, say: Callable[[str], None]) -> None:
@@ -200,6 +202,8 @@ def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
     if not isinstance(given, Tensor) or not isinstance(out, Tensor):
         return
     own = dict(module.named_parameters(recurse=False))
+    if not all(isinstance(tensor, nn.Parameter) for tensor in own.values()):
+        return  # torch.func.functional_call has put others in their place
     weight = own.get("weight")
     if isinstance(module, nn.Embedding):
         if module.max_norm is None:  # otherwise the forward writes, too

@@ -38,7 +38,7 @@ from lt_offload.model.parts import check_micro_batches
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
-from lt_offload.profiling.capture import Capture, Run, capture
+from lt_offload.profiling.capture import Capture, Run, capture, runnable
 from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
@@ -271,7 +271,7 @@ def measure_blocks(
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with plainly(model), located(model, device), _gradients_kept(model), staged(staying, device):
+    with runnable(structure), plainly(model), located(model, device), _gradients_kept(model), staged(staying, device):
         say("running the model once")
         with Readers(structure) as readers:
             stage = partial(_stage, device)

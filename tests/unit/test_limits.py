@@ -205,6 +205,13 @@ def with_sparse_buffer() -> nn.Module:
     return model
 
 
+def offloaded_by_accelerate() -> nn.Module:
+    from accelerate import cpu_offload
+
+    made: nn.Module = cpu_offload(nn.Sequential(nn.Linear(2, 2)), torch.device("cpu"))
+    return made
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compile": (
         lambda: torch.compile(nn.Linear(2, 2)),
@@ -228,6 +235,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "4 bits, packed again": (
         lambda: quantized("Params4bit", quant_state=types.SimpleNamespace(packing_format_for_cpu=True)),
         "parameter weight (Params4bit), which a call in evaluation mode has packed for CPUs",
+    ),
+    "offloaded by accelerate": (
+        offloaded_by_accelerate,
+        "0 with a hook of accelerate's that offloads its weights",
     ),
     "meta": (on_meta, "parameter weight on the meta device"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "0 with sparse=True"),

@@ -22,14 +22,28 @@ TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoHa": ("LoHaConfig", {"r": 4, "rank_dropout": 0.1, "module_dropout": 0.3, **TARGETS}),
     "LoKr": ("LoKrConfig", {"r": 4, "rank_dropout": 0.1, "module_dropout": 0.3, **TARGETS}),
+    "LoRA on experts": (
+        "LoraConfig",
+        {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
     "IA3": ("IA3Config", {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
 }
+
+
+def experts() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
+    routed = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    shape = {"vocab_size": models.VOCAB, "hidden_size": models.HIDDEN, "num_hidden_layers": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **sizes, **routed))
 
 
 def adapted(kind: str) -> nn.Module:
     import peft
 
-    model = models.build(layers=2)
+    model = experts() if "experts" in kind else models.build(layers=2)
     name, settings = KINDS[kind]
     torch.manual_seed(1)
     with warnings.catch_warnings():  # peft asks transformers with a deprecated name

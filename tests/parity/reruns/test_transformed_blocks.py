@@ -1,0 +1,150 @@
+"""torch.func and torch.jit within blocks: equal numbers, or a refusal by the profile that names what works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+
+from tests.support.engines import differences
+from tests.support.user_nets import HIDDEN, Layer, Net, by_budget, in_every_run, ours, plain, refusal, with_every_budget
+
+
+class WithOwn(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return F.gelu(functional_call(self.linear, dict(self.linear.named_parameters()), (x,)))
+
+
+class WithScaled(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        scaled = {"weight": self.linear.weight * 0.5, "bias": self.linear.bias}
+        return F.gelu(functional_call(self.linear, scaled, (x,)))
+
+
+class WithDetached(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        others = {name: weight.detach() + 1 for name, weight in self.linear.named_parameters()}
+        return F.gelu(functional_call(self.linear, others, (x,)) + self.linear(x))
+
+
+class WithAnother(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.randn(HIDDEN, HIDDEN) * 0.1)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.gelu(functional_call(self.linear, {"weight": self.other}, (x,))) + self.linear(x)
+
+
+class Mapped(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return vmap(lambda row: F.gelu(self.linear(row)))(x)
+
+
+class Forward(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        out, tangent = jvp(lambda y: F.gelu(self.linear(y)), (x,), (torch.ones_like(x),))
+        return out + tangent
+
+
+def net_of(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return NETS.setdefault(layer, lambda: Net(layer))
+
+
+NETS: dict[Any, Callable[[], nn.Module]] = {}
+EQUAL = [WithOwn, WithScaled, WithDetached, WithAnother, Mapped, Forward]
+
+
+@with_every_budget
+@pytest.mark.parametrize("layer", EQUAL)
+def test_transforms_train_as_plainly(layer: type[Layer], budget: str) -> None:
+    assert differences(plain(net_of(layer)), by_budget(net_of(layer), budget)) == []
+
+
+@in_every_run
+@pytest.mark.parametrize("layer", EQUAL)
+def test_transforms_under_every_option(layer: type[Layer], options: tuple[str, ...]) -> None:
+    assert differences(plain(net_of(layer)), ours(net_of(layer), options)) == []
+
+
+class Reversed(Layer):
+    """Calls a transform that goes backward."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.transform == "vjp":
+            out, back = torch.func.vjp(lambda y: F.gelu(self.linear(y)), x)
+            return out + back(torch.ones_like(out))[0]
+        gradient = getattr(torch.func, self.transform)(lambda y: F.gelu(self.linear(y)).sum())
+        return F.gelu(self.linear(x) + gradient(x))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev"])
+def test_transforms_that_go_backward_are_refused(transform: str) -> None:
+    said = refusal(lambda: Net(lambda: Reversed(transform)))
+    assert "a block calls torch.func.grad, vjp, jacrev or hessian: " in said
+    assert "torch.func.jvp" in said
+
+
+class Replaced(Layer):
+    """What that refusal names instead."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = self.linear(x)
+            (gradient,) = torch.autograd.grad(F.gelu(y).sum(), y, create_graph=True)
+        return F.gelu(y + gradient)
+
+
+@with_every_budget
+def test_gradients_of_ones_own_within_a_block(budget: str) -> None:
+    assert differences(plain(net_of(Replaced)), by_budget(net_of(Replaced), budget)) == []
+
+
+def traced() -> nn.Module:
+    made: nn.Module = torch.jit.trace(Layer(), torch.randn(2, 6, HIDDEN))
+    return made
+
+
+class Scripted(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.jit.script(self.linear)
+
+
+SCRIPTED: dict[str, Callable[[], nn.Module]] = {
+    "script": lambda: torch.jit.script(Layer()),
+    "trace": traced,
+    "part": Scripted,
+}
+deprecated = pytest.mark.filterwarnings("ignore:`torch.jit")
+
+
+@deprecated
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_scripted_modules_are_refused(kind: str) -> None:
+    said = refusal(lambda: Net(SCRIPTED[kind]))
+    assert said.startswith("module layers.0")
+    assert "PYTORCH_JIT=0" in said
+
+
+def test_what_is_named_instead_of_scripted_modules() -> None:
+    environment = os.environ | {"PYTORCH_JIT": "0"}
+    subprocess.run([sys.executable, "-W", "ignore", "-m", __name__], env=environment, check=True)
+
+
+if __name__ == "__main__":  # torch reads the variable when it is imported
+    for kind in SCRIPTED:
+        for budget in ("tight", "resident"):
+            assert differences(plain(net_of(SCRIPTED[kind])), by_budget(net_of(SCRIPTED[kind]), budget)) == [], kind
