@@ -18,7 +18,7 @@ from lt_offload.execute.memory.groups import move_rest
 from lt_offload.hf import head
 from lt_offload.model.blocks import Block, find_blocks
 from lt_offload.model.compiled import called, intercept
-from lt_offload.model.location import brought, located, staged
+from lt_offload.model.location import located, staged
 from lt_offload.model.quantized import tensors_of
 from lt_offload.model.state.handed import Handed
 
@@ -57,8 +57,8 @@ def _staging(block: Block, forward: Callable[..., Any], device: torch.device) ->
                 "by then; call that model under torch.no_grad(), or move it to the device yourself"
             )
         handed = Handed(args, kwargs)
-        args, kwargs = brought(block, handed.args, handed.kwargs, device)
+        handed.bring(block, device)
         with staged(tensors_of(block.module), device):
-            return handed.returned(handed.around(forward)(*args, **kwargs))
+            return handed.returned(handed.around(forward)(*handed.args, **handed.kwargs))
 
     return run

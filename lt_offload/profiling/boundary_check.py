@@ -124,7 +124,13 @@ class BoundaryCheck:
             args, kwargs = tree_unflatten(given, spec)
             return forward(*args, **kwargs)
 
+        constant = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
         out = self._run_twice(index, call, run, given)
+        # An argument that nothing was to reach the gradient of stays the caller's own: what was added would have none.
+        if any(leaf.grad_fn is not None for leaf in constant):  # a leaf may have been made to require gradients
+            what = "an argument in place, where gradients have to reach it"
+            raise limits.IN_PLACE_INPUT.error(f"block {self._blocks[index].name} has written to {what}")
+        del constant
         self._given.append((index, given, self._rest))
         if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
             self._check_casts(index, out)

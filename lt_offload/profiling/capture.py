@@ -29,7 +29,6 @@ from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import BlockOutput, Call, edges
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
-from lt_offload.model.location import brought
 from lt_offload.model.parts import Cutter, cutters, in_parts
 from lt_offload.model.saving import is_activation
 from lt_offload.model.state.contexts import ambient, within
@@ -191,9 +190,9 @@ class _CallRecorder:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             handed = Handed(args, kwargs)
-            args, kwargs = handed.args, handed.kwargs
             if self._device.type != "cpu":
-                args, kwargs = brought(block, args, kwargs, self._device)
+                handed.bring(block, self._device)
+            args, kwargs = handed.args, handed.kwargs
             run = handed.around(original)
             if not torch.is_grad_enabled():
                 self._followed = bool(self._forwards)

@@ -9,7 +9,6 @@ from lt_offload import limits
 from lt_offload.execute.device.base import Device
 from lt_offload.model.blocks import Block
 from lt_offload.model.compiled import Forward
-from lt_offload.model.location import brought
 from lt_offload.model.state.handed import Handed
 
 
@@ -45,7 +44,6 @@ class Place:
         if self._device.stream() is not self._stream:
             raise limits.OTHER_STREAM.error(f"block {block.name} was called on another CUDA stream than its step began")
         handed = Handed(args, kwargs)
-        args, kwargs = handed.args, handed.kwargs
         if self._remote:
-            args, kwargs = brought(block, args, kwargs, self._device.torch_device)
-        return handed.returned(run(handed.around(forward), args, kwargs))
+            handed.bring(block, self._device.torch_device)
+        return handed.returned(run(handed.around(forward), handed.args, handed.kwargs))

@@ -14,15 +14,20 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lt_offload.compat.torch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lt_offload.model.blocks import Block
+from lt_offload.model.location import brought
 from lt_offload.model.objects import Contents, attributes_of, holders, kind_of, read, unchanged, write
+from lt_offload.model.snapshot import version
 
 Forward = Callable[..., Any]
 _ATOMS = (bool, int, float, str, type(None))
@@ -161,6 +166,7 @@ class Handed:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._copies: list[tuple[Tensor, Tensor, int]] = []
         self.args, self.kwargs = args, kwargs
         """With lists in place of containers."""
         given, seen = [*args, *kwargs.values()], dict[int, Any]()
@@ -201,6 +207,17 @@ class Handed:
             inner=frozenset(places.values()) - {places[id(tensor)] for tensor in direct if tensor.requires_grad},
         )
 
+    def bring(self, block: Block, device: torch.device) -> None:
+        """Bring the tensors of the call to ``device``, see :func:`~lt_offload.model.location.brought`."""
+        before = _tensors((self.args, self.kwargs))
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():  # tensors made there do not count what is written to them
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            self.args, self.kwargs = brought(block, self.args, self.kwargs, device)
+        pairs = zip(before, _tensors((self.args, self.kwargs)), strict=True)
+        self._copies = [(own, copied, version(copied)) for own, copied in pairs if copied is not own]
+
     def around(self, forward: Forward) -> Forward:
         """Return what runs the block's ``forward`` on arguments like :attr:`args` and :attr:`kwargs`.
 
@@ -210,6 +227,10 @@ class Handed:
 
     def returned(self, out: Any) -> Any:
         """Return what the block has returned, and write what it has written, with the tensors of ``out``."""
+        for tensor, copied, known in self._copies:
+            if version(copied) != known:  # in plain PyTorch there is one tensor, which the next block sees
+                with torch.no_grad():
+                    tensor.copy_(copied)
         if type(out) is not tuple or len(out) != 2 or type(out[1]) is not WrittenContainers:
             return out
         (outputs, written), own = out, self.containers.own

@@ -263,6 +263,28 @@ def test_containers_that_blocks_would_write_to_once_per_part(name: str) -> None:
         lt_offload.profile(model, rows()[0], optimizer=adamw(model), micro_batches=2)
 
 
+class AddsLossInPlace(Layer):
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        y = super().forward(x)
+        (given["aux"] if isinstance(given, dict) else given).add_(y.square().mean())
+        return y
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lambda: {"aux": torch.zeros(())}, weighted),
+        (lambda: torch.zeros(()), lambda loss, given: loss + 0.1 * given),
+    ],
+    ids=["container", "argument"],
+)
+def test_losses_that_blocks_add_in_place_are_refused_before_training(make: Callable[[], Any], loss: Any) -> None:
+    """The number would be right, and its gradient nowhere."""
+    text = refusal(lambda: Handing(AddsLossInPlace, make, loss))
+    assert "block net.layers.0 has written to an argument in place" in text
+    assert "write out of place" in text
+
+
 @dataclass
 class State:
     x: Tensor
