@@ -231,8 +231,8 @@ def kind_of(value: Any) -> Kind | None:
     return _kind_of(type(value))  # type: ignore[arg-type]
 
 
-def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterator[tuple[Any, Any, Contents]]:
-    """Yield the containers and settings at and below ``values``: each, what of it is written to, and what that holds.
+def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[tuple[Any, Any, Contents]]:
+    """Return the containers and settings at and below ``values``: each, what of it is written to, and what that holds.
 
     What is written to is the container itself or the dictionary of an object's attributes; of a container that has
     attributes, too, first the one and then the other. Objects of libraries are left alone.
@@ -242,6 +242,7 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterat
         seen: what has been looked at, by identity; is added to, and not looked at again.
     """
     seen = {} if seen is None else seen
+    found: list[tuple[Any, Any, Contents]] = []
     waiting = [value for value in values if kind_of(value)]
     while waiting:
         value = waiting.pop()
@@ -252,16 +253,17 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterat
         if belongs_to_a_library(value):
             continue
         places = [value] if kind != "settings" else []
-        attributes = attributes_of(value) if kind != "tuple" else None
+        attributes = None if kind == "tuple" or type(value) in _READ else attributes_of(value)
         if attributes or (kind == "settings" and attributes is not None):
             places.append(attributes)
         for place in places:
             contents = read(place)
             if kind != "tuple":
-                yield value, place, contents
+                found.append((value, place, contents))
             if contents is not NOTHING:
                 below = (item for item in contents[-1] if kind_of(item))
                 waiting += below if kind != "settings" else (item for item in below if _is_small(item))
+    return found
 
 
 def _is_small(value: Any) -> bool:

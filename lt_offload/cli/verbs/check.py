@@ -26,5 +26,7 @@ def check(app: App) -> int:
         # Names of layers, of adapters' targets and of trained weights are those of a model, which takes no memory here.
         with torch.device("meta"):
             app.model.prepare(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+    if is_dir(user_path(app.datamodule.tokenizer_name)):
+        _ = app.datamodule.encoder  # the chat template is there, and fits
     print(f"{app.recipe}: every setting is known and of the right type")
     return 0

@@ -102,7 +102,8 @@ class Containers:
             has made, and a :class:`WrittenContainers`.
         """
         if not self.own:
-            return self._collected(forward(*args, **kwargs), [], [])
+            out = forward(*args, **kwargs)
+            return out if isinstance(out, Tensor) else self._collected(out, [], [])
         tensors = _tensors((args, kwargs))
         real = partial(self._real, tensors)
         given = [own if form is _GIVEN else _mapped(form, real) for form, own in zip(self.args, args, strict=True)]
@@ -119,7 +120,7 @@ class Containers:
 
     def _collected(self, out: Any, tensors: Sequence[Tensor], filled: Sequence[tuple[Any, Contents]]) -> Any:
         seen: dict[int, Any] = {}
-        found = list(holders(self.own, seen))
+        found = holders(self.own, seen)
         keys = frozenset(seen)  # not the objects: torch's function is part of a cycle, and would keep them
         leaves, spec = tree_flatten(out, is_leaf=lambda value: id(value) in keys or kind_of(value) == "settings")
         inside = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and kind_of(leaf)]
@@ -170,14 +171,14 @@ class Handed:
         self.args, self.kwargs = args, kwargs
         """With lists in place of containers."""
         given, seen = [*args, *kwargs.values()], dict[int, Any]()
-        found = [list(holders([value], seen)) for value in given]
-        own: dict[int, tuple[int, Any]] = {}
-        for value, _, _ in (holder for below in found for holder in below):
-            own.setdefault(id(value), (len(own), value))
-        if not own:
+        if not holders(given):
             self.containers = Containers(own=[], contents=[], args=[], kwargs={}, inner=frozenset())
             return
 
+        found = [holders([value], seen) for value in given]
+        own: dict[int, tuple[int, Any]] = {}
+        for value, _, _ in (holder for below in found for holder in below):
+            own.setdefault(id(value), (len(own), value))
         direct = [tensor for value in given if not _holds(value, own) for tensor in _tensors(value)]
         known = set(map(id, direct))
         # Numbers and keys, too: calls that differ in them may cost something else.

@@ -197,7 +197,7 @@ def build(sizes):
 def planned(memory, **sizes):  # what is left free in the heap afterwards has no account
     model, optimizer, batch = build(sizes)
     profile = lt_offload.profile(model, batch, optimizer=optimizer, hardware=this_machine())
-    return lt_offload.solve(profile, memory=memory)
+    return lt_offload.solve(profile, memory=memory, host_update=memory < 10**9)
 
 def train(plan, **sizes):
     model, optimizer, batch = build(sizes)
@@ -284,4 +284,4 @@ def test_the_process_takes_what_the_plan_says() -> None:
         assert 0.8 * found["before"] <= found["process"] <= found["before"]
         accounted = found["host"] - found["process"] + found["device"]
         assert found["grown"] <= accounted + 2_000_000
-        assert found["grown"] >= 0.9 * accounted
+        assert found["grown"] >= 0.85 * accounted

@@ -54,7 +54,7 @@ def warms_up(ranks: Ranks) -> bool:
     with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
         ranks.warm_up(torch.device("cpu"))
         without = sent.call_count
-        with mock.patch.object(ranks, "_on_device", ranks._gradients):
+        with mock.patch.object(ranks, "_on_device", ranks.machine.control):
             ranks.warm_up(torch.device("cpu"))
         return without == 0 and [call.args[0].nbytes for call in sent.call_args_list] == [BUCKET_BYTES]
 

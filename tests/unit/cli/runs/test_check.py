@@ -21,6 +21,7 @@ ELSEWHERE = {"trainer.devices", "trainer.num_nodes", "trainer.profiler", "traine
         (["--trainer.accumulate_grad_batches", "-1"], "accumulate_grad_batches=-1 must be at least 1"),
         (["--data.path", "[]"], "data.path=[] names no data; give a file, a folder or a name on the hub"),
         (["--data.path", "{}"], "data.path='{}' is no file here, and no name on the hub: Repo id must"),
+        (["--data.template", "1e30"], "data.template='1e30' is neither a shipped chat template nor a file; shipped"),
     ],
 )
 def test_what_a_run_refuses_is_refused(
