@@ -65,9 +65,7 @@ def profile_and_plan(
     before.warn_of_frozen(trainer.lightning_module)
     count, path = strategy.micro_batches, strategy.plan_path
     each = strategy.together(
-        lambda: before.measured(
-            strategy.root_device, processes=strategy.num_processes, machines=strategy.num_nodes
-        )
+        lambda: before.measured(strategy.root_device, processes=strategy.num_processes, machines=strategy.num_nodes)
     )
     # The first one's, as the profile that all have then is.
     known = each[0] if None not in each else None

@@ -155,9 +155,7 @@ for name, lines in json.loads(sys.argv[1]).items():
 """
 
 
-def run(
-    code: str, *args: str, autoload: bool = False, path: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
+def run(code: str, *args: str, autoload: bool = False, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload)), "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-W", "ignore", "-c", code, *args]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=path)
