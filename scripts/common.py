@@ -48,6 +48,22 @@ def versions(*others: str) -> dict[str, str]:
     return found
 
 
+def now() -> dict[str, str]:
+    """Return the date and the commit, with ``-dirty`` where the package here differs from it."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    dirty = "-dirty" if git("status", "--porcelain", "--", "lt_offload") else ""
+    return {"date": date.today().isoformat(), "commit": commit + dirty}
+
+
+def when(made: Mapping[str, Any]) -> str:
+    """Return what :func:`now` said when a result was made; some that no GPU has made again have no commit."""
+    return f"{made['date']} at commit {made['commit']}" if "commit" in made else str(made["date"])
+
+
 def save(name: str, kind: str, settings: Mapping[str, Any], figures: Mapping[str, Any], folder: Path) -> Path:
     """Write a result file and return its path.
 
@@ -62,7 +78,7 @@ def save(name: str, kind: str, settings: Mapping[str, Any], figures: Mapping[str
     path = folder / f"{name}.json"
     result = {
         "kind": kind,
-        "date": date.today().isoformat(),
+        **now(),
         "machine": machine(),
         "versions": versions(),
         "settings": dict(settings),

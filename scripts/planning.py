@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,6 +31,21 @@ _PHIS = (0.25, 0.5, 0.75, 1.0)
 def model_bytes(profile: Profile) -> int:
     """Return the bytes of weights, gradients and optimizer states."""
     return sum(t.bytes * (2 if t.trainable else 1) + t.state_bytes for t in profile.tensors)
+
+
+def gap(plan: Plan) -> float | None:
+    """Return by which part of its bound ``plan`` is above it; None where time was up before the bound was known."""
+    return plan.predicted.gap if plan.predicted.proved else None
+
+
+def shown(gap: float | None) -> str:
+    """Return a gap in words."""
+    return "not proved" if gap is None else f"{gap:.1%}"
+
+
+def worst(gap: float | None) -> float:
+    """Return a gap as it is sorted: what is not proved comes after all others."""
+    return math.inf if gap is None else gap
 
 
 def floor_bytes(profile: Profile) -> int:
@@ -80,7 +96,7 @@ def describe(plan: Plan, profile: Profile) -> dict[str, Any]:
         "budget_bytes": plan.budget_bytes,
         "predicted_s": plan.predicted.iteration_s,
         "predicted_peak_bytes": plan.predicted.device_peak_bytes,
-        "gap": plan.predicted.gap,
+        "gap": gap(plan),
         "weights_streamed": sum(sizes[t] for t in fetched) / sum(sizes),
         "updated_on_host": sum(on_host) / sum(sizes),
     }

@@ -3,7 +3,7 @@
     python -m scripts.tables            write the blocks between marks such as <!-- numbers --> and <!-- /numbers -->
     python -m scripts.tables --check    exit with 1 if they are not what the results say
 
-Every table names the script that made its figures, the machine and the date.
+Every table names the script that made its figures, the machine, the date and the commit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures, gpu_runs, several, states
 from scripts.hf import tables as trainer_tables
+from scripts.planning import shown, worst
 from scripts.simulated import clipping, kernels, large_updates, near_floor
 
 CURVE = "pictures/bench-curve.svg"
@@ -297,7 +298,7 @@ def bench_planner(results: Sequence[Result]) -> str:
             format_bytes(result["settings"]["memory_bytes"]),
             *_planned(case),
             format_seconds(case["goal_s"]) if case["goal_s"] else "",
-            f"{case['gap']:.1%}",
+            shown(case["gap"]),
             f"{case['iteration_s'] / case['finer_iteration_s'] - 1:+.1%}" if "finer_iteration_s" in case else "",
             f"{case['iteration_s'] / case['no_offload_s']:.2f}",
         ]
@@ -319,11 +320,11 @@ def bench_gaps(results: Sequence[Result]) -> str:
             format_bytes(case["host_peak_bytes"]),
             format_seconds(case["iteration_s"]),
             format_seconds(case["goal_s"]) if case["goal_s"] else "",
-            f"{case['gap']:.1%}",
+            shown(case["gap"]),
             f"{case['iteration_s'] / case['no_offload_s']:.2f}",
             *_planned(case),
         ]
-        for case in sorted(cases, key=lambda case: -case["gap"])
+        for case in sorted(cases, key=lambda case: -worst(case["gap"]))
     ]
     head = ["model", "budget", "RAM", "iteration, simulated", "goal", "gap to bound", "against no offload", *_PLANNED]
     return _section("Gaps to the lower bound", "scripts.bench.planner --gaps", results, head, rows)

@@ -18,7 +18,6 @@ import gc
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common import ROOT, arguments, machine_measured_once, save
+from scripts.common import arguments, machine_measured_once, save
 from tests import fake_cuda
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def main(given: Sequence[str] | None = None) -> int:
             row["simplest"] = simplest(programs[seed], bad[0], options.limit).features()
         rows = sorted([*rows, row], key=lambda row: int(row["seed"]))
         _show(row)
-        settings = {"device": _device(), "seeds": [first, end], "commit": _commit()}
+        settings = {"device": _device(), "seeds": [first, end]}
         save(options.file, "attack", settings, {"counts": counts(rows), "programs": rows}, options.results)
     print("\n".join(f"{budget:12s} {dict(each)}" for budget, each in counts(rows).items()))
     return int(any(run["outcome"] not in HARMLESS for row in rows for run in row["runs"]))
@@ -178,11 +177,6 @@ def _device() -> str:
     if fake_cuda.enabled():
         return "a CUDA device without a GPU (fake)"
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "the emulated device"
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

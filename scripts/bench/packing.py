@@ -18,6 +18,7 @@ from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan.iteration.memory import framework_bytes, room_within, usage
 from lt_offload.plan.settings import PLANNERS
 from scripts.common import arguments, save
+from scripts.planning import gap, shown
 
 HARDWARE = "rtx-3060-12gb"
 HOST_MEMORY = "256GB"
@@ -84,7 +85,7 @@ def filled(plan: Plan, profile: Profile) -> dict[str, Any]:
         "used": packing.live_peak / room if room else 1.0,
         "tensors": packing.tensors,
         "transfers": packing.transfers,
-        "gap": plan.predicted.gap,
+        "gap": gap(plan),
     }
 
 
@@ -95,7 +96,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{name} {row['reason'].partition(':')[0]}"
     return (
         f"{name} waste {row['waste']:.2%}, {row['used']:.1%} of the room in use, {row['tensors']} copies in "
-        f"{row['transfers']} transfers, gap {row['gap']:.1%}, {row['seconds']:.1f} s"
+        f"{row['transfers']} transfers, gap {shown(row['gap'])}, {row['seconds']:.1f} s"
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from lt_offload.replacing import replacing
 from scripts.bench.watch import Outcome
+from scripts.common import now
 
 Row = dict[str, Any]
 
@@ -138,7 +138,7 @@ class Results:
                 f"{self.path} holds rows of another machine ({old['gpu'] or old['processor']}), this is {here}; "
                 "give another folder with --out"
             )
-        self.document |= {**head, "date": date.today().isoformat(), "settings": dict(settings)}
+        self.document |= {**head, **now(), "settings": dict(settings)}
         self.document["figures"] |= {name: value for name, value in measured.items() if name not in head}
         self._write()
 

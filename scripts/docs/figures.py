@@ -7,21 +7,18 @@ from typing import Any
 
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from scripts.common import when
+from scripts.planning import shown, worst
 
 Result = dict[str, Any]
 Results = Mapping[str, Sequence[Result]]
 
 
-def origin(result: Result) -> str:
-    """Return on which machine and day a result was made."""
-    return f"{_machine(result)}, {result['date']}"
-
-
 def origins(results: Sequence[Result]) -> str:
-    """Return on which machines and days results were made, each machine once."""
+    """Return on which machines, on which days and at which commits results were made, each machine once."""
     days: dict[str, set[str]] = {}
     for result in results:
-        days.setdefault(_machine(result), set()).add(result["date"])
+        days.setdefault(_machine(result), set()).add(when(result))
     return "; ".join(f"{where}, {', '.join(sorted(dates))}" for where, dates in days.items())
 
 
@@ -95,10 +92,9 @@ def _simulated(results: Results) -> list[list[str]]:
 
 
 def _bound(results: Results) -> list[list[str]]:
-    gaps = [case["gap"] for case in _cases(results, "bench-gaps")]
-    return (
-        [_range("**simulated** iteration above the lower bound", gaps, "{:.1%}", "the first of them")] if gaps else []
-    )
+    gaps = sorted((case["gap"] for case in _cases(results, "bench-gaps")), key=worst)
+    what = "**simulated** iteration above the lower bound"
+    return [[what, shown(gaps[0]), shown(gaps[-1]), "the first of them"]] if gaps else []
 
 
 def _range(what: str, values: Sequence[float], form: str, command: str) -> list[str]:
@@ -146,16 +142,17 @@ def home(results: Sequence[Result]) -> str:
     head = ["recipe", "trains", "on", "device", "RAM", "time of an update"]
     rows = ["| " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * (len(head) - 3)]
     sizes: dict[str, None] = {}
-    for name, found in (item for result in results for item in result["figures"].items()):
+    used = []
+    for result, (name, found) in ((one, item) for one in results for item in one["figures"].items()):
         machine = load_hardware(found["hardware"])
         if machine.device_bytes <= HOME_DEVICE and machine.host_bytes <= HOME_RAM:
             cells = [f"`{name}`", found["title"], f"`{found['hardware'].partition(',')[0]}`"]
             cells += [format_bytes(found[key]) for key in ("device_peak_bytes", "host_peak_bytes")]
             rows.append("| " + " | ".join([*cells, format_seconds(found["iteration_s"])]) + " |")
             sizes[f"{found['samples']} x {found['sequence_length']}"] = None
-    made = origins(results)
+            used.append(result | found)
     update = f"An update has {' or '.join(sizes)} tokens."
-    return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({made}). {update}"])
+    return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({origins(used)}). {update}"])
 
 
 def by_ram(results: Sequence[Result]) -> str:
@@ -188,7 +185,9 @@ def mutants(results: Sequence[Result]) -> str:
         caught = result["figures"]["caught"]
         head = f"**{caught} of {len(found)} faults are noticed** (`python -m scripts.gpu.mutants`; "
         rows = [f"| {one['name']} | {one['order'] if one['caught'] else '**not**'} |" for one in found]
-        parts.append("\n".join([f"{head}{origin(result)})", "", "| fault | noticed, in order |", "|---|---|", *rows]))
+        parts.append(
+            "\n".join([f"{head}{origins([result])})", "", "| fault | noticed, in order |", "|---|---|", *rows])
+        )
     return "\n\n".join(parts)
 
 
@@ -202,6 +201,6 @@ def optimizers(results: Sequence[Result]) -> str:
         found = ", ".join(f"{counts[kind]} {said.get(kind, f'end otherwise ({kind})')}" for kind in sorted(counts))
         parts.append(
             f"Of the {tried} optimizers of {settings['package']} {settings['version']} that train a small model in a "
-            f"plain loop, {found} (`python -m scripts.agreement.optimizers`; {origin(result)})."
+            f"plain loop, {found} (`python -m scripts.agreement.optimizers`; {origins([result])})."
         )
     return "\n".join(parts)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.units import format_bytes, format_seconds
-from scripts.docs.figures import origin, origins
+from scripts.docs.figures import origins
 
 Result = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def budgets(results: Sequence[Result]) -> str:
         "| budget | planned peak | peak, by the driver | planned step | measured step |",
         "|---:|---:|---:|---:|---:|",
     ]
-    made: dict[str, None] = {}
+    made: list[dict[str, Any]] = []
     for result in results:
         for part in result["figures"]["parts"]:
             figures = (part.get("figures") or {}) if part["name"] == "memory" else {}
@@ -83,6 +83,6 @@ def budgets(results: Sequence[Result]) -> str:
                     sizes = (format_bytes(peak[key]) for key in ("budget", "predicted", "peak"))
                     times = (format_seconds(seconds[key]) for key in ("predicted_s", "measured_s"))
                     rows.append(f"| {' | '.join((*sizes, *times))} |")
-                    made[origin(dict(result))] = None
-    said = f"160 million parameters in fp32, 4 x 512 tokens ({'; '.join(made)})."
+                    made.append(dict(result))
+    said = f"160 million parameters in fp32, 4 x 512 tokens ({origins(made)})."
     return "\n".join([*rows, "", said]) if made else ""

@@ -72,12 +72,14 @@ def exit_codes() -> str:
 def recipe_table() -> str:
     """Return the shipped recipes with what their headers say."""
     lines = ["| recipe | what it trains | simulated |", "|---|---|---|"]
+    planned: dict[str, None] = {}
     for name, path in shipped().items():
         head = [line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
         figures = next((line for line in head if "imulated" in line), "")
         about = re.sub(r"--\S+ [\w.]+", r"`\g<0>`", head[0])
         lines.append(f"| `{name}` | {about} | {figures.partition(':')[2].strip()} |")
-    return "\n".join(lines)
+        planned |= dict.fromkeys(line for line in head if line.startswith("Planned on"))
+    return "\n".join([*lines, "", f"{'; '.join(planned)}."])
 
 
 def _paper(found: re.Match[str]) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from scripts.common import arguments, machine, save
+from scripts.common import arguments, read_json, save
+from scripts.docs.figures import origins
 from scripts.papers import memferry, offmate, pofo, weights
 from scripts.papers.rows import Row, Section
 
@@ -41,21 +42,21 @@ def main() -> int:
             parser.error(f"no section's key begins with {' or '.join(options.keys)}")
         return 0
     figures = {"sections": [_as_json(section) for section in found], "seconds": seconds}
-    print(save("papers", "papers", {"simulated": True}, figures, options.results))
+    result = read_json(save("papers", "papers", {"simulated": True}, figures, options.results))
     path = options.results / "papers.md"
-    path.write_text(page(found, machine()), encoding="utf-8")
+    path.write_text(page(found, result), encoding="utf-8")
     print(path)
     return 0
 
 
-def page(sections: Iterable[Section], made_on: Mapping[str, Any]) -> str:
+def page(sections: Iterable[Section], result: dict[str, Any]) -> str:
     """Return all sections as one Markdown page."""
     head = (
         "# The papers' tables, reproduced\n\n"
         "Made by `make papers`. Every figure under *ours* is **simulated** by this package's planners; nothing was\n"
         "measured on a GPU. The ratio is ours over published: below 1 where a time is shorter than the paper's, above\n"
         "1 where a throughput is higher. Published times were measured, with all that a model leaves out.\n\n"
-        f"Computed on {made_on['processor']}, {made_on['cores']} cores.\n\n"
+        f"Computed on {origins([result])}.\n\n"
     )
     return head + "\n".join(markdown(section) for section in sections)
 

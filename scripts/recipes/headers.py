@@ -22,7 +22,7 @@ from lt_offload.cli.draft.header import SimulatedStep, hardware_of, header, titl
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_seconds
-from scripts.common import RESULTS, read_json, save
+from scripts.common import RESULTS, now, read_json, save, when
 
 NAME = "recipes"
 SECONDS = 60.0
@@ -42,15 +42,14 @@ def planned(name: str, seconds: float) -> Figure | None:
         if lt_finetune(["plan", name, *flags]):
             return None
         plan = Plan.load(file)
-    return {"title": title_of(text), "hardware": hardware, "planner": plan.planner, "gap": plan.predicted.gap} | asdict(
-        SimulatedStep.of(plan)
-    )
+    what = {"title": title_of(text), "hardware": hardware, "planner": plan.planner}
+    return what | asdict(SimulatedStep.of(plan)) | now()
 
 
 def text_of(name: str, figure: Figure) -> str:
     """Return the text of recipe ``name`` with ``figure`` in its header."""
     text = recipes.shipped()[name].read_text(encoding="utf-8")
-    return with_header(text, header(title_of(text), name, hardware_of(text), figures_of(figure)))
+    return with_header(text, header(title_of(text), name, hardware_of(text), figures_of(figure), made=when(figure)))
 
 
 def figures_of(figure: Figure) -> SimulatedStep:

@@ -22,6 +22,7 @@ from lt_offload.profiling.from_config import load_model_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.units import format_bytes
 from scripts.common import RESULTS, save
+from scripts.planning import gap
 
 Result = dict[str, Any]
 
@@ -102,7 +103,7 @@ def cases(card: str, size: str, seconds: float) -> Iterator[dict[str, Any]]:
                 "peak_share": plan.peak_share,
                 "samples": profile.batch_size,
                 "accumulate": window,
-                "gap": plan.predicted.gap,
+                "gap": gap(plan),
                 "against_enough_memory": plan.predicted.iteration_s / plan.predicted.no_offload_s,
                 "host_peak_bytes": plan.predicted.host_peak_bytes,
                 "planner": plan.planner,

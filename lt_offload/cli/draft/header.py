@@ -56,7 +56,13 @@ class SimulatedStep:
 
 
 def header(
-    title: str, recipe: str, hardware: str | None, figures: SimulatedStep, *, flags: str = " --data.path my.json"
+    title: str,
+    recipe: str,
+    hardware: str | None,
+    figures: SimulatedStep,
+    *,
+    flags: str = " --data.path my.json",
+    made: str = "",
 ) -> list[str]:
     """Return the lines of the comment.
 
@@ -66,6 +72,7 @@ def header(
         hardware: the machine that was planned for, as ``--hardware`` takes it; None: this one.
         figures: of the plan.
         flags: with which it is run.
+        made: when it was planned, and with what.
     """
     step, enough = format_seconds(figures.iteration_s), format_seconds(figures.no_offload_s)
     device, host = format_bytes(figures.device_peak_bytes), format_bytes(figures.host_peak_bytes)
@@ -75,6 +82,7 @@ def header(
         f"#   lt-finetune plan {recipe}{f' --hardware {hardware}' if hardware else ''}",
         f"# Simulated there: {step} per step of {figures.samples} x {figures.sequence_length} tokens ({enough} with "
         f"enough memory), {device} on the GPU, {host} of RAM",
+        *([f"# Planned on {made}"] if made else []),
     ]
 
 

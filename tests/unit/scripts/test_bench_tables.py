@@ -149,12 +149,12 @@ def test_bounds_of_whole_tensors_are_higher_and_below_all_plans(seed: int) -> No
 
 def test_earlier_gaps_are_shown_beside_the_present_ones(tmp_path: Path) -> None:
     case = {"name": "small", "iteration_s": 2.0, "gap": 0.5, "host_peak_bytes": GB, "plan_cpu_s": 4.0}
-    runs = [[case, {**case, "name": "gone"}], [{**case, "iteration_s": 3.0}, {**case, "name": "new"}]]
+    runs = [[case, {**case, "name": "gone"}], [{**case, "iteration_s": 3.0, "gap": None}, {**case, "name": "new"}]]
     paths = []
     for number, cases in enumerate(runs):
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps({"figures": {"cases": cases}}))
     *_, new, slower, gone = planner.compared(*paths).splitlines()
     assert new.startswith("| new | 2 s | 1.000 |")
-    assert slower.startswith("| small | 2 s -> 3 s | 1.500 | 50.0% -> 50.0% | 1 GB -> 1 GB |")
+    assert slower.startswith("| small | 2 s -> 3 s | 1.500 | 50.0% -> not proved | 1 GB -> 1 GB |")
     assert gone.startswith("| gone | not planned again |")
