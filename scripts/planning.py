@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,18 @@ _FINER: tuple[tuple[Any, dict[str, Any]], ...] = (
     (schedules, {"_FEW_STEPS": 10**6}),
 )
 _PHIS = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass
+class Stopwatch:
+    """Seconds since it was made, by the clock and of the processor."""
+
+    began: float = field(default_factory=time.perf_counter)
+    worked: float = field(default_factory=time.process_time)
+
+    def figures(self) -> dict[str, float]:
+        """Return both."""
+        return {"plan_s": time.perf_counter() - self.began, "plan_cpu_s": time.process_time() - self.worked}
 
 
 def model_bytes(profile: Profile) -> int:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +33,7 @@ from lt_offload.report.plan_page import write_plan_report
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 from scripts.common import ROOT, arguments, read_json, save
 from scripts.papers.profiles import GB, llama7b_b4
-from scripts.planning import NO_LIMIT_S, best_plan, gap, model_bytes, shown
+from scripts.planning import NO_LIMIT_S, Stopwatch, best_plan, gap, model_bytes, shown
 
 GOALS = {40: 5.0, 80: 15.0}
 """Seconds of the processor, by number of layers."""
@@ -57,18 +56,6 @@ TIGHT = ((8, 11.7), (7, 12.8), (6, 14.1))
 BLOOM_GOAL_S = 1.29
 
 
-@dataclass
-class _Stopwatch:
-    """Seconds since it was made, by the clock and of the processor."""
-
-    began: float = field(default_factory=time.perf_counter)
-    worked: float = field(default_factory=time.process_time)
-
-    def figures(self) -> dict[str, float]:
-        """Return both."""
-        return {"plan_s": time.perf_counter() - self.began, "plan_cpu_s": time.process_time() - self.worked}
-
-
 def tight(limit_s: float) -> Iterator[dict[str, Any]]:
     """Plan where memory is short."""
     llama = llama7b_b4(32)
@@ -81,7 +68,7 @@ def tight(limit_s: float) -> Iterator[dict[str, Any]]:
 
 
 def _case(name: str, profile: lt_offload.Profile, gigabytes: int, goal: float, limit_s: float) -> dict[str, Any]:
-    watch = _Stopwatch()
+    watch = Stopwatch()
     plan = lt_offload.solve(profile, memory=int(gigabytes * GB), host_memory=int(128 * GB), time_limit=limit_s)
     return {"name": name, "goal_s": goal, **_figures(plan), **watch.figures()}
 
@@ -95,7 +82,7 @@ def recipes(limit_s: float) -> Iterator[dict[str, Any]]:
         with TemporaryDirectory() as folder:
             file = Path(folder) / "plan.json"
             flags = ["--hardware", card[1], "--save", str(file), "--trainer.strategy.solver_time_limit", str(limit_s)]
-            watch = _Stopwatch()
+            watch = Stopwatch()
             if run(["plan", recipe.stem, *flags]):
                 raise SystemExit(f"{recipe.stem} has no plan")
             times = watch.figures()
@@ -134,8 +121,7 @@ def gaps(only: str, limit_s: float, folder: Path) -> int:
         for case in found(limit_s) if only in ("all", kind) else ():
             cases.append({"kind": kind, **case})
             _show(case)
-    figures = {"cases": cases}
-    print(save("bench-gaps", "bench-gaps", {"only": only, "seconds": limit_s}, figures, folder))
+            save("bench-gaps", "bench-gaps", {"only": only, "seconds": limit_s}, {"cases": cases}, folder)
     return 0
 
 
@@ -160,7 +146,7 @@ def compared(before: Path, after: Path) -> str:
 
 
 def _finer(profile: lt_offload.Profile, room: dict[str, str]) -> dict[str, float]:
-    watch = _Stopwatch()
+    watch = Stopwatch()
     plan = best_plan(profile, **room)
     return {"finer_iteration_s": plan.predicted.iteration_s, "finer_plan_cpu_s": watch.figures()["plan_cpu_s"]}
 
@@ -196,7 +182,7 @@ def main() -> int:
         began = time.perf_counter()
         profile = lt_offload.profile_config(config, dtype="bfloat16", hardware=options.hardware, **shape)
         profiled = time.perf_counter()
-        watch, room = _Stopwatch(), {"memory": options.memory, "host_memory": options.host_memory}
+        watch, room = Stopwatch(), {"memory": options.memory, "host_memory": options.host_memory}
         limit_s = NO_LIMIT_S if options.finer else options.seconds
         plan = lt_offload.solve(profile, **room, time_limit=limit_s)
         planned, done = watch.figures(), time.perf_counter()

@@ -19,7 +19,8 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.resources import shipped_files
 from lt_offload.schema.profile import HardwareProfile, Profile
 from lt_offload.units import parse_bytes
-from scripts.common import arguments, read_json, save
+from scripts.common import arguments, save
+from scripts.planning import Stopwatch
 
 CARDS = ("rtx-3070-8gb", "rtx-3060-12gb", "rtx-4060ti-16gb", "rtx-3090")
 RAM = "128GB"
@@ -63,6 +64,7 @@ def profiled(model: str, way: str, machine: HardwareProfile) -> Profile:
 
 def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
     """Plan ``model`` on ``card`` and return the figures of a row."""
+    watch = Stopwatch()
     machine = load_hardware(f"{card},ram={RAM}")
     profile = profiled(model, way, machine)
     found: dict[str, Any] = {"model": model, "way": way, "card": card, "reason": "", "iteration_s": None}
@@ -70,7 +72,7 @@ def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
         plan = lt_offload.solve(profile, memory=machine.device_bytes, time_limit=seconds)
     except InfeasibleError as error:
         needs_ram = str(error).startswith("host_memory")
-        return found | {"reason": f"more than {RAM} of RAM" if needs_ram else ""}
+        return found | {"reason": f"more than {RAM} of RAM" if needs_ram else ""} | watch.figures()
     predicted = plan.predicted
     return found | {
         "iteration_s": predicted.iteration_s,
@@ -78,25 +80,24 @@ def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
         "host_peak_bytes": predicted.host_peak_bytes,
         "device_peak_bytes": predicted.device_peak_bytes,
         "planner": plan.planner,
+        **watch.figures(),
     }
 
 
-def home(model: str, way: str, seconds: float) -> list[dict[str, Any]]:
-    """Plan ``model`` on a card of 12 GB with the RAM of home machines and return a row for each."""
+def home(model: str, way: str, ram: str, seconds: float) -> dict[str, Any]:
+    """Plan ``model`` on a card of 12 GB with the ``ram`` of a home machine and return the figures of a row."""
+    watch = Stopwatch()
     machine = load_hardware(HOME_CARD)
     profile = profiled(model, way, machine)
-    rows = []
-    for ram in HOME_RAM:
-        found: dict[str, Any] = {"model": model, "way": way, "ram": ram, "iteration_s": None}
-        try:
-            left = int(_LEFT * parse_bytes(ram))
-            plan = lt_offload.solve(profile, memory=machine.device_bytes, host_memory=left, time_limit=seconds)
-        except InfeasibleError as error:
-            rows.append(found | {"needed_host_bytes": error.needed_host_bytes})
-            continue
-        predicted = plan.predicted
-        rows.append(found | {"iteration_s": predicted.iteration_s, "host_peak_bytes": predicted.host_peak_bytes})
-    return rows
+    found: dict[str, Any] = {"model": model, "way": way, "ram": ram, "iteration_s": None}
+    try:
+        left = int(_LEFT * parse_bytes(ram))
+        plan = lt_offload.solve(profile, memory=machine.device_bytes, host_memory=left, time_limit=seconds)
+    except InfeasibleError as error:
+        return found | {"needed_host_bytes": error.needed_host_bytes} | watch.figures()
+    predicted = plan.predicted
+    figures = {"iteration_s": predicted.iteration_s, "host_peak_bytes": predicted.host_peak_bytes}
+    return found | figures | watch.figures()
 
 
 def main() -> None:
@@ -106,17 +107,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=known, default=known)
     parser.add_argument("--seconds", type=float, default=30.0, help="for each plan")
     parser.add_argument("--home", action="store_true", help="by RAM instead of by card")
-    parser.add_argument("--ways", nargs="+", choices=HOME_WAYS, help="with --home: only these; other rows stay")
     options = parser.parse_args()
     if options.home:
         settings = {"card": HOME_CARD, "rams": HOME_RAM, "ways": list(HOME_WAYS), "batch": BATCH, "left": _LEFT}
         settings["seconds"] = options.seconds
         for model in options.models:
-            file = options.results / f"home-{model}.json"
-            known = read_json(file)["figures"]["rows"] if options.ways and file.is_file() else []
-            made = {way: home(model, way, options.seconds) for way in options.ways or HOME_WAYS}
-            kept = {way: [row for row in known if row["way"] == way] for way in HOME_WAYS}
-            rows = [row for way in HOME_WAYS for row in made.get(way, kept[way])]
+            rows = [home(model, way, ram, options.seconds) for way in HOME_WAYS for ram in HOME_RAM]
             print(save(f"home-{model}", "home", settings | {"model": model}, {"rows": rows}, options.results))
         return
     cards = [{"name": card, "bytes": load_hardware(card).device_bytes} for card in CARDS]

@@ -23,6 +23,7 @@ from lt_offload.cli.main import main as lt_finetune
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_seconds
 from scripts.common import RESULTS, now, read_json, save, when
+from scripts.planning import Stopwatch
 
 NAME = "recipes"
 SECONDS = 60.0
@@ -39,11 +40,12 @@ def planned(name: str, seconds: float) -> Figure | None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         flags = ["--hardware", hardware, "--save", str(file), "--trainer.strategy.solver_time_limit", str(seconds)]
+        watch = Stopwatch()
         if lt_finetune(["plan", name, *flags]):
             return None
         plan = Plan.load(file)
     what = {"title": title_of(text), "hardware": hardware, "planner": plan.planner}
-    return what | asdict(SimulatedStep.of(plan)) | now()
+    return what | asdict(SimulatedStep.of(plan)) | watch.figures() | now()
 
 
 def text_of(name: str, figure: Figure) -> str:

@@ -148,14 +148,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="what a plan may take")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     options = parser.parse_args()
-    found = [case for card in CARDS for size in SIZES for case in cases(card, size, options.seconds)]
+    found: list[dict[str, Any]] = []
     measured = [
         {"card": card, "model": size, "system": system, "tokens_per_s": rate}
         for (card, size), rows in MEASURED.items()
         for system, rate in rows
     ]
     settings = {"ram_bytes": RAM, "sequence_length": LENGTH, "seconds": options.seconds, "source": LLMQ}
-    print(save("large-updates", "large-updates", settings, {"cases": found, "measured": measured}, options.output))
+    for card in CARDS:
+        for size in SIZES:
+            found += cases(card, size, options.seconds)
+            figures = {"cases": found, "measured": measured}
+            print(save("large-updates", "large-updates", settings, figures, options.output))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,66 @@
-"""What published tables say of where they are from."""
+"""Published tables: what they say of where they are from, and that today's planner plans what they show."""
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from scripts import common
+from scripts.docs import fits
+from scripts.recipes import headers
+from tests import sampling
+
+OFF = 0.03
+"""By so much may a published figure differ from today's."""
+SOON_S = 20.0
+"""Rows that took longer of the processor are not planned again."""
+
+
+class Row(NamedTuple):
+    """A row of a table, and what makes it again with the time limit that it had."""
+
+    name: str
+    published: dict[str, Any]
+    again: Callable[[], dict[str, Any] | None]
+
+
+def of_recipes() -> Iterator[Row]:
+    result = common.read_json(common.RESULTS / "recipes.json")
+    for name, figure in result["figures"].items():
+        yield Row(name, figure, partial(headers.planned, name, result["settings"]["seconds"]))
+
+
+def of_fits(kind: str, rows: str, column: str, plan: Callable[..., dict[str, Any]]) -> Iterator[Row]:
+    for path in sorted(common.RESULTS.glob(f"{kind}-*.json")):
+        result = common.read_json(path)
+        for row in result["figures"][rows]:
+            what = (row["model"], row["way"], row[column])
+            yield Row(", ".join((kind, *what)), row, partial(plan, *what, result["settings"]["seconds"]))
+
+
+TABLES = (of_recipes(), of_fits("fits", "cases", "card", fits.case), of_fits("home", "rows", "ram", fits.home))
+
+
+def drawn() -> list[Row]:
+    """Return one row, two of each table with ``--every-row``, of those that are planned soon."""
+    tables = [[row for row in table if row.published.get("plan_cpu_s", 0.0) <= SOON_S] for table in TABLES]
+    assert all(tables)
+    rows = [row for number, table in enumerate(tables) for row in sampling.some(table, 2, f"table {number}")]
+    return rows if sampling.EVERY_ROW else sampling.some(rows, 1)
+
+
+@pytest.mark.parametrize("row", drawn(), ids=lambda row: row.name)
+def test_the_planner_of_today_plans_what_is_published(row: Row) -> None:
+    today = row.again()
+    assert today is not None
+    for figure in ("iteration_s", "needed_host_bytes"):
+        assert today.get(figure) == pytest.approx(row.published.get(figure), rel=OFF), figure
+    assert today.get("reason") == row.published.get("reason")
 
 
 def test_the_commit_says_whether_the_package_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
