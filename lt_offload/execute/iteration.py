@@ -27,7 +27,7 @@ class State(Enum):
     FORWARD = "a forward with gradients has begun, and its backward has not; or such forwards wait for others"
     BACKWARD = "a backward has begun, whose gradients are used by updates or not in a sum yet"
     ADDED = "gradients of micro-batches have been added up, and nothing else is going on"
-    SETTLING = "updates that have waited for all gradients are being carried out"
+    SETTLING = "updates are being carried out whose gradients are all in sums"
     FAILED = "an iteration broke off: weights are of two steps, or sums are gone, until the next one is complete"
 
 
@@ -113,14 +113,11 @@ OPEN_OR_UPDATING = Condition(
 )
 OUTSIDE = Condition("outside the step", lambda iteration: not (iteration.enclosed or iteration.manual))
 WAITING = Condition("while forwards wait", lambda i: not i.window.delayed and i.waiting() > 0)
-SHORT = Condition("unless updates wait", lambda i: not i.window.delayed and i.window.added > 0)
 BEGUN = Condition("within a window", lambda iteration: iteration.begun > 0)
 
 _FORWARDS_WAIT = Refused(
     "FORWARDS", "{waiting} forwards with gradients had no backward before optimizer.step()", WAITING
 )
-_TOO_SOON = Refused("WINDOW", "optimizer.step() was called before the last micro-batch of the window", SHORT)
-_SHORT = Refused("WINDOW", "the update after {added} micro-batches had no backward of its own", SHORT)
 _BETWEEN = Refused("FORWARDS", "the model was called without gradients between a forward and its backward", PASSING)
 _SET = "{use} after {begun} of {size} micro-batches; set it before the first one, or after optimizer.step()"
 # Settling ends before anybody else is called, so whoever finds the machine there comes after an error.
@@ -152,20 +149,12 @@ TABLE: dict[Transition, dict[State, Outcome]] = {
     Transition.CARRY: _row(None, idle=Next.REST),
     Transition.STEP: _row(
         Next.SAME,
-        forward=Outcome(Next.SAME, (_FORWARDS_WAIT, _TOO_SOON)),
+        forward=Outcome(Next.SAME, (_FORWARDS_WAIT,)),
         backward=Outcome(Next.SAME, (_FORWARDS_WAIT,)),
-        added=Outcome(Next.SAME, (_TOO_SOON,)),
         settling=_BROKEN_OFF,
     ),
     Transition.SETTLE: _row(None, forward=State.SETTLING, added=State.SETTLING),
-    # A step without a backward has nothing to update with, as in plain PyTorch. It is wrong only if sums are left over.
-    Transition.UPDATED: _row(
-        Next.SAME,
-        forward=Outcome(Next.SAME, (_SHORT,)),
-        backward=State.IDLE,
-        added=Outcome(Next.SAME, (_SHORT,)),
-        settling=State.IDLE,
-    ),
+    Transition.UPDATED: _row(None, backward=State.IDLE, settling=State.IDLE),
     Transition.READ: _row(
         Next.SAME,
         backward=Outcome(Next.SAME, (Refused("HALFWAY", "{use}", UPDATING),)),

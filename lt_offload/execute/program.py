@@ -58,9 +58,9 @@ class Walk:
         self._steps = self._programs[which]
         self._gradients.start(which, last=last)
 
-    def settle(self) -> None:
-        """Carry out the updates for which all gradients are there."""
-        self.start("settling")
+    def settle(self, which: Pass) -> None:
+        """Carry out the updates of this kind of pass without its computations: the sums are all there is."""
+        self.start(which)
         for at, step in enumerate(self._steps):
             self.begin(at)
             for op in step.settled:
@@ -187,11 +187,8 @@ def program(plan: Plan, which: Pass) -> list[StepOps]:
         elif op.kind == "prefetch":
             (step.before if step.compute is None else step.after).append(op)
         elif op.uses_gradients:
-            # On the device, gradients drive what uses them, within the backward. A settling pass has none to do that.
-            if op.lane == "host":
-                step.updates.append(op)
-            elif which == "settling":
-                step.settled.append(op)
+            # On the device, gradients drive what uses them, within the backward, and `settled` is for passes without.
+            (step.updates if op.lane == "host" else step.settled).append(op)
         elif op.kind == "reduce":
             step.reduced.append(op)
         # Copies of gradients are issued by `send`, as gradients are complete.

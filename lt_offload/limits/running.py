@@ -144,7 +144,7 @@ KEPT_GRADIENT = while_running(
     instead="keep a clone (p.grad.clone())",
 )
 ONE_BACKWARD = while_running(
-    "more backwards per optimizer step than was said, or none: skipped steps, retain_graph",
+    "more backwards per optimizer step than was said, retain_graph",
     why="the last backward updates the weights, also one that fails on its way",
     instead="call forward, backward and optimizer.step() once each per iteration, or as often as accumulate=... of "
     "offloaded says; after an error in a backward go on from a checkpoint",
@@ -159,11 +159,10 @@ CLIPPED = while_running(
     why="they are clipped when updates use them, all of them once: first by norm, then by value",
     instead="clip once, after the last backward, by norm before by value",
 )
-WINDOW = while_running(
-    "windows of other numbers of micro-batches than was said, last micro-batches without a loss",
-    why="the last backward of a window updates the weights, so that it has to be known before it begins",
-    instead="set accumulate=... of offloaded, or engine.accumulate before a window, to the number of backwards per "
-    "optimizer.step(); return a loss for the last micro-batch",
+NO_LAST_BACKWARD = while_running(
+    "several processes, and a training_step that returns None for the last micro-batch of accumulate_grad_batches",
+    why="gradients are exchanged with the last backward, and without it ddp's processes go on with other weights each",
+    instead="return a loss that is 0 there: 0 * loss",
 )
 FORWARDS = while_running(
     "other calls of the model between a forward and its backward than the sample had, backwards in another order",

@@ -191,7 +191,7 @@ class FollowedLoop:
         self._after_backward, self._gradients, self._passes = after_backward, gradients, passes
         self._iteration, self._window = iteration, iteration.window
         self._guard, self._view = guard, view
-        calls = self._end_backward, lambda: iteration.ran_backward, self._begin_step, finish, view.leave
+        calls = self._end_backward, self._consumed, self._begin_step, finish, view.leave
         hooks = ManualLoop(view.consumed, guard.suspended, optimizer, *calls)
         self.remove = hooks.remove
         iteration.manual, passes.manual = True, hooks
@@ -217,5 +217,9 @@ class FollowedLoop:
         if self._window.delayed:
             with self._guard.suspended:
                 self._view.begin_step_of_loop(final=self._gradients.clip_value is None)
+        if not self._iteration.ran_backward:
             self._gradients.clip_rest()
         return self._iteration.begun > 0
+
+    def _consumed(self) -> bool:
+        return self._iteration.begun > 0 and not self._window.delayed

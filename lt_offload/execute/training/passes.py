@@ -309,6 +309,7 @@ class Passes:
         self._complete()
         self._iteration.enter(Transition.ADD)
         if self.of_all is not None and self._window.last and not self.waiting:
+            self._rest_complete = True
             self.of_all.add_up(by_updates=not shown)
 
     def update(self, *, keep: bool) -> bool:
@@ -317,12 +318,8 @@ class Passes:
         Args:
             keep: what updates that have waited use can be shown afterwards.
         """
-        if self._window.delayed:
+        if self._window.delayed or not self._iteration.ran_backward:
             return self._settle(keep=keep)
-        if not self._iteration.ran_backward:
-            self._iteration.enter(Transition.UPDATED)
-            self._restart()
-            return False
         self._iteration.check(Transition.STEP)  # a step of ours, too, must leave no forward waiting
         self._complete()
         self.complete_rest()
@@ -345,11 +342,13 @@ class Passes:
             self.of_all.add_up_rest()
 
     def _settle(self, *, keep: bool) -> bool:
-        """Carry out the updates that have waited for all gradients, if there are any."""
+        """Carry out the updates that have waited for all gradients, or for a last backward that has not come."""
         # Norms of gradients that somebody has asked for are those of the sums, in every process.
         self.end(shown=keep or self._gradients.square_sums is not None)
         if not self._window.added:
             return False
+        if self.of_all is not None and not self._rest_complete:
+            raise limits.NO_LAST_BACKWARD.error("the last micro-batch before optimizer.step() had no backward")
         self._view.shown.take()
         if self.common is not None:
             self.common.begin(beside=False)
@@ -357,7 +356,7 @@ class Passes:
             self._residency.settle()
         self._iteration.enter(Transition.SETTLE)
         with self._view.kept(self._gradients, self._residency) if keep else nullcontext():
-            self._walk.settle()
+            self._walk.settle("settling" if self._window.delayed else "updating")
         if self.common is not None:
             self.common.end()
         return True

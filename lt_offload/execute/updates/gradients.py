@@ -406,7 +406,7 @@ class Gradients:
         if updating and self.square_sums is not None:
             sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
         groups = list(dict.fromkeys(groups))
-        if self._which == "settling":  # no gradient that arrives comes after what has read the weights
+        if len(arrived) < len(ready):  # no gradient that arrives comes after what has read the weights
             read += [self.device.mark(), *(group.last_fetch for group in groups)]
         parted = [w.total.places for w in mine if w.total is not None and w.total.parted] if updating else []
         work = _using(adding, parted, sums, [(edit, grads)] if edit is not None else [], update)
@@ -449,18 +449,23 @@ class Gradients:
         if first:
             table.begun, table.filled = False, _filled(weight)
         sums = total if total is not None and (table.filled or not updating) else None
+        groups = [weight.group] * updating + ([sums.group] if sums is not None else [])
+        arrived = self._arrived.pop(weight.index, None)
+        grad = self._host_grads[weight.index]
+        if first and arrived is None:  # no backward has come: the sum is all there is
+            assert sums is not None
+            grad, sums = sums.host, None
         use = RowUse(
             sums=sums.host if sums is not None else None,
             update=self.updates.prepare_rows(weight, begins=first) if updating else None,
             edit=self.clipping.edit(),
             squares=self.square_sums,
         )
-        groups = [weight.group] * updating + ([sums.group] if sums is not None else [])
-        arrived = self._arrived.pop(weight.index, None)
+        begins = [self.device.mark() if arrived is None else arrived]
         event = self.device.submit(
             "host",
-            table.other_rows(self._host_grads[weight.index], use) if first else table.looked_up(use),
-            after=distinct([self.device.mark() if arrived is None else arrived, *(g.host_ready for g in groups)]),
+            table.other_rows(grad, use) if first else table.looked_up(use),
+            after=distinct([*begins, *(e for g in groups for e in (g.host_ready, g.last_fetch))]),
             reads=[weight.grad_cell if first else table.cell],
             writes=[table.aside, *(group.host_cell for group in groups)],
             label=op.label,

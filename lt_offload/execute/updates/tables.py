@@ -111,6 +111,7 @@ class Table:
         """A forward begins whose tokens count."""
         self._calls.clear()
         self._found.clear()
+        self._sizes = []
         self._rows, self._open, self._before = None, True, 0
 
     def _noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -211,7 +211,7 @@ class ManualLoop:
         suspended: a context in which no use of theirs is watched.
         optimizer: whose step ends an iteration.
         end_backward: is called at the end of each backward.
-        ran_backward: tells whether updates have run during the backward of this iteration.
+        consumed: tells whether parameters hold gradients that updates have used, or are to use with the step.
         begin_step: is called when a step begins; returns whether there is something to update with.
         finish: ends an iteration.
         leave: lets parameters hold what updates have left of their gradients.
@@ -223,19 +223,19 @@ class ManualLoop:
         suspended: AbstractContextManager[None],
         optimizer: Optimizer,
         end_backward: Callable[[], None],
-        ran_backward: Callable[[], bool],
+        consumed: Callable[[], bool],
         begin_step: Callable[[], bool],
         finish: Callable[[], None],
         leave: Callable[[], None],
     ) -> None:
         self._gradients, self._suspended = gradients, suspended
         self._end, self._begin_step, self._finish, self._leave = end_backward, begin_step, finish, leave
-        self._ran_backward = ran_backward
+        self._consumed = consumed
         self._used = False
         """The step uses gradients up."""
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] = []
-        """Of the groups, as the updates have used them."""
+        """Of the groups, as the updates have used them; none before there are any."""
         self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
 
     def remove(self) -> None:
@@ -245,9 +245,9 @@ class ManualLoop:
     def begin_backward(self, *, updating: bool) -> None:
         """A backward has begun; to be called from within it. ``updating``: the step follows it."""
         after_backward(self._end_backward)
+        self._options = _options(self._optimizer) if updating else []
         if not updating:
             return
-        self._options = _options(self._optimizer)
         # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
         self._hooks.enclose()
 
@@ -272,14 +272,13 @@ class ManualLoop:
         self._used = self._begin_step()
         # Every access to `param.grad` would go through the guard's modes, which have nothing to see in it.
         with self._suspended:
-            self._gradients.check(present=self._ran_backward())
+            self._gradients.check(present=self._consumed())
             self._gradients.drop()
         self._check_options()
 
     def _check_options(self) -> None:
-        if not self._ran_backward():
-            return
-        for index, (used, now) in enumerate(zip(self._options, _options(self._optimizer), strict=True)):
+        options, self._options = self._options, []
+        for index, (used, now) in enumerate(zip(options, _options(self._optimizer), strict=False)):
             for name, value in now.items():
                 if name not in used or not _equal(used[name], value):
                     change = f"from {used.get(name)} to {value}"

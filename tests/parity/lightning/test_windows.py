@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.errors import ConfigError, InfeasibleError, PlanError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate, windows
 from tests import sampling
@@ -162,13 +162,45 @@ def test_a_step_without_a_loss_in_the_middle_is_left_out_as_in_stock() -> None:
     assert differences(*runs) == []
 
 
+def smallest(options: dict[str, Any], **settings: Any) -> int:
+    """Return the memory that the error for too little names."""
+    with pytest.raises(InfeasibleError) as error:
+        fit(OffmateStrategy(memory=10_000), padded(options), **settings)
+    assert error.value.needed_bytes is not None
+    return error.value.needed_bytes
+
+
+CLIPPINGS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    {"gradient_clip_val": 1e-3},
+]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_window_whose_last_step_has_no_loss_is_refused() -> None:
-    module = seeded_module(batch_size=1)
-    step = module.training_step
-    module.training_step = lambda batch, batch_idx: None if batch_idx == 1 else step(batch, batch_idx)
-    with pytest.raises(UnsupportedError, match="after 1 micro-batches had no backward"):
-        fit(OffmateStrategy(memory="200MB"), module, accumulate_grad_batches=2)
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize(("options", "clipping"), sampling.grid(MODELS, CLIPPINGS, count=3))
+def test_after_a_last_step_without_a_loss_the_sums_are_used(
+    options: dict[str, Any], clipping: dict[str, Any], forward: bool
+) -> None:
+    def run(strategy: Any) -> Run:
+        module = padded(options | {"batch_size": 1})
+        step = module.training_step
+
+        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+            loss: Tensor | None = step(batch, batch_idx) if forward or batch_idx != 2 else None
+            return loss if batch_idx != 2 else None
+
+        module.training_step = training_step
+        return fit(strategy, module, **settings)
+
+    settings: dict[str, Any] = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, **clipping}
+    stock, least = run("auto"), smallest(options | {"batch_size": 1}, **settings)
+    for memory in sampling.one((least, 2 * least, 200_000_000)):
+        for offload in (True, False):
+            assert differences(stock, run(OffmateStrategy(memory=memory, activation_offload=offload))) == []
+    assert stock.trainer.global_step == 4
 
 
 def test_no_checkpoint_in_the_middle_of_a_window(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import lt_offload
-from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.errors import ConfigError, InfeasibleError, PlanError, UnsupportedError
 from lt_offload.execute.engine import Engine
+from tests import sampling
 from tests.support import models
 
 Loop = tuple[nn.Module, torch.optim.Optimizer, Engine]
@@ -24,7 +25,8 @@ def ours(**settings: Any) -> Iterator[Loop]:
     model = models.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     batch = models.batch(model)
-    with lt_offload.offloaded(model, optimizer, batch, memory="100MB", accelerator="cpu", **settings) as engine:
+    settings = {"memory": "100MB", "accelerator": "cpu"} | settings
+    with lt_offload.offloaded(model, optimizer, batch, **settings) as engine:
         yield model, optimizer, engine
 
 
@@ -63,6 +65,27 @@ def windows(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine |
 
 def test_windows_of_a_loop() -> None:
     require_equal(windows, accumulate=2)
+
+
+def short(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    for number, seeds in enumerate(((0,), (1, 2), (3,), (4,))):
+        for seed in seeds:
+            backward(model, seed)
+        if number == 2:
+            model(**models.batch(model, seed=5))
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_offload": False}, {"delayed": True}])
+def test_windows_may_be_shorter_than_was_said(options: dict[str, Any]) -> None:
+    with pytest.raises(InfeasibleError) as error, ours(memory=10_000, accumulate=2, **options):
+        pass
+    least = error.value.needed_bytes
+    assert least is not None
+    for memory in sampling.one((least, 2 * least, 100_000_000)):
+        require_equal(short, accumulate=2, memory=memory, **options)
 
 
 def weighted(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
@@ -282,11 +305,6 @@ def test_what_is_refused() -> None:
         pass
 
 
-def early(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
-    backward(model, 0)
-    optimizer.step()
-
-
 def late(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
     for seed in range(3):
         backward(model, seed)
@@ -349,7 +367,6 @@ def run(steps: Any, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (early, "before the last micro-batch"),
         (late, "second time after a backward"),
         (resized, "after 1 of 2 micro-batches"),
         (zeroed, "removed or replaced"),
