@@ -304,12 +304,10 @@ class _ModelCall:
         self._users: Counter[int | None] = Counter()
         """By storage, how many blocks were given it as an activation."""
         self._sizes: dict[int | None, int] = {}
-        self._outputs: list[weakref.ref[Tensor]] = []
-        """What blocks have returned, as the model sees it."""
-        self._handed_on: list[weakref.ref[Tensor]] = []
-        """The previous block's among these."""
+        self._activations: list[weakref.ref[Tensor]] = []
+        """What blocks were given and have returned, as the model sees it."""
         self._handed: list[Tensor] = []
-        """Outputs of the last block but one, held until the loss's backward has been run."""
+        """Those that were there when the last block was called, held until the loss's backward has been run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
         self._ends: list[GradientEdge] = []
@@ -346,16 +344,18 @@ class _ModelCall:
 
     def saved_between(self, live: Mapping[int, int]) -> set[int | None]:
         """Return the storages of ``live`` that blocks had in common with operations between them, which save them."""
-        others = (*self._shared, *self._leaves.values())
-        return (self._interfaces & live.keys() & self.before_loss) - self._copies - {*map(self._account.serial, others)}
+        alive = {self._account.serial(tensor) for held in self._activations if (tensor := held()) is not None}
+        others = {self._account.serial(tensor) for tensor in (*self._shared, *self._leaves.values())}
+        others |= {self._account.serial(tensor) for tensor in self._handed} - alive
+        return (self._interfaces & live.keys() & self.before_loss) - self._copies - others
 
     def retained_bytes(self) -> int:
         """Return the bytes of gradients that outputs of blocks retain, and of leaves with theirs.
 
         A leaf lives as long as the graph, which the next forward begins beside: its caller still has the loss.
         """
-        alive = [output for held in self._outputs if (output := held()) is not None]
-        retained = sum(output.nbytes for output in alive if output.retains_grad)
+        alive = {id(tensor): tensor for held in self._activations if (tensor := held()) is not None}
+        retained = sum(tensor.nbytes for tensor in alive.values() if tensor.retains_grad)
         return retained + 2 * sum(leaf.nbytes for leaf in self._leaves.values())
 
     def run(
@@ -383,9 +383,10 @@ class _ModelCall:
         original = original if cutter is None else in_parts(original, cutter)
         last = self.complete
         if last:
-            # The input is the block's, and so is what it was made from: it is not the loss that gives them back.
+            # They are blocks', even those that the model's own code has in its variables only: it is not the loss that
+            # gives them back.
             self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._handed = [output for held in self._handed_on if (output := held()) is not None]
+            self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
             live = self._account.live()
             self.masks = live.keys() - self._interfaces
             self.between = sum(live[serial] for serial in self.masks)
@@ -404,11 +405,8 @@ class _ModelCall:
         if call.has_backward:
             position = itertools.count()
             out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
-        returned = [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._outputs += returned
+        self._activations += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._ends += [get_gradient_edge(t) for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        if not last:
-            self._handed_on = returned
         self._last_output = BlockOutput(out)
         if last:
             recorder.watch.begin(out)
@@ -449,6 +447,7 @@ class _ModelCall:
                 self._users[serial] += leaf.requires_grad
                 self._sizes[serial] = leaf.nbytes
                 self._graph.append(leaf.grad_fn)
+                self._activations.append(weakref.ref(leaf))
             else:
                 self._shared.append(leaf)
         given = {self._account.serial(leaf) for _, leaf in tensors}
@@ -495,8 +494,8 @@ class _ModelCall:
         if self.chained[-1] or any(isinstance(node, BackwardCFunction) for node in between):
             return
         rest = [p for p in rest if p.requires_grad]
-        outputs = [output for held in self._outputs if (output := held()) is not None]
-        watched = [*roots, *rest, *leaves.values(), *outputs]
+        alive = [tensor for held in self._activations if (tensor := held()) is not None]
+        watched = [*roots, *rest, *leaves.values(), *alive]
         if not between or any(map(tensor_hooks_of, watched)):
             return
         before = self._account.current
