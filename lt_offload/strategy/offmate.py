@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import adds_up, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import ConfigError, OffloadError, OverBudget, ProcessError, because
+from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError, because
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
@@ -48,7 +48,7 @@ from lt_offload.strategy.replan import Replanning, follow, measured_again, plann
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.facts import facts
 from lt_offload.suggest import naming_options
-from lt_offload.units import Budget
+from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -135,14 +135,11 @@ class OffmateStrategy(Records, Checkpoints):
         )
         """The settings of plans; budgets that nobody has named are still to be resolved."""
         self.memory, self.host_memory = self.settings.device.nbytes, self.settings.host.nbytes
-        self.batch_size = batch_size
-        self.micro_batches = micro_batches
-        self.blocks = blocks
-        self.plan_path = plan
+        self.batch_size, self.micro_batches = batch_size, micro_batches
+        self.blocks, self.plan_path = blocks, plan
         self.async_checkpoint = async_checkpoint
         self.report_dir = report_dir
-        self.explain = False
-        """Whether the whole plan is shown before training, and not just one paragraph about it."""
+        self.explain = False  # whether the whole plan is shown before training, and not just one paragraph about it
         self.profile: Profile | None = None
         """Made with the first batch, as ``plan`` is; before that only ``batch_size="auto"`` makes both."""
         self.plan: Plan | None = None
@@ -160,8 +157,7 @@ class OffmateStrategy(Records, Checkpoints):
         """The first batch of training and its number, until it is planned."""
         self._before = Before()
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
-        self._undo = ExitStack()
-        """What ``teardown`` puts back."""
+        self._undo = ExitStack()  # what ``teardown`` puts back
         self._watch = ExitStack()  # holds the budget between iterations, too
 
     @property
@@ -295,24 +291,28 @@ class OffmateStrategy(Records, Checkpoints):
         try:
             self._install(None, None, self._budget)
         except (ConfigError, OverBudget) as error:
-            self._close_engine()
-            move_rest(self._module, self._structure(), torch.device("cpu"))
             self._plan_early(trainer, error)
 
     def _plan_early(self, trainer: Any, why: OffloadError) -> None:
         """Plan before training, where not even forwards fit without a plan: mostly that says how much memory would do.
 
+        A step that needs what later hooks make is planned with its first batch: there is no engine until then.
+
         Raises:
             OffloadError: what planning says, or ``why``.
         """
+        self._close_engine()
+        move_rest(self._module, self._structure(), torch.device("cpu"))
         try:
             with sample.isolated(self.namespace):
                 batch = sample.SampleBatch.early(trainer)
             self._plan_for(batch)
+        except ProcessError as error:
+            raise why from error  # others have heard of it, and left
         except Exception as error:
-            # Of a step that needs what hooks make, too; or others have heard of ``why``, and left.
-            clear = isinstance(error, OffloadError) and not isinstance(error, ProcessError)
-            raise error if clear else why from error
+            self._close_engine()
+            if isinstance(error, OffloadError):
+                raise
 
     def _plan_first_batch(self) -> None:
         """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""
@@ -322,8 +322,8 @@ class OffmateStrategy(Records, Checkpoints):
         # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         with planning(trainer):
-            assert self.engine is not None
-            self.engine.handover.take_in()
+            if self.engine is not None:
+                self.engine.handover.take_in()
             self._close_engine()
             gc.collect()  # or what refers to itself in the old engine would seem to hold weights
             with sample.isolated(self.namespace):
@@ -506,8 +506,8 @@ class OffmateStrategy(Records, Checkpoints):
                 return super().validation_step(*args, **kwargs)
         except OverBudget as error:
             if windows.fitting(self._trainer) and self.plan is None:
-                self._close_engine()
                 self._plan_early(self._trainer, error)
+            self._streaming()  # without an engine it says why
             raise
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -565,7 +565,11 @@ class OffmateStrategy(Records, Checkpoints):
         return self.settings.device.resolved(lambda: self.part_of_memory(free_memory(self.root_device)))
 
     def _streaming(self) -> AbstractContextManager[None]:
-        assert self.engine is not None
+        if self.engine is None:
+            raise InfeasibleError(
+                f"memory={format_bytes(self._budget)} is too small for a validation before training; set "
+                "num_sanity_val_steps=0, and the first batch says which memory is the smallest that works"
+            )
         return self.engine.inference()
 
 
