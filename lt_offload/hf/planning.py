@@ -16,6 +16,7 @@ from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.session import check_replay, prepare, solved
+from lt_offload.strategy.replay import as_measured
 from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
@@ -51,11 +52,13 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
         )
         return None, plan
     measured: dict[int, Profile] = {}
+    # States are in RAM by now where the run goes on, from a checkpoint or by another plan.
+    known = run.profile or run.before.measured(run.device, processes=1, machines=1)
 
     def profile(parts: int) -> Profile:
         # Solving again, with more in reserve, asks for the same figures.
         if parts not in measured:
-            measured[parts] = measure(
+            found = measure(
                 run.model,
                 batch,
                 optimizer=run.optimizer,
@@ -63,17 +66,23 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
                 structure=structure,
                 run=step,
                 micro_batches=parts,
+                **as_measured(known, run.optimizer),
             )
+            measured[parts] = found if known is None else replace(found, contention=known.contention)
         return measured[parts]
 
-    planning = settings.planning(trainer.args.gradient_accumulation_steps)
+    planning, count = run.planning, run.before.parts(settings.micro_batches)
     evaluated = evaluation.device_bytes(run)
+    if count != "auto":
+        own = run.before.own_plan(profile(count), planning, budget, evaluated=evaluated)
+        if own is not None:
+            return profile(count), own
 
     def solve(memory: int, reserved: int) -> tuple[Profile, Plan]:
         return solved(
             lambda parts: _with_reserve(profile(parts), reserved),
             replace(planning, memory=memory),
-            settings.micro_batches,
+            count,
         )
 
     reserved = _reserve(solve, budget, evaluated) if evaluated else 0

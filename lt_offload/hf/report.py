@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lt_offload.errors import ConfigError
 from lt_offload.replacing import replacing
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.report.run_page import write_run_report
+from lt_offload.strategy.replay import Before
 
 if TYPE_CHECKING:
     from lt_offload.execute.engine import Engine
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 FOLDER = "lt_offload"
 """The folder of reports in the Trainer's ``output_dir``."""
+RECORD = "lt_offload.json"
+"""The file in a checkpoint that says how its run trains."""
 _NAMES = {"loss": "train_loss", "learning_rate": "lr", "eval_loss": "val_loss"}
 """The names in a report of what a Trainer logs."""
 _KEPT = ("grad_norm", "tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb")
@@ -83,6 +88,30 @@ def save_plan(run: Run) -> None:
     run.plan.save(folder / "plan.json")
     if run.profile is not None:
         run.profile.save(folder / "profile.json")
+
+
+def save_record(checkpoint: Path, record: Mapping[str, Any]) -> None:
+    """Write how a run trains into the folder of its ``checkpoint``."""
+    with replacing(checkpoint / RECORD) as new:
+        new.write_text(json.dumps(record), encoding="utf-8")
+
+
+def read_record(checkpoint: Path) -> Before:
+    """Return what the folder of a ``checkpoint`` says of its run; nothing, if plain transformers wrote it.
+
+    Raises:
+        ConfigError: if that cannot be read.
+    """
+    path = checkpoint / RECORD
+    if not path.is_file():
+        return Before()
+    try:
+        return Before.of(json.loads(path.read_text(encoding="utf-8")), say)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); use another checkpoint, or remove that file: "
+            "the run is then planned again, and trains what is not frozen"
+        ) from error
 
 
 def save_report(run: Run, engine: Engine) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +24,22 @@ from lt_offload.hf.planning import profile_and_plan
 from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.step import kept
 from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.plan import Settings
 from lt_offload.profiling.hardware import free_memory
 from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.session import installed, streamed
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
+from lt_offload.strategy.replay import Before, record
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+_UNFREEZE = (
+    "a Trainer's own optimizer holds the weights that train when train() is called: unfreeze them before, or give all "
+    "in optimizers="
+)
 
 
 class Run:
@@ -58,6 +66,8 @@ class Run:
         self.interrupts = Interrupts()
         self._others: list[nn.Module] = []
         """Models beside the one that is trained."""
+        self.before = Before()
+        """The run that this one goes on with, until there is a plan."""
         self._speed = report.Speed()
         self._beside_open = False
         self._around = ExitStack()
@@ -116,6 +126,7 @@ class Run:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Enclose a training, whatever becomes of it."""
+        self.before = Before()
         try:
             self.interrupts.install()
             yield
@@ -134,12 +145,33 @@ class Run:
         self.plan = self.profile = None
         self._size = batches.Size(0, 0, False)
         self.model, self._loader = self.trainer.accelerator.unwrap_model(model), loader
-        optimizer = self.trainer.optimizer
-        # accelerate wraps the optimizer, and others may have wrapped it before.
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        self.optimizer = optimizer
+        self.optimizer = self._innermost_optimizer()
         self._around.enter_context(self._beside(self.model))
+
+    def _innermost_optimizer(self) -> Optimizer:
+        """Return the optimizer itself: accelerate wraps it, and others may have wrapped it before."""
+        found: Any = self.trainer.optimizer
+        while hasattr(found, "optimizer"):
+            found = found.optimizer
+        optimizer: Optimizer = found
+        return optimizer
+
+    def goes_on(self, checkpoint: Path) -> None:
+        """Take note of the run whose ``checkpoint`` is about to be loaded, and train what that trained."""
+        self.before = report.read_record(checkpoint)
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        self.before.train_as_before(model, [self._innermost_optimizer()], _UNFREEZE)
+
+    def save_record(self, checkpoint: Path) -> None:
+        """Note in the folder of a checkpoint how this run trains."""
+        if self.plan is not None:
+            found = record(self.model, self.profile, self.plan, self.planning)
+            report.save_record(checkpoint, found)
+
+    @property
+    def planning(self) -> Settings:
+        """The settings of plans."""
+        return self.settings.planning(self.trainer.args.gradient_accumulation_steps)
 
     def expect(self, coming: Sequence[Any]) -> None:
         """Plan for the micro-batches of the update that is ``coming``, unless the present plan serves."""
@@ -177,10 +209,12 @@ class Run:
     def _plan_for(self, batch: Any) -> None:
         """Measure a step with ``batch``, plan, and let the engine of that plan take over."""
         again = self.plan is not None
+        self.before.warn_of_frozen(self.model)
         self._close()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         with kept(self.trainer):
             self.profile, self.plan = profile_and_plan(self, batch, self._budget)
+        self.before = Before()
         self._size = self._size.beside(batches.Size.of(batch))
         self._planned = batches.on_host(batch)
         report.save_plan(self)

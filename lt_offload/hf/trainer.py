@@ -6,6 +6,7 @@ Each method does what the Trainer does, in a surrounding; all that is decided is
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,20 @@ class Offloaded:
         norm = self._theirs._get_grad_norm(*args, **kwargs)
         self.offmate.show_gradients()
         return norm
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Say beside the states how the run trains: which weights, and by which plan."""
+        self._theirs._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            self.offmate.save_record(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Train the weights that the run of the checkpoint has trained, and go on by its plan."""
+        if checkpoint is not None:
+            self.offmate.goes_on(Path(checkpoint))
+        self._theirs._load_optimizer_and_scheduler(checkpoint)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

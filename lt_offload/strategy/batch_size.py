@@ -28,7 +28,7 @@ from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import sample
-from lt_offload.strategy.replay import Before
+from lt_offload.strategy.replay import KEY, Before
 
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 """Hooks that are called after the size was chosen."""
@@ -113,7 +113,7 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
     Raises:
         ConfigError: if the checkpoint does not say its size, or the plan is for another one.
     """
-    before = Before.of(trainer).batch_size
+    before = Before.of(loaded_checkpoint(trainer).get(KEY)).batch_size
     planned = None if plan_path is None else Plan.load(plan_path).batch_size
     if loaded_checkpoint(trainer):
         if before is None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.compat.lightning import adds_up, skips_backward, trainer_of
+from lt_offload.compat.lightning import adds_up, loaded_checkpoint, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError, because
 from lt_offload.execute import open_device
@@ -242,7 +242,7 @@ class OffmateStrategy(Records, Checkpoints):
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
             self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
-            self._before = Before.of(trainer)
+            self._before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
             if self.batch_size == "auto":
                 self._set_batch_size(trainer)
             self.setup_optimizers(trainer)

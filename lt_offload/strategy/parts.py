@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lt_offload.errors import ConfigError
 from lt_offload.model.parts import check_micro_batches as check_number
@@ -69,14 +69,12 @@ def profile_and_plan(
     )
     # The first one's, as the profile that all have then is.
     known = each[0] if None not in each else None
-    hardware = None if known is None else known.hardware
-    updates = None if known is None or known.optimizer.name != type(optimizer).__name__ else known.optimizer
 
     def measure(parts: int) -> Profile:
-        again = partial(sample.measure, trainer, optimizer, batch, hardware=hardware, updates=updates)
+        again = partial(sample.measure, trainer, optimizer, batch, **replay.as_measured(known, optimizer))
         measured = partial(again, micro_batches=parts)
         with sample.isolated(strategy.namespace):
-            found = strategy.one_profile(measured, known=hardware)
+            found = strategy.one_profile(measured, known=None if known is None else known.hardware)
         return found if known is None else replace(found, contention=known.contention)
 
     if path is not None:
@@ -85,14 +83,7 @@ def profile_and_plan(
         warn_of_change(before.batch_size, profile.batch_size)
         return profile, replay.replay(path, profile, budget), False
     settings: Settings = replace(strategy.settings, memory=budget)
-    parts = before.micro_batches
-    if count == "auto" and parts is not None:
-        count = parts
-    elif parts not in (None, count) and count != "auto":
-        rank_zero_warn(
-            f"offmate: the run of the checkpoint had micro_batches={parts}, this one has {count}: sums of gradients "
-            "are in another order, so that last bits change; micro_batches='auto' keeps what it was"
-        )
+    count = before.parts(count)
     profile = measure(1 if count == "auto" else count)
     warn_of_change(before.batch_size, profile.batch_size)
     own = before.own_plan(profile, strategy.settings, budget)

@@ -5,7 +5,7 @@ It is in a file of its own, or in the checkpoint of the run that goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +15,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.lightning import loaded_checkpoint
-from lt_offload.errors import PlanError
+from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute.memory.common import check_beside
 from lt_offload.execute.program import check_match
 from lt_offload.model.blocks import Structure
 from lt_offload.plan import Settings, check
+from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import measured_before
 from lt_offload.schema.files import from_json, to_json
 from lt_offload.schema.plan import PLAN_SCHEMA, Plan, problems
@@ -29,7 +29,7 @@ from lt_offload.suggest import some
 
 ONE_BATCH = Settings()
 """One micro-batch per update, no clipping by norm."""
-_KEY = "lt_offload"
+KEY = "lt_offload"
 """The key of what the strategy adds to a checkpoint."""
 
 
@@ -118,25 +118,23 @@ def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
 # -- in checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def record(checkpoint: dict[str, Any], module: nn.Module, profile: Profile, plan: Plan, settings: Settings) -> None:
-    """Note in ``checkpoint`` how its run trains: which weights, in which batches, by which plan for which settings.
+def record(module: nn.Module, profile: Profile | None, plan: Plan, settings: Settings) -> dict[str, Any]:
+    """Return how a run trains, for its checkpoint: which weights, in which batches, by which plan for which settings.
 
     A profile comes with it: to measure machine and optimizer takes RAM, in which the states are when a run goes on.
     """
-    checkpoint[_KEY] = {
-        "batch_size": profile.batch_size,
-        "micro_batches": profile.parts,
+    return {
+        "batch_size": plan.batch_size,
+        "micro_batches": plan.parts,
         "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
         "settings": settings.values(),
-        "profile": to_json(profile),
+        "profile": None if profile is None else to_json(profile),
         "plan": to_json(plan),
     }
 
 
-def trained_before(checkpoint: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the names of the weights that the run of ``checkpoint`` trained; None if it does not say."""
-    names = checkpoint.get(_KEY, {}).get("trained")
-    return None if names is None else frozenset(names)
+def _say(sentence: str) -> None:
+    rank_zero_info(f"offmate: {sentence}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,22 +147,48 @@ class Before:
     settings: Mapping[str, object] = field(default_factory=dict)
     profile: str | None = None
     plan: str | None = None
+    say: Callable[[str], None] = _say
 
     @classmethod
-    def of(cls, trainer: Any) -> Before:
-        """Return what the checkpoint that ``trainer`` has loaded says; it forgets that before training begins."""
-        checkpoint = loaded_checkpoint(trainer)
-        noted = checkpoint.get(_KEY)
+    def of(cls, noted: Mapping[str, Any] | None, say: Callable[[str], None] = _say) -> Before:
+        """Return what :func:`record` has ``noted`` in a checkpoint."""
         if noted is None:
-            return cls()
+            return cls(say=say)
+        trained = noted.get("trained")
         return cls(
             batch_size=noted["batch_size"],
             micro_batches=int(noted.get("micro_batches", 1)),
-            trained=trained_before(checkpoint),
+            trained=None if trained is None else frozenset(trained),
             settings=noted.get("settings", {}),
             profile=noted.get("profile"),
             plan=noted.get("plan"),
+            say=say,
         )
+
+    def train_as_before(self, module: nn.Module, optimizers: Iterable[Optimizer], way_out: str) -> None:
+        """Freeze and unfreeze weights as they were when the checkpoint was written.
+
+        Raises:
+            ConfigError: if weights that were trained are in no optimizer now; ends with ``way_out``.
+        """
+        trained = self.trained
+        if trained is None:
+            return
+        held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        parameters = dict(module.named_parameters())
+        if lost := [name for name, p in parameters.items() if name in trained and p not in held]:
+            what = "trained weights that no optimizer of this run holds"
+            raise ConfigError(f"the run of the checkpoint {what}: {some(lost)}; {way_out}")
+        for trains in (True, False):
+            changed = [n for n, p in parameters.items() if p.requires_grad != trains and (n in trained) == trains]
+            for name in changed:
+                parameters[name].requires_grad_(trains)
+                owner: Any = module.get_submodule(name.rpartition(".")[0])
+                if trains and getattr(owner, "running_mean", None) is not None:
+                    owner.track_running_stats = True  # of a batch norm, for which BaseFinetuning switches it off
+            if changed:
+                how = "trained" if trains else "frozen"
+                self.say(f"as in the run of the checkpoint, from now on {how}: {some(changed)}")
 
     def warn_of_frozen(self, module: nn.Module) -> None:
         """Name the weights that trained in the run before, and do not now: a hook has frozen them since they were."""
@@ -174,6 +198,18 @@ class Before:
                 f"offmate: trained in the run of the checkpoint, and frozen now by a hook of this one: {some(frozen)}; "
                 "if they are to train on, let that hook see that the run is resumed"
             )
+
+    def parts(self, count: int | Literal["auto"]) -> int | Literal["auto"]:
+        """Return in how many parts batches are taken where ``count`` is set; says so if that were other numbers."""
+        if count == "auto":
+            return self.micro_batches or count
+        if self.micro_batches not in (None, count):
+            rank_zero_warn(
+                f"offmate: the run of the checkpoint had micro_batches={self.micro_batches}, this one has {count}: "
+                "sums of gradients are in another order, so that last bits change; micro_batches='auto' keeps what it "
+                "was"
+            )
+        return count
 
     def measured(self, device: torch.device, *, processes: int, machines: int) -> Profile | None:
         """Return what the run before has measured, if that was on as many ``machines`` with such a ``device``.
@@ -190,7 +226,7 @@ class Before:
         try:
             profile = from_json(Profile, self.profile, source="the checkpoint's profile", schema=PROFILE_SCHEMA)
         except PlanError as error:
-            rank_zero_info(f"offmate: the machine is measured again: {error}")
+            self.say(f"the machine is measured again: {error}")
             return None
         machine = measured_before(profile.hardware, device)
         # Processes of one machine share its links and its RAM.
@@ -198,28 +234,30 @@ class Before:
             return None
         return replace(profile, hardware=machine)
 
-    def own_plan(self, profile: Profile, settings: Settings, budget: int) -> Plan | None:
+    def own_plan(self, profile: Profile, settings: Settings, budget: int, *, evaluated: int = 0) -> Plan | None:
         """Return the plan of the run before, None if there is none or it cannot be carried out here.
 
         Args:
             profile: of the run that goes on.
             settings: of its plans.
             budget: bytes of the device.
+            evaluated: those that evaluations take beside what the plan decides about.
         """
         if self.plan is None:
             return None
         try:
             plan = from_json(Plan, self.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
         except PlanError as error:
-            rank_zero_info(f"offmate: the run is planned again: {error}")
+            self.say(f"the run is planned again: {error}")
             return None
         host = min(plan.host_budget_bytes, settings.host_budget(profile.hardware))
         plan = replace(plan, budget_bytes=min(plan.budget_bytes, budget), host_budget_bytes=host)
-        why = next(self._misfits(plan, profile, settings), None)
+        lacks = evaluated > room_within(plan.budget_bytes, profile) - plan.arena_bytes
+        why = next(self._misfits(plan, profile, settings), "it has no room for evaluations" if lacks else None)
         if why is not None:
-            rank_zero_info(f"offmate: the checkpoint's plan does not serve here, and the run is planned again: {why}")
+            self.say(f"the checkpoint's plan does not serve here, and the run is planned again: {why}")
             return None
-        rank_zero_info("offmate: the plan is that of the checkpoint's run")
+        self.say("the plan is that of the checkpoint's run")
         return plan
 
     def _misfits(self, plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
@@ -234,3 +272,11 @@ class Before:
             yield f"it has micro_batches={plan.parts}"
         yield from problems(plan)
         yield from check(plan, profile)
+
+
+def as_measured(known: Profile | None, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what need not be measured once more, as arguments of :func:`lt_offload.profile`."""
+    if known is None:
+        return {}
+    same = known.optimizer.name == type(optimizer).__name__
+    return {"hardware": known.hardware, "updates": known.optimizer if same else None}

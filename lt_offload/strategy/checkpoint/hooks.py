@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,8 +20,7 @@ from lt_offload.strategy.checkpoint import sums
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state, local, reading_once
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.namespaces import NAMESPACES, bind
-from lt_offload.strategy.replay import record, trained_before
-from lt_offload.suggest import some
+from lt_offload.strategy.replay import KEY, Before, record
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +36,10 @@ else:
     _Base = object
 
 _LATER = "; save after an optimizer step, for example with every_n_train_steps"
+_UNFREEZE = (
+    "if a callback unfroze them and added them to the optimizer, let it do so again in on_fit_start, before states are "
+    "loaded, as Lightning's BaseFinetuning does"
+)
 _ASYNC = "AsyncCheckpointIO"
 _STOCK = {f"{namespace}.plugins.io.async_plugin" for namespace in NAMESPACES}
 
@@ -164,7 +167,7 @@ class Checkpoints(_Base):
             return
         first = self.is_global_zero
         if first and self.profile is not None and self.plan is not None:
-            record(checkpoint, self._module, self.profile, self.plan, self.settings)
+            checkpoint[KEY] = record(self._module, self.profile, self.plan, self.settings)
         files, later = self._files()
         path = None if storage_options is not None else local(filepath)
         engine = self.engine
@@ -222,7 +225,7 @@ class Checkpoints(_Base):
 
         The weights train that the run of the checkpoint has trained, whichever of them were frozen at its start.
         """
-        self._train_as_before(checkpoint)
+        Before.of(checkpoint.get(KEY)).train_as_before(self._module, self.optimizers, _UNFREEZE)
         saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
         # All are looked at before the first one is changed.
@@ -232,34 +235,6 @@ class Checkpoints(_Base):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 with loading_state(optimizer):
                     load_optimizer_state(optimizer, state, unchanged)
-
-    def _train_as_before(self, checkpoint: Mapping[str, Any]) -> None:
-        """Freeze and unfreeze weights as they were when ``checkpoint`` was written.
-
-        Raises:
-            ConfigError: if weights that were trained are in no optimizer now.
-        """
-        trained = trained_before(checkpoint)
-        if trained is None:
-            return
-        held = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        parameters = dict(self._module.named_parameters())
-        if lost := [name for name, p in parameters.items() if name in trained and p not in held]:
-            raise ConfigError(
-                f"the run of the checkpoint trained weights that no optimizer of this run holds: {some(lost)}; if a "
-                "callback unfroze them and added them to the optimizer, let it do so again in on_fit_start, before "
-                "states are loaded, as Lightning's BaseFinetuning does"
-            )
-        for trains in (True, False):
-            changed = [n for n, p in parameters.items() if p.requires_grad != trains and (n in trained) == trains]
-            for name in changed:
-                parameters[name].requires_grad_(trains)
-                owner: Any = self._module.get_submodule(name.rpartition(".")[0])
-                if trains and getattr(owner, "running_mean", None) is not None:
-                    owner.track_running_stats = True  # of a batch norm, for which BaseFinetuning switches it off
-            if changed:
-                how = "trained" if trains else "frozen"
-                rank_zero_info(f"offmate: as in the run of the checkpoint, from now on {how}: {some(changed)}")
 
     def _complete(self) -> None:
         """Wait for what is on its way to the host, unless the iteration was left halfway."""

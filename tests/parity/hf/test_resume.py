@@ -1,0 +1,156 @@
+"""A Trainer that goes on from a checkpoint: it has the plan, the RAM and the trained weights of its run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import lt_offload
+from lt_offload.errors import ConfigError
+from lt_offload.hf.report import RECORD
+from lt_offload.profiling import measure
+from lt_offload.strategy import replay
+from scripts.hf import cases
+from scripts.hf.runs import Outcome, train
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+ROOT = Path(__file__).parents[3]
+
+
+def two_steps(folder: Path) -> str:
+    return str(folder / "out" / "checkpoint-2")
+
+
+def unmeasured(patch: pytest.MonkeyPatch) -> None:
+    """Only the model may be measured."""
+    for name in ("measure_hardware", "measure_optimizer", "measure_contention"):
+        patch.setattr(measure, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_it_has_the_plan_of_its_run(evaluates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "_eval_dataset": cases.rows(5)} if evaluates else {}
+    make = cases.plain(**SAVING, **evaluation)
+    context = partial(lt_offload.hf_trainer, host_memory="4GB", planner="stream")
+    whole = train(make, tmp_path, context(memory="150kB"))
+    monkeypatch.setattr("lt_offload.profiling.hardware.available_host_bytes", lambda: 8 * 10**9)
+    unmeasured(monkeypatch)
+    again = {"resume_from_checkpoint": two_steps(tmp_path)}
+    resumed = train(make, tmp_path / "again", context(memory="150kB"), **again)
+    assert resumed.offmate.plan == whole.offmate.plan
+    assert Outcome.of(whole).differs(Outcome.of(resumed)) == []
+    # Another budget is another plan, for which the process takes what it took.
+    other = train(make, tmp_path / "other", context(memory="300kB"), **again)
+    assert other.offmate.plan.budget_bytes == 300_000
+    assert other.offmate.plan.process_bytes == whole.offmate.plan.process_bytes
+    assert Outcome.of(whole).differs(Outcome.of(other)) == []
+
+
+class Swapping(TrainerCallback):  # type: ignore[misc]
+    """After the first step the embedding trains, and the head does not any more."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 1:
+            model.model.embed_tokens.requires_grad_(True)
+            model.lm_head.requires_grad_(False)
+
+
+def swapped(model: Any) -> Any:
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+def held(folder: Path) -> Any:
+    """A Trainer whose optimizer holds all weights, the frozen ones, too."""
+    model = swapped(cases.llama())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings: Any = {"_optimizers": (optimizer, None), "_callbacks": [Swapping()]}
+    return cases.plain(lambda: model, **SAVING, **settings)(folder)
+
+
+class Freezing(TrainerCallback):  # type: ignore[misc]
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        swapped(model)
+
+
+def test_it_trains_the_weights_that_its_run_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = partial(lt_offload.hf_trainer, memory="200kB", planner="stream")
+    whole = train(held, tmp_path / "plain")
+    assert Outcome.of(whole).differs(Outcome.of(train(held, tmp_path, context()))) == []
+    resumed = train(held, tmp_path / "again", context(), resume_from_checkpoint=two_steps(tmp_path))
+    assert Outcome.of(whole).differs(Outcome.of(resumed)) == []
+    said: list[str] = []
+    monkeypatch.setattr(replay, "rank_zero_warn", said.append)
+
+    def freezing(folder: Path) -> Any:
+        trainer = held(folder)
+        trainer.add_callback(Freezing())
+        return trainer
+
+    train(freezing, tmp_path / "frozen", context(), resume_from_checkpoint=two_steps(tmp_path))
+    assert [sentence.split(": ")[-1].split(";")[0] for sentence in said] == ["model.embed_tokens.weight"]
+
+
+def test_weights_that_no_optimizer_holds_are_named(tmp_path: Path) -> None:
+    """A Trainer's own has those that train when it is made."""
+    context = partial(lt_offload.hf_trainer, memory="1GB", planner="resident")
+    train(held, tmp_path, context())
+    make: Callable[[Path], Any] = cases.plain(lambda: swapped(cases.llama()), **SAVING)
+    said = r"no optimizer of this run holds: model\.embed_tokens\.weight; a Trainer's own .* in optimizers="
+    with pytest.raises(ConfigError, match=said):
+        train(make, tmp_path / "again", context(), resume_from_checkpoint=two_steps(tmp_path))
+    (Path(two_steps(tmp_path)) / RECORD).write_text("{")
+    with pytest.raises(ConfigError, match=rf"{RECORD}' is damaged \(JSONDecodeError.*; use another checkpoint, or"):
+        train(make, tmp_path / "again", context(), resume_from_checkpoint=two_steps(tmp_path))
+
+
+CHILD = """
+import sys, torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+import lt_offload
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1536, 1536) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return {"loss": x.square().mean()}
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+quiet = dict(report_to=[], disable_tqdm=True)
+args = TrainingArguments(folder, use_cpu=True, max_steps=steps, save_steps=1, per_device_train_batch_size=2, **quiet)
+with lt_offload.hf_trainer(memory="60MB", host_memory="2GB"):
+    trainer = Trainer(Model(), args, train_dataset=[{"x": torch.ones(1536)}] * 8)
+trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if steps > 2 else None)
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]
+print(trainer.offmate.plan.process_bytes, trainer.offmate.plan.budget_bytes, int(peak) << 10)
+"""
+
+
+@pytest.mark.slow
+def test_it_takes_no_more_ram_than_its_run(tmp_path: Path) -> None:
+    """Weights and states take 170 MB. The heap is not to keep what is freed: nobody could say how much that is."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+
+    def child(steps: int) -> list[int]:
+        command = [sys.executable, "-c", CHILD, str(tmp_path), str(steps)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [int(word) for word in done.stdout.splitlines()[-1].split()]
+
+    (process, device, peak), (again, same, after) = child(2), child(4)
+    assert (again, same) == (process, device)
+    assert after < peak + 40_000_000
