@@ -19,7 +19,7 @@ from lt_offload.errors import ConfigError, OverBudget, PlanError
 from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
-from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.compiled import hide_from_copies
 from lt_offload.model.parts import check_micro_batches
@@ -96,10 +96,11 @@ def offloaded(
             measure, model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run
         )
         planning = settings.within(partial(free_memory, torch_device))
-        _, plan = solved(lambda parts: measured(micro_batches=parts), planning, micro_batches)
+        profile, plan = solved(lambda parts: measured(micro_batches=parts), planning, micro_batches)
+        structure = as_called(model, structure, [block.name for block in profile.blocks])
     else:
         check_replay(plan, settings.device.nbytes, switches, micro_batches)
-        check_use(
+        structure = check_use(
             model,
             sample_batch,
             device=torch_device,

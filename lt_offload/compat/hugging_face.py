@@ -56,7 +56,8 @@ def untie(model: Any) -> None:
 
 def unsplittable(module: Any) -> Any:
     """Return the names of the classes that a model's author says are layers; None where nobody has said so."""
-    return getattr(module, "_no_split_modules", None)
+    # The class's own: an object has those of all models within it, too.
+    return getattr(type(module), "_no_split_modules", None)
 
 
 def is_base(module: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lt_offload.errors import InfeasibleError
 from lt_offload.hf import evaluation
 from lt_offload.hf.step import TrainingStep
+from lt_offload.model.blocks import Structure, as_called
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import check_host_memory, check_memory
 from lt_offload.profiling.measure import check_use
@@ -26,8 +27,8 @@ _TRIES = 12
 """Plans that are made to find out what has to be left free for evaluations."""
 
 
-def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan]:
-    """Measure a step with ``batch`` and plan for ``budget``.
+def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan, Structure]:
+    """Measure a step with ``batch``, plan for ``budget``, and return the blocks that the plan is for, too.
 
     Raises:
         InfeasibleError: if it is too small; says what is needed.
@@ -41,7 +42,7 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
     if settings.plan is not None:
         plan = Plan.load(settings.plan)
         check_replay(plan, settings.budget, {}, settings.micro_batches)
-        check_use(
+        structure = check_use(
             run.model,
             batch,
             device=device,
@@ -50,7 +51,7 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
             run=step,
             micro_batches=plan.parts,
         )
-        return None, plan
+        return None, plan, structure
     measured: dict[int, Profile] = {}
     # States are in RAM by now where the run goes on, from a checkpoint or by another plan.
     known = run.profile or run.before.measured(run.device, processes=1, machines=1)
@@ -71,12 +72,15 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
             measured[parts] = found if known is None else replace(found, contention=known.contention)
         return measured[parts]
 
+    def called(profiled: Profile) -> Structure:
+        return as_called(run.model, structure, [block.name for block in profiled.blocks])
+
     planning, count = run.planning, run.before.parts(settings.micro_batches)
     evaluated = evaluation.device_bytes(run)
     if count != "auto":
         own = run.before.own_plan(profile(count), planning, budget, evaluated=evaluated)
         if own is not None:
-            return profile(count), own
+            return profile(count), own, called(profile(count))
 
     def solve(memory: int, reserved: int) -> tuple[Profile, Plan]:
         return solved(
@@ -87,7 +91,7 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
 
     reserved = _reserve(solve, budget, evaluated) if evaluated else 0
     try:
-        return solve(budget, reserved)
+        profiled, plan = solve(budget, reserved)
     except InfeasibleError as error:
         if reserved:
             error.add_note(
@@ -95,6 +99,7 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
                 f"per_device_eval_batch_size (it is {trainer.args.per_device_eval_batch_size})"
             )
         raise
+    return profiled, plan, called(profiled)
 
 
 def _with_reserve(profile: Profile, nbytes: int) -> Profile:

@@ -23,7 +23,7 @@ from lt_offload.hf import batches, head, others, report
 from lt_offload.hf.planning import profile_and_plan
 from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.step import kept
-from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.blocks import find_blocks
 from lt_offload.plan import Settings
 from lt_offload.profiling.hardware import free_memory
 from lt_offload.schema.explain import brief, headline
@@ -213,21 +213,16 @@ class Run:
         self._close()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         with kept(self.trainer):
-            self.profile, self.plan = profile_and_plan(self, batch, self._budget)
+            self.profile, self.plan, structure = profile_and_plan(self, batch, self._budget)
         self.before = Before()
         self._size = self._size.beside(batches.Size.of(batch))
         self._planned = batches.on_host(batch)
         report.save_plan(self)
         report.say(headline(self.plan) if again else brief(self.plan))
-        self._install(self.plan)
+        self.engine = self._installed.enter_context(
+            installed(self.model, self.optimizer, self.plan, structure, self.device)
+        )
         self._speed.restart()
-
-    def _install(self, plan: Plan) -> None:
-        structure = self._structure()
-        self.engine = self._installed.enter_context(installed(self.model, self.optimizer, plan, structure, self.device))
-
-    def _structure(self) -> Structure:
-        return find_blocks(self.model, self.settings.blocks)
 
     def _close(self) -> None:
         self.engine = None

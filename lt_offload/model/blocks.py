@@ -1,22 +1,22 @@
 """Finds the block sequence of a model by its structure, without a list of architectures or module names.
 
-A block is one module call: the embeddings, each layer, the final norm, the output projection.
+A block is one module call: the embeddings, each layer, the final norm, the output projection. Which modules may be
+blocks is seen in the structure; which of them are, and in which order, is known once the model has been called: where
+:func:`find_blocks` has guessed otherwise, :func:`as_called` gives the sequence.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-import torch
 from torch import nn
 
 from lt_offload.compat.hugging_face import unsplittable
-from lt_offload.compat.torch import children_of, replace_children
 from lt_offload.errors import ModelError
 from lt_offload.model.quantized import named_tensors, prepare, tables, tensors_of
-from lt_offload.model.snapshot import untouched
 from lt_offload.schema.profile import BlockKind
 
 
@@ -50,14 +50,17 @@ ModuleSequence = nn.ModuleList | nn.Sequential
 _SEQUENCES = (nn.ModuleList, nn.Sequential)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Nobody calls these themselves: what they hold is no block, unless it is what was looked for."""
+_SMALL = 8
+"""Members of other lists are blocks where they have at least this part of a layer's bytes."""
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
-    """Return the block sequence of ``model``, which may be wrapped (PEFT, a LightningModule).
+    """Return the modules of ``model`` that may be its block sequence, in the order in which they are registered.
 
-    The layers are the ``nn.ModuleList`` whose children's class is named in the model's ``_no_split_modules``, otherwise
-    the one with most parameter bytes; the ``nn.Sequential`` with most if there is no list. The other blocks are its
-    siblings that own parameters, and the output embeddings.
+    The model may be wrapped (PEFT, a LightningModule). The layers are the ``nn.ModuleList`` whose children's class is
+    named in the model's ``_no_split_modules``, otherwise the one with most parameter bytes; the ``nn.Sequential`` with
+    most if there is no list. The other blocks are its siblings that own parameters, members of lists among them if they
+    are of a layer's size, the output embeddings, and other modules that own a tensor which only one of these has.
 
     Args:
         model: with its weights anywhere.
@@ -70,30 +73,81 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
     path, layers = _layers(model) if name is None else _named(model, name)
     owner, head = _output_embeddings(model, path)
     encoder = _encoder(model, path) if name is None else None
-    modules = _stack(model, path, layers, head, called=encoder is not None)
-    if encoder is not None:
-        modules = [*_stack(model, *encoder, head, called=True), *modules]
-    names = {module: name for name, module in model.named_modules()}
-    last, kind = modules[-1]
+    modules = [found for stack in (encoder, (path, layers)) if stack for found in _stack(model, *stack, head)]
     if head is not None:
         modules.append((head, "head"))
-    # No output embeddings are named (a classifier, a model of the user's own), and a product comes last: that is the
-    # head.
-    elif kind == "other" and any(isinstance(module, nn.Linear) for module in last.modules()):
-        modules[-1] = (last, "head")
+    modules = [*_owners_of_tied(model, [module for module, _ in modules]), *modules]
+    names = {module: name for name, module in model.named_modules()}
     return _structure(model, owner, [(names[module], module, kind) for module, kind in modules])
 
 
+def as_called(model: nn.Module, structure: Structure, names: Sequence[str]) -> Structure:
+    """Return the block sequence of ``model``: those blocks of ``structure`` that have ``names``, in their order."""
+    if list(names) == [block.name for block in structure.blocks]:
+        return structure
+    known = {block.name: block for block in structure.blocks}
+    blocks = [known[name] for name in names]
+    owner = structure.owner if blocks[-1].kind == "head" else None
+    kinds: list[BlockKind] = ["other" if block.kind == "head" and not owner else block.kind for block in blocks]
+    return _structure(model, owner, [(b.name, b.module, kind) for b, kind in zip(blocks, kinds, strict=True)])
+
+
+class CalledOtherwise(ModelError):
+    """The model calls its blocks in another order than they are registered in, or not all of them.
+
+    Args:
+        message: for people, if that happens twice.
+        names: the blocks that it calls, in turn.
+    """
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
+_Found = TypeVar("_Found")
+
+
+def following_calls(model: nn.Module, structure: Structure, attempt: Callable[[Structure], _Found]) -> _Found:
+    """Return what ``attempt``, which calls ``model``, makes of ``structure``, or else of the blocks that it calls."""
+    try:
+        return attempt(structure)
+    except CalledOtherwise as otherwise:
+        names = otherwise.names
+    return attempt(as_called(model, structure, names))
+
+
 def _stack(
-    model: nn.Module, path: str, layers: ModuleSequence, head: nn.Module | None, *, called: bool
+    model: nn.Module, path: str, layers: ModuleSequence, head: nn.Module | None
 ) -> list[tuple[nn.Module, BlockKind]]:
-    """Return the layers and what is called before and after them, but for the output projection."""
-    members = [module for module in layers if _owns_parameters(module)]
-    before, after = _siblings(model, path, layers, exclude=head, called=called)
-    repeated = Counter(type(module) for module in members).most_common(1)[0][0]
-    modules: list[tuple[nn.Module, BlockKind]] = [(module, _kind(module)) for module in before]
-    modules += [(module, "layer" if type(module) is repeated else _kind(module)) for module in members]
-    return modules + [(module, "other") for module in after]
+    """Return the layers and their siblings, embeddings first, but for the output projection."""
+    least = _parameter_bytes(layers) / sum(map(_owns_parameters, layers)) / _SMALL
+    modules: list[tuple[nn.Module, BlockKind]] = []
+    for child in _surroundings(model, path) if path else [layers]:
+        if child is layers or (isinstance(child, nn.ModuleList) and all(_parameter_bytes(m) >= least for m in child)):
+            modules += _members(child)
+        elif child is not head and not isinstance(child, _CONTAINERS) and _owns_parameters(child):
+            modules.append((child, _kind(child)))
+    return sorted(modules, key=lambda found: found[1] != "embedding")
+
+
+def _members(modules: nn.Module) -> Iterator[tuple[nn.Module, BlockKind]]:
+    """Yield what a list of layers holds; in a sequence, layers are the modules of the class that it has most of."""
+    members = [module for module in modules.children() if _owns_parameters(module)]
+    repeated = Counter(type(module) for module in members).most_common(1)[0][0] if members else None
+    for module in members:
+        whole = isinstance(modules, nn.ModuleList) or type(module) is repeated
+        yield module, "layer" if whole else _kind(module)
+
+
+def _owners_of_tied(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[nn.Module, BlockKind]]:
+    """Yield modules outside ``blocks`` that own a tensor which only one of these has: it travels, so they must wait."""
+    users = Counter(parameter for block in blocks for parameter in block.parameters())
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules():
+        own = [parameter for parameter in module.parameters(recurse=False) if users[parameter] == 1]
+        if own and inside.isdisjoint(module.modules()):
+            yield module, _kind(module)
 
 
 def _encoder(model: nn.Module, path: str) -> tuple[str, ModuleSequence] | None:
@@ -115,8 +169,9 @@ def _layers(model: nn.Module) -> tuple[str, ModuleSequence]:
     found = _sequences(model)
     candidates = [(name, module) for name, module in found if _repeats(module)]
     lists = [(name, module) for name, module in candidates if isinstance(module, nn.ModuleList)]
-    whole = {cls for module in model.modules() for cls in (unsplittable(module) or ())}
-    named = [(name, module) for name, module in lists if type(module[0]).__name__ in whole]
+    # In the order of ``modules()``: a model comes before the towers of other kinds that it consists of.
+    whole = [set(unsplittable(module) or ()) for module in model.modules()]
+    named = next((those for names in whole if (those := [it for it in lists if type(it[1][0]).__name__ in names])), [])
     if not candidates:
         raise ModelError(
             f"{type(model).__name__} has no block sequence that could be streamed: looked for an nn.ModuleList or "
@@ -147,10 +202,8 @@ def _sequences(model: nn.Module) -> list[tuple[str, ModuleSequence]]:
 
 
 def _repeats(modules: ModuleSequence) -> bool:
-    """Return whether this is a list of modules of one class, or calls two of one class."""
+    """Return whether this holds two modules of one class."""
     classes = Counter(type(module) for module in modules if _owns_parameters(module))
-    if isinstance(modules, nn.ModuleList) and len({type(module) for module in modules}) > 1:
-        return False
     return max(classes.values(), default=0) >= 2
 
 
@@ -187,31 +240,8 @@ def _output_embeddings(model: nn.Module, path: str) -> tuple[nn.Module, nn.Modul
     return None, None
 
 
-def _siblings(
-    model: nn.Module, path: str, layers: ModuleSequence, *, exclude: nn.Module | None, called: bool
-) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules that are called before and after the layers.
-
-    Registration order answers that, except for a module that is registered before the layers and is no embedding: it
-    may be the embeddings' norm (Bloom) or the final norm (OPT). Then, or if ``called``, a call decides.
-    """
-    if not path:
-        return [], []
-    parent, children = _surroundings(model, path)
-    position = children.index(layers)
-    own = [child for child in children if child is not layers and child is not exclude and _owns_parameters(child)]
-    own = [child for child in own if not isinstance(child, _CONTAINERS)]
-    early = [child for child in own if children.index(child) < position or _kind(child) == "embedding"]
-    if (called or any(_kind(child) != "embedding" for child in early)) and not isinstance(parent, nn.Sequential):
-        order = _call_order(parent, layers, own)
-        if order is not None:
-            split = order.index(layers)
-            return order[:split], order[split + 1 :]
-    return early, [child for child in own if child not in early]
-
-
-def _surroundings(model: nn.Module, path: str) -> tuple[nn.Module, list[nn.Module]]:
-    """Return the module that calls the layers at ``path``, and its children; those of containers count as its own."""
+def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the children of the module that calls the layers at ``path``; those of containers count as its own."""
     parts = path.split(".")[:-1]
     parent = model.get_submodule(".".join(parts))
     children = list(parent.children())
@@ -222,49 +252,16 @@ def _surroundings(model: nn.Module, path: str) -> tuple[nn.Module, list[nn.Modul
         children = []
         for child in parent.children():
             children += within if child is inner else [child]
-    return parent, children
+    return children
 
 
-def _call_order(parent: nn.Module, layers: ModuleSequence, siblings: list[nn.Module]) -> list[nn.Module] | None:
-    """Return ``siblings`` and ``layers`` in the order in which ``parent`` calls them, on two tokens and with one layer.
-
-    None if the parent cannot be called with token ids or does not call all of them.
-    """
-    order: list[nn.Module] = []
-    watched = {module: module for module in siblings} | {layers[0]: layers}
-
-    def note(module: nn.Module, _args: object) -> None:
-        order.append(watched[module])
-
-    handles = [module.register_forward_pre_hook(note) for module in watched]
-    modules, first = children_of(layers), next(iter(children_of(layers).items()))
-    device = next(layers.parameters()).device
-    modes = [(module, module.training) for module in parent.modules()]
-    try:
-        # One layer is enough to see when layers are called, and takes no more time in a large model.
-        replace_children(layers, dict([first]))
-        # Nothing draws random numbers or counts statistics. Modules may be in different modes, so each gets its own
-        # back below.
-        parent.eval()
-        # Compiled parts are not compiled for two tokens, whose shape nobody will see again.
-        with untouched(model=parent), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            parent(torch.zeros(1, 2, dtype=torch.long, device=device))
-    except Exception:  # users' code, called as it may not expect: whatever it raises, registration order is left
-        return None
-    finally:
-        replace_children(layers, modules)
-        for module, training in modes:
-            module.training = training
-        for handle in handles:
-            handle.remove()
-    called = list(dict.fromkeys(order))
-    return called if set(called) == set(watched.values()) else None
-
-
-def _structure(
-    model: nn.Module, owner: nn.Module | None, modules: Iterable[tuple[str, nn.Module, BlockKind]]
-) -> Structure:
+def _structure(model: nn.Module, owner: nn.Module | None, modules: list[tuple[str, nn.Module, BlockKind]]) -> Structure:
     """Number the parameters by first use."""
+    name, last, kind = modules[-1]
+    # No output embeddings are named (a classifier, a model of the user's own), and a product comes last: that is the
+    # head.
+    if kind == "other" and any(isinstance(module, nn.Linear) for module in last.modules()):
+        modules[-1] = (name, last, "head")
     # First: scales become parameters here, and parameters are what the names below are looked up by.
     prepare(model)
     names = {tensor: name for name, tensor in named_tensors(model)}

@@ -26,7 +26,7 @@ from lt_offload import limits
 from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves, tree_map
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account
-from lt_offload.model.blocks import Block, Structure
+from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import BlockOutput, Call, edges
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.parts import Cutter, cutters, in_parts
@@ -115,7 +115,8 @@ def capture(
 
     Raises:
         UnsupportedError: if a block cannot take the batch in parts.
-        ModelError: if a block is not called exactly once, in its place.
+        CalledOtherwise: if blocks are called in another order, or not all of them, or some more than once.
+        ModelError: if layers are called more than once.
     """
     with ExitStack() as stack:
         recorder = _CallRecorder(structure, device, stage, meter, aside, cutters(structure, micro_batches))
@@ -183,6 +184,10 @@ class _CallRecorder:
         """With gradients."""
         self._followed = False
         """The last of them was followed by one without."""
+        self._called: list[int] = []
+        """Blocks that have been called with gradients, in turn."""
+        self._otherwise = False
+        """They are not those of the structure: only their order is of interest."""
 
     def wrap(self, index: int, block: Block) -> Forward:
         """Return what is called instead of the block."""
@@ -198,6 +203,10 @@ class _CallRecorder:
                 self._followed = bool(self._forwards)
                 with self._aside(), self.stage(block.module), within(ambient()):
                     return handed.returned(run(*args, **kwargs))
+            self._called.append(index)
+            if not self._in_turn(index):
+                self._otherwise = True
+                return handed.returned(self._pass_by(index, block, run, args, kwargs))
             if not self._forwards or (index == 0 and self._forwards[-1].complete):
                 self._begin()
             with nullcontext() if len(self._forwards) == 1 else self._aside():
@@ -207,6 +216,58 @@ class _CallRecorder:
 
         return forward
 
+    def _in_turn(self, index: int) -> bool:
+        known = len(self._forwards[-1].calls) if self._forwards else 0
+        return not self._otherwise and index == known % len(self.blocks)
+
+    def _pass_by(self, index: int, block: Block, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block without a graph, as nothing but the order of calls is of interest any more."""
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        needed = any(tensor.requires_grad for tensor in (*given, *block.module.parameters()))
+        with self._aside(), self.stage(block.module), within(ambient()), torch.no_grad():
+            out = run(*args, **kwargs)
+        position = itertools.count()
+        return tree_map(lambda leaf: self.connect(leaf, index, set(), position), out) if needed else out
+
+    def connect(self, leaf: Any, index: int, reached: set[int], position: Iterator[int]) -> Any:
+        """Make an output of block ``index`` part of the outer graph; ``reached``: positions that gradients come to."""
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            # In a list, as a tensor that a function returns as it came would become a view of an argument.
+            box = [leaf]
+            del leaf
+            note = partial(reached.add, next(position))
+            # The anchor requires grad, so that the output does: nothing else that the outer graph knows leads here.
+            return Interface.apply(self.anchor, box, index, note)  # type: ignore[no-untyped-call]
+        return leaf
+
+    def _check_order(self) -> None:
+        """Raise unless the blocks were called in turn, naming those that are."""
+        if not self._otherwise and self._forwards and self._forwards[-1].complete:
+            return
+        times = Counter(self._called)
+        layers = [times[index] for index, block in enumerate(self.blocks) if block.kind == "layer" and times[index]]
+        if not layers:
+            raise ModelError(f"no layer was called by the model's forward, of which {self.blocks[0].name} is the first")
+        forwards = min(layers)
+        # What is called more often has no place in the sequence, nor has what owns the same tensors.
+        apart = {tensor for index in times if times[index] != forwards for tensor in self.blocks[index].tensors}
+        called = [index for index in self._called if apart.isdisjoint(self.blocks[index].tensors)]
+        turn = called[: len(called) // forwards]
+        for index in dict.fromkeys(self._called):
+            if self.blocks[index].kind == "layer" and index not in turn:
+                raise ModelError(
+                    f"the model calls block {self.blocks[index].name} {times[index]} times in {forwards} forwards, or "
+                    "shares its weights with one that it calls more often; layers must be called once each"
+                )
+        names = [self.blocks[index].name for index in turn]
+        if called != turn * forwards:
+            raise ModelError(f"the model calls its blocks in another order than {', '.join(names)} in a later forward")
+        raise CalledOtherwise(
+            f"the model calls its blocks in another order each time, at first {', '.join(names)}; they must be called "
+            "in the same order",
+            names,
+        )
+
     def _begin(self) -> None:
         if self._forwards:
             self.watch.forgo()
@@ -215,11 +276,9 @@ class _CallRecorder:
 
     def finish(self, result: Any) -> Capture:
         """Run the loss's backward; to be called with what the model returned."""
+        self._check_order()
         lap = self.meter.lap()
         self.watch.end(result)
-        called = len(self._forwards[-1].calls) if self._forwards else 0
-        if called < len(self.blocks):
-            raise ModelError(f"block {self.blocks[called].name} was not called by the model's forward")
         last = self._forwards[-1]
         # Before the backward, which gives most of it back.
         below, live = last.below, self.account.live()
@@ -370,7 +429,6 @@ class _ModelCall:
     ) -> Any:
         """Run one block."""
         recorder = self._recorder
-        self._check_turn(index)
         current = self._account.current  # first: it takes off what has died
         seam = Seam(forward=self._account.peak - current)
         self.seams.append(seam)
@@ -404,7 +462,7 @@ class _ModelCall:
             recorder.meter.lap()
         if call.has_backward:
             position = itertools.count()
-            out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
+            out = tree_map(lambda leaf: recorder.connect(leaf, index, call.reached, position), out)
         self._activations += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._ends += [get_gradient_edge(t) for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         self._last_output = BlockOutput(out)
@@ -413,15 +471,6 @@ class _ModelCall:
         else:
             self._account.reset_peak()
         return out
-
-    def _check_turn(self, index: int) -> None:
-        expected, blocks = len(self.calls), self._recorder.blocks
-        if index != expected:
-            turn = f"before {blocks[expected].name}" if index > expected else "a second time"
-            raise ModelError(
-                f"the model calls block {blocks[index].name} {turn}; blocks must be called once each, in the order "
-                f"{', '.join(block.name for block in blocks)}"
-            )
 
     def _call(
         self,
@@ -522,17 +571,6 @@ class _ModelCall:
         self._copies.add(self._account.serial(own))
         self._interfaces |= self._copies
         return own
-
-    def _connect(self, leaf: Any, index: int, call: Call, position: Iterator[int]) -> Any:
-        """Make an output of block ``index`` part of the outer graph."""
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            # In a list, as a tensor that a function returns as it came would become a view of an argument.
-            box = [leaf]
-            del leaf
-            note = partial(call.reached.add, next(position))
-            # The anchor requires grad, so that the output does: nothing else that the outer graph knows leads here.
-            return Interface.apply(self._recorder.anchor, box, index, note)  # type: ignore[no-untyped-call]
-        return leaf
 
 
 def find_loss(result: Any) -> Tensor | None:

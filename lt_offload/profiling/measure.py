@@ -29,7 +29,7 @@ from lt_offload.machine.driver import (
     warm_up,
 )
 from lt_offload.model import optimizers as states
-from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.blocks import Structure, find_blocks, following_calls
 from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
@@ -125,32 +125,26 @@ def profile(
             say("measuring how copies, updates and computations slow each other down")
             contention = measure_contention(optimizer, target, host_threads=updates.host_threads)
             machine = _alone(machine, contention)
-    with ExitStack() as stack:
-        batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
-        check_samples(batch, micro_batches)
-        run = run or call_with_batch(model)
-        if target.type == "cuda":
-            warm_up(target)  # or the first block would be charged for the libraries' workspaces
-        if any(is_compiled(block.module) for block in structure.blocks):
-            stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
-        try:
-            measured = measure_blocks(
-                model,
-                structure,
-                batch,
-                run=run,
-                device=target,
-                meter=Stopwatch(target),
-                say=say,
-                micro_batches=micro_batches,
-            )
-        except torch.OutOfMemoryError as error:
-            raise OverBudget(_too_large(batch, target)) from error
+
+    def attempt(structure: Structure) -> tuple[Any, Measured]:
+        with ExitStack() as stack:
+            batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
+            check_samples(batch, micro_batches)
+            if target.type == "cuda":
+                warm_up(target)  # or the first block would be charged for the libraries' workspaces
+            if any(is_compiled(block.module) for block in structure.blocks):
+                stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
+            measuring = partial(measure_blocks, model, structure, batch, run=run or call_with_batch(model))
+            try:
+                return batch, measuring(device=target, meter=Stopwatch(target), say=say, micro_batches=micro_batches)
+            except torch.OutOfMemoryError as error:
+                raise OverBudget(_too_large(batch, target)) from error
+
+    batch, measured = following_calls(model, structure, attempt)
     if target.type == "cuda":  # by now all kernels are there
         machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
     found = assemble(
         model,
-        structure,
         batch,
         measured,
         sizes=UpdateSizes(optimizer, target, scratch_ratio=updates.scratch_ratio if target.type == "cuda" else 0.0),
@@ -187,23 +181,30 @@ def check_use(
     structure: Structure,
     run: Run | None = None,
     micro_batches: int = 1,
-) -> None:
+) -> Structure:
     """Run ``model`` once, as :func:`profile` does, to refuse what no plan could train exactly; measures nothing.
+
+    Returns its blocks in the order in which it calls them.
 
     Raises:
         UnsupportedError: naming the block or weight, see ``boundary_check.py``.
         ModelError: if the model calls its blocks in another order or more than once.
         ConfigError: if there are fewer samples than ``micro_batches``.
     """
-    staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with ExitStack() as stack:
-        batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer, run=run))
-        check_samples(batch, micro_batches)
-        for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
-            stack.enter_context(context)
-        stage = partial(_stage, device)
-        run, meter = run or call_with_batch(model), Stopwatch(device)
-        capture(structure, run, batch, device=device, stage=stage, meter=meter, micro_batches=micro_batches)
+
+    def attempt(structure: Structure) -> Structure:
+        staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+        with ExitStack() as stack:
+            batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer, run=run))
+            check_samples(batch, micro_batches)
+            for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
+                stack.enter_context(context)
+            stage = partial(_stage, device)
+            calling, meter = run or call_with_batch(model), Stopwatch(device)
+            capture(structure, calling, batch, device=device, stage=stage, meter=meter, micro_batches=micro_batches)
+        return structure
+
+    return following_calls(model, structure, attempt)
 
 
 def check_samples(batch: Any, micro_batches: int) -> None:
@@ -249,6 +250,8 @@ def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer
 class Measured:
     """The cost of a model's blocks, and of what lies outside them."""
 
+    structure: Structure
+    """The blocks as the model calls them."""
     captured: Capture
     costs: list[BlockCost]
     """One per block."""
@@ -291,12 +294,18 @@ def measure_blocks(
         with_loss = _costs_with_loss(captured, device, meter, say)
         if device.type == "cuda":
             readers.measure_on(device, meter, say)
-        return Measured(captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=micro_batches)
+        return Measured(
+            structure=structure,
+            captured=captured,
+            costs=costs,
+            with_loss=with_loss,
+            readers=readers,
+            parts=micro_batches,
+        )
 
 
 def assemble(
     model: nn.Module,
-    structure: Structure,
     batch: Any,
     measured: Measured,
     *,
@@ -306,6 +315,7 @@ def assemble(
     estimated: bool,
 ) -> Profile:
     """Return the profile of a model that has been measured."""
+    structure = measured.structure
     batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
     between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)

@@ -28,7 +28,7 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import move_rest
-from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, make_plan
 from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
@@ -247,8 +247,6 @@ class OffmateStrategy(Records, Checkpoints):
                 self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
             limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
-            if self.plan_path is not None:
-                replay.check_same_model(self.plan_path, self._structure(), self.optimizers[0])
         self.setup_precision_plugin()
         if windows.fitting(trainer):
             self._prepare_training(trainer)
@@ -365,8 +363,10 @@ class OffmateStrategy(Records, Checkpoints):
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
-        structure, others = self._structure(), self.ranks
-        self.engine = Engine(self._module, optimizer, plan, self._device, structure=structure, others=others)
+        structure = self._structure()
+        if plan is not None and self.profile is not None:
+            structure = as_called(self._module, structure, [block.name for block in self.profile.blocks])
+        self.engine = Engine(self._module, optimizer, plan, self._device, structure=structure, others=self.ranks)
         self.engine.install()
         windows.prepare(self._trainer, self.engine)
         self._watch.enter_context(self._device.between())

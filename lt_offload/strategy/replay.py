@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute.memory.common import check_beside
-from lt_offload.execute.program import check_match
-from lt_offload.model.blocks import Structure
 from lt_offload.plan import Settings, check
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import measured_before
@@ -86,14 +84,6 @@ def check_no_plan(path: str | Path | None, change: str) -> None:
             f"plan={str(path)!r} cannot be carried out any more: {change}; leave plan out, so that the run is planned "
             "again when that happens"
         )
-
-
-def check_same_model(path: str | Path, structure: Structure, optimizer: Optimizer) -> None:
-    """Raise ``PlanError`` if the saved plan at ``path`` is not for a model of ``structure``; needs no profile."""
-    try:
-        check_match(structure, optimizer, Plan.load(path))
-    except PlanError as error:
-        raise PlanError(f"plan={str(path)!r}: {error}") from None
 
 
 def replay(path: str | Path, profile: Profile, memory: int) -> Plan:

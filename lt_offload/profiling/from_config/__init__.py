@@ -22,13 +22,13 @@ from lt_offload import optim
 from lt_offload.compat.hugging_face import is_known
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
 from lt_offload.errors import ConfigError
-from lt_offload.model.blocks import find_blocks
+from lt_offload.model.blocks import Structure, find_blocks, following_calls
 from lt_offload.model.compiled import forget_compiled
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
 from lt_offload.profiling.from_config.compiled import compile_planned
 from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.measure import assemble, check_samples, measure_blocks
+from lt_offload.profiling.measure import Measured, assemble, check_samples, measure_blocks
 from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, estimate_optimizer
 from lt_offload.resources import is_dir, is_file, shipped_files
@@ -127,21 +127,16 @@ def profile_config(
             compile_planned(structure)
         unmasked = not packing and (batch_size == 1 or not padding) and not _has_windows(model_config, sequence_length)
         with Roofline(machine, unmasked=unmasked) as meter:
-            measured = measure_blocks(
-                model,
-                structure,
-                batch,
-                run=_run(model, autocast),
-                device=torch.device("cpu"),
-                meter=meter,
-                say=say,
-                micro_batches=micro_batches,
-            )
+
+            def attempt(structure: Structure) -> Measured:
+                measuring = partial(measure_blocks, model, structure, dict(batch), run=_run(model, autocast))
+                return measuring(device=torch.device("cpu"), meter=meter, say=say, micro_batches=micro_batches)
+
+            measured = following_calls(model, structure, attempt)
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)
     found = assemble(
         model,
-        structure,
         batch,
         measured,
         sizes=UpdateSizes(made, torch.device("cpu")),

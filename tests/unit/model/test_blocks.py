@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lt_offload.errors import ModelError
-from lt_offload.model.blocks import find_blocks
+from lt_offload.model.blocks import as_called, find_blocks
 from tests.support import models
 
 
@@ -57,23 +57,45 @@ def test_wrapped_model_has_prefixed_names_and_a_rest() -> None:
     assert [name for name, _ in structure.rest] == ["scale"]
 
 
-def test_norm_registered_before_the_layers_is_put_where_it_is_called() -> None:
-    from transformers import OPTConfig, OPTForCausalLM
+def test_blocks_as_they_are_called() -> None:
+    class Out(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layers = nn.LayerNorm(4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.embed, self.unused = nn.Embedding(9, 4), nn.Linear(5, 5)
 
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 48, "max_position_embeddings": 64}
-    sizes |= {"vocab_size": 97, "hidden_size": 32, "word_embed_proj_dim": 32}
-    model = OPTForCausalLM(OPTConfig(dropout=0.1, **sizes)).train()
-    decoder = model.model.decoder
-    rng = torch.get_rng_state()
+    model = Out()
     structure = find_blocks(model)
-    kinds = [block.kind for block in structure.blocks]
-    assert kinds == ["embedding", "embedding", "layer", "layer", "layer", "other", "head"]
-    assert structure.blocks[-2].module is decoder.final_layer_norm
-    # the call that found it out left nothing behind
-    assert len(decoder.layers) == 3
-    assert all(module.training for module in model.modules())
-    assert torch.equal(rng, torch.get_rng_state())
-    assert not decoder.final_layer_norm._forward_pre_hooks
+    assert [b.name for b in structure.blocks] == ["embed", "norm", "layers.0", "layers.1", "layers.2", "unused"]
+    assert as_called(model, structure, [block.name for block in structure.blocks]) is structure
+    called = as_called(model, structure, ["embed", "layers.0", "layers.2", "layers.1", "norm"])
+    assert [block.kind for block in called.blocks] == ["embedding", "layer", "layer", "layer", "other"]
+    assert [name for name, _ in called.tensors[3:5]] == ["layers.2.weight", "layers.2.bias"]
+    assert [name for name, _ in called.rest] == ["unused.weight", "unused.bias"]
+
+
+def test_layers_of_two_classes_and_lists_in_a_row() -> None:
+    class Double(nn.Linear):
+        pass
+
+    model = nn.Module()
+    model.first = nn.ModuleList([nn.Linear(4, 4), Double(4, 4), nn.Linear(4, 4)])
+    model.gates = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+    model.second = nn.ModuleList([Double(4, 4)])
+    blocks = find_blocks(model).blocks
+    assert [(b.name, b.kind) for b in blocks] == [(f"first.{i}", "layer") for i in range(3)] + [("second.0", "layer")]
+
+
+def test_other_owners_of_a_weight_that_travels_are_blocks_too() -> None:
+    model = nn.Module()
+    model.inputs = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4))
+    model.body = nn.Module()
+    model.body.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    model.body.head = nn.Linear(4, 9, bias=False)
+    model.body.head.weight = model.inputs[0].weight
+    structure = find_blocks(model)
+    assert [block.name for block in structure.blocks] == ["inputs.0", "body.layers.0", "body.layers.1", "body.head"]
+    assert [name for name, _ in structure.rest] == ["inputs.1.weight", "inputs.1.bias"]
 
 
 def test_modules_without_hugging_face_attributes() -> None:

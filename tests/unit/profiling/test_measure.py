@@ -366,25 +366,39 @@ def test_other_models_and_batches_work_and_keep_their_running_statistics() -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        ((1, 0), r"calls block stack\.1 before stack\.0"),
-        ((0, 0, 1), r"calls block stack\.0 a second time"),
-        ((0,), r"calls block norm before stack\.1"),
-    ],
-)
-def test_blocks_called_otherwise_are_refused(order: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        measured(Plain(order), torch.zeros(3, 6, dtype=torch.long))
+@pytest.mark.parametrize("order", [(1, 0), (0,)])
+def test_blocks_are_what_is_called_in_turn(order: tuple[int, ...]) -> None:
+    model = Plain(order)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = measured(model, torch.zeros(3, 6, dtype=torch.long))
+    assert [block.name for block in found.blocks] == ["embed", *(f"stack.{at}" for at in order), "norm", "out"]
+    first = next(tensor.name for tensor in found.tensors if "stack" in tensor.name)
+    assert first.startswith(f"stack.{order[0]}.")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_block_that_is_not_called_is_refused() -> None:
+def test_what_comes_last_may_not_be_called() -> None:
     model = Plain()
     model.register_module("out", None)
     model.forward = lambda ids: model.stack[1](model.stack[0](model.embed(ids))).mean()
-    with pytest.raises(ModelError, match="block norm was not called"):
-        measured(model, torch.zeros(3, 6, dtype=torch.long))
+    found = measured(model, torch.zeros(3, 6, dtype=torch.long))
+    assert [(block.name, block.kind) for block in found.blocks] == [
+        ("embed", "embedding"),
+        ("stack.0", "layer"),
+        ("stack.1", "layer"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((0, 0, 1), r"calls block stack\.0 2 times in 1 forwards"),
+        ((), r"no layer was called by the model's forward"),
+    ],
+)
+def test_layers_that_have_no_place_in_a_sequence_are_refused(order: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        measured(Plain(order), torch.zeros(3, 6, dtype=torch.long))
 
 
 def test_nothing_to_train_is_refused() -> None:

@@ -1,0 +1,233 @@
+"""Blocks are what is called in turn: whatever list it stands in, and in whatever order it is registered."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import lt_offload
+from tests import sampling
+from tests.support.engines import Result, differences, make_optimizer
+from tests.support.profiles.budgets import BUDGETS, planned
+from tests.support.user_nets import ordinary
+
+VOCAB, HIDDEN = 61, 16
+Make = Callable[[], nn.Module]
+
+
+def text() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    names = ("input_ids", "labels")
+    return [{n: torch.randint(5, VOCAB, (2, 9), generator=generator) for n in names} for _ in range(3)]
+
+
+def pictures() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"x": (2, 5, 8), "y": (2, 3, 6), "t": (2, 4)}
+    return [{n: torch.randn(shape, generator=generator) for n, shape in shapes.items()} for _ in range(3)]
+
+
+# -- of transformers --------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def config(name: str, **settings: Any) -> Any:
+    return getattr(transformers, name)(**SIZES | settings)
+
+
+def gemma4() -> Any:
+    """Each layer has embeddings of its own, whose projection is registered behind the layers."""
+    inputs = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+    return config(
+        "Gemma4TextConfig", num_kv_shared_layers=0, global_head_dim=8, sliding_window=16, use_cache=False, **inputs
+    )
+
+
+def olmo_hybrid() -> Any:
+    """Two classes of layers take turns."""
+    linear = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    linear |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    kinds = ["linear_attention", "full_attention"] * 2
+    return config("OlmoHybridConfig", layer_types=kinds, use_cache=False, **linear)
+
+
+def blenderbot() -> Any:
+    """A decoder alone, whose first norm is registered behind the layers."""
+    sizes = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "d_model": 32}
+    return config("BlenderbotSmallConfig", is_decoder=True, use_cache=False, scale_embedding=True, **sizes)
+
+
+CAUSAL = {make.__name__: make for make in (gemma4, olmo_hybrid, blenderbot)}
+MASKED = {"bert": lambda: config("BertConfig"), "esm": lambda: config("EsmConfig", mask_token_id=3)}
+
+
+def causal(name: str) -> Make:
+    return lambda: transformers.AutoModelForCausalLM.from_config(CAUSAL[name]())
+
+
+def masked(name: str) -> Make:
+    return lambda: transformers.AutoModelForMaskedLM.from_config(MASKED[name]())
+
+
+# -- as people write them ---------------------------------------------------------------------------------------------
+
+
+class Modulated(nn.Module):
+    """A layer that is given a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.modulation = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.modulation(F.silu(condition)).unsqueeze(1).chunk(2, -1)
+        return x + torch.tanh(self.inner(x * (1 + scale) + shift))
+
+
+class Joint(nn.Module):
+    """A layer of two streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = Modulated(), Modulated()
+
+    def forward(self, x: Tensor, y: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        return self.x(x, condition), self.y(y, condition)
+
+
+class Transformer(nn.Module):
+    """Two lists in a row, and a condition for all; ``guided``: two conditions by the same module (Flux)."""
+
+    def __init__(self, *, guided: bool = False) -> None:
+        super().__init__()
+        self.guided = guided
+        self.joint = nn.ModuleList(Joint() for _ in range(2))
+        self.single = nn.ModuleList(Modulated() for _ in range(3))
+        self.time = nn.Sequential(nn.Linear(4, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN))
+        self.x_in, self.y_in = nn.Linear(8, HIDDEN), nn.Linear(6, HIDDEN)
+        self.unused = nn.Linear(300, 300)
+        self.last, self.out = Modulated(), nn.Linear(HIDDEN, 8)
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
+        condition = self.time(t)
+        if self.guided:
+            condition = condition + self.time(2 * t)
+        inner, other = self.x_in(x), self.y_in(y)
+        for layer in self.joint:
+            inner, other = layer(inner, other, condition)
+        inner = torch.cat([other, inner], 1)
+        for layer in self.single:
+            inner = layer(inner, condition)
+        inner = self.last(inner[:, y.shape[1] :], condition)
+        return {"loss": (self.out(inner) - x).square().mean()}
+
+
+class Refining(nn.Module):
+    """Short lists of layers before the long one (Z-Image)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Modulated() for _ in range(4))
+        self.x_refiner, self.y_refiner = (nn.ModuleList(Modulated() for _ in range(2)) for _ in range(2))
+        self.time, self.y_in = nn.Linear(4, HIDDEN), nn.Linear(6, HIDDEN)
+        self.x_in, self.out = nn.Linear(8, HIDDEN), nn.Linear(HIDDEN, 8)
+        self.pad = nn.Parameter(torch.ones(1, HIDDEN))
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
+        condition = self.time(t)
+        inner = torch.stack([self.x_in(row) for row in x]) + self.pad  # once per sample
+        for layer in self.x_refiner:
+            inner = layer(inner, condition)
+        other = self.y_in(y)
+        for layer in self.y_refiner:
+            other = layer(other, condition)
+        inner = torch.cat([inner, other], 1)
+        for layer in self.layers:
+            inner = layer(inner, condition)
+        return {"loss": (self.out(inner[:, : x.shape[1]]) - x).square().mean()}
+
+
+KINDS: list[tuple[str, Make, Any, int]] = [
+    *((name, causal(name), text, 8) for name in CAUSAL),
+    *((name, masked(name), text, 6) for name in MASKED),
+    ("lists in a row", Transformer, pictures, 10),
+    ("a module for all", lambda: Transformer(guided=True), pictures, 9),
+    ("short lists first", Refining, pictures, 11),
+]
+
+
+def train(model: nn.Module, batches: list[dict[str, Tensor]]) -> Result:
+    optimizer = make_optimizer(model, "adamw")
+    torch.manual_seed(5)
+    return Result(ordinary(model, optimizer, batches), model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "budget"),
+    sampling.some(
+        [
+            pytest.param(make, batches, budget, id=f"{name}-{budget}")
+            for name, make, batches, _ in KINDS
+            for budget in BUDGETS
+        ],
+        8,
+    ),
+)
+def test_blocks_are_what_is_called(make: Make, batches: Any, budget: str) -> None:
+    torch.manual_seed(0)
+    start = make().train()
+    plain = copy.deepcopy(start)
+    expected = train(plain, batches())
+    trial = copy.deepcopy(start)
+    profile = lt_offload.profile(trial, batches()[0], optimizer=make_optimizer(trial, "adamw"))
+    plan = planned(profile, budget)
+    model = copy.deepcopy(start)
+    optimizer = make_optimizer(model, "adamw")
+    with lt_offload.offloaded(model, optimizer, batches()[0], plan=plan, accelerator="cpu"):
+        torch.manual_seed(5)
+        found = Result(ordinary(model, optimizer, batches()), model, optimizer)
+    assert differences(expected, found) == []
+
+
+@pytest.mark.parametrize(("make", "batches", "count"), [pytest.param(*rest, id=name) for name, *rest in KINDS])
+def test_the_sequence_is_in_the_order_of_calls(make: Make, batches: Any, count: int) -> None:
+    model = make().train()
+    profile = lt_offload.profile(model, batches()[0], optimizer=make_optimizer(model, "adamw"))
+    names = [block.name for block in profile.blocks]
+    called: list[str] = []
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: called.append(name))
+    model(**batches()[0])
+    assert called == names
+    assert len(names) == count
+    assert sum(block.kind == "layer" for block in profile.blocks) >= 3
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_configuration_gives_the_same_sequence(name: str) -> None:
+    model = causal(name)().train()
+    profile = lt_offload.profile(model, text()[0], optimizer=make_optimizer(model, "adamw"))
+    settings: dict[str, Any] = {"batch_size": 2, "sequence_length": 9, "hardware": "rtx-3060-12gb"}
+    found = lt_offload.profile_config(CAUSAL[name](), **settings)
+    assert [block.name for block in found.blocks] == [block.name for block in profile.blocks]
+    assert found.fingerprint == profile.fingerprint
