@@ -21,7 +21,6 @@ from torch import nn
 import lt_offload
 from lt_offload.errors import UnsupportedError
 from lt_offload.model import snapshot
-from lt_offload.model.blocks import find_blocks
 from lt_offload.model.snapshot import untouched
 from tests.support import models
 
@@ -328,7 +327,7 @@ def test_a_plain_loop_begins_as_without_offloading() -> None:
 
 
 class Mixed(nn.Module):
-    """Its norm may come before or after the layers: a call decides."""
+    """Its norm is registered before the layers, and called after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,13 +338,15 @@ class Mixed(nn.Module):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x)
+        return self.norm(x).square().mean()
 
 
-def test_finding_the_blocks_leaves_no_trace() -> None:
+def test_finding_the_order_of_the_blocks_leaves_no_trace() -> None:
     model = Mixed()
     before = model.norm.state(), generators()
-    assert [block.name for block in find_blocks(model).blocks] == ["embedding", "layers.0", "layers.1", "norm"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = lt_offload.profile(model, {"ids": torch.arange(6).view(2, 3)}, optimizer=optimizer)
+    assert [block.name for block in profile.blocks] == ["embedding", "layers.0", "layers.1", "norm"]
     assert (model.norm.state(), generators()) == before
 
 
