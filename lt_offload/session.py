@@ -22,12 +22,12 @@ from lt_offload.machine.driver import current
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.compiled import hide_from_copies
-from lt_offload.model.parts import check_micro_batches
+from lt_offload.model.parts import check_micro_batches, extent
 from lt_offload.plan import Settings, check, make_plan
 from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.profiling.capture import Run
 from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
-from lt_offload.profiling.measure import check_use, extent
+from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -97,7 +97,7 @@ def offloaded(
         )
         planning = settings.within(partial(free_memory, torch_device))
         profile, plan = solved(lambda parts: measured(micro_batches=parts), planning, micro_batches)
-        structure = as_called(model, structure, [block.name for block in profile.blocks])
+        structure = as_called(model, profile.blocks)
     else:
         check_replay(plan, settings.device.nbytes, switches, micro_batches)
         structure = check_use(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lt_offload.compat.hugging_face import train_batch_size
 from lt_offload.compat.torch import tree_map
+from lt_offload.model.parts import extent
 from lt_offload.model.snapshot import untouched
-from lt_offload.profiling.measure import extent
 
 _CHUNK = 10_000
 """Rows whose lengths are read at a time."""

@@ -72,15 +72,12 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
             measured[parts] = found if known is None else replace(found, contention=known.contention)
         return measured[parts]
 
-    def called(profiled: Profile) -> Structure:
-        return as_called(run.model, structure, [block.name for block in profiled.blocks])
-
     planning, count = run.planning, run.before.parts(settings.micro_batches)
     evaluated = evaluation.device_bytes(run)
     if count != "auto":
         own = run.before.own_plan(profile(count), planning, budget, evaluated=evaluated)
         if own is not None:
-            return profile(count), own, called(profile(count))
+            return profile(count), own, as_called(run.model, profile(count).blocks)
 
     def solve(memory: int, reserved: int) -> tuple[Profile, Plan]:
         return solved(
@@ -99,7 +96,7 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
                 f"per_device_eval_batch_size (it is {trainer.args.per_device_eval_batch_size})"
             )
         raise
-    return profiled, plan, called(profiled)
+    return profiled, plan, as_called(run.model, profiled.blocks)
 
 
 def _with_reserve(profile: Profile, nbytes: int) -> Profile:

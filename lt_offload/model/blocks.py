@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from lt_offload.compat.hugging_face import unsplittable
 from lt_offload.errors import ModelError
 from lt_offload.model.quantized import named_tensors, prepare, tables, tensors_of
-from lt_offload.schema.profile import BlockKind
+from lt_offload.schema.profile import BlockKind, BlockProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +45,8 @@ class Structure:
     """Parameters outside all blocks, and small tables of weights of four bits; they stay on the device."""
     owner: nn.Module | None = None
     """The Hugging Face model that names the last block as its output projection; it computes the loss from that."""
+    other: Callable[[], Structure | None] | None = None
+    """Finds the next best, where the model calls no layer of this one."""
 
 
 ModuleSequence = nn.ModuleList | nn.Sequential
@@ -70,26 +73,35 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
     Raises:
         ModelError: if there is no list or sequence of two or more modules of one class, or none of that name.
     """
-    path, layers = _layers(model) if name is None else _named(model, name)
-    owner, head = _output_embeddings(model, path)
-    encoder = _encoder(model, path) if name is None else None
+    return _around(model, *(_layers(model)[0] if name is None else _named(model, name)), guesses=name is None)
+
+
+def _around(model: nn.Module, path: str, layers: ModuleSequence, *, guesses: bool) -> Structure:
+    """Return the structure whose layers are at ``path``; ``guesses``: the call of the model may tell of others."""
+    head = _output_embeddings(model, path)
+    encoder = _encoder(model, path) if guesses else None
     modules = [found for stack in (encoder, (path, layers)) if stack for found in _stack(model, *stack, head)]
     if head is not None:
         modules.append((head, "head"))
     modules = [*_owners_of_tied(model, [module for module, _ in modules]), *modules]
     names = {module: name for name, module in model.named_modules()}
-    return _structure(model, owner, [(names[module], module, kind) for module, kind in modules])
+    found = _structure(model, [(names[module], module, kind) for module, kind in modules])
+    return replace(found, other=partial(_other, model, path)) if guesses else found
 
 
-def as_called(model: nn.Module, structure: Structure, names: Sequence[str]) -> Structure:
-    """Return the block sequence of ``model``: those blocks of ``structure`` that have ``names``, in their order."""
-    if list(names) == [block.name for block in structure.blocks]:
-        return structure
-    known = {block.name: block for block in structure.blocks}
-    blocks = [known[name] for name in names]
-    owner = structure.owner if blocks[-1].kind == "head" else None
-    kinds: list[BlockKind] = ["other" if block.kind == "head" and not owner else block.kind for block in blocks]
-    return _structure(model, owner, [(b.name, b.module, kind) for b, kind in zip(blocks, kinds, strict=True)])
+def _other(model: nn.Module, path: str) -> Structure | None:
+    """Return the structure whose layers are those that follow the ones at ``path``, in the order of preference."""
+    candidates = _layers(model)
+    at = [name for name, _ in candidates].index(path) + 1
+    return _around(model, *candidates[at], guesses=True) if at < len(candidates) else None
+
+
+def as_called(model: nn.Module, blocks: Sequence[Block | BlockProfile]) -> Structure:
+    """Return the block sequence of ``model`` that ``blocks`` name, in their order."""
+    last = len(blocks) - 1
+    kinds: list[BlockKind] = ["other" if b.kind == "head" and at < last else b.kind for at, b in enumerate(blocks)]
+    modules = [(block.name, model.get_submodule(block.name)) for block in blocks]
+    return _structure(model, [(name, module, kind) for (name, module), kind in zip(modules, kinds, strict=True)])
 
 
 class CalledOtherwise(ModelError):
@@ -97,12 +109,12 @@ class CalledOtherwise(ModelError):
 
     Args:
         message: for people, if that happens twice.
-        names: the blocks that it calls, in turn.
+        blocks: those that it calls, in turn; empty if no layer is among them.
     """
 
-    def __init__(self, message: str, names: Sequence[str]) -> None:
+    def __init__(self, message: str, blocks: Sequence[Block]) -> None:
         super().__init__(message)
-        self.names = names
+        self.blocks = blocks
 
 
 _Found = TypeVar("_Found")
@@ -110,11 +122,17 @@ _Found = TypeVar("_Found")
 
 def following_calls(model: nn.Module, structure: Structure, attempt: Callable[[Structure], _Found]) -> _Found:
     """Return what ``attempt``, which calls ``model``, makes of ``structure``, or else of the blocks that it calls."""
-    try:
-        return attempt(structure)
-    except CalledOtherwise as otherwise:
-        names = otherwise.names
-    return attempt(as_called(model, structure, names))
+    while True:
+        try:
+            return attempt(structure)
+        except CalledOtherwise as otherwise:
+            if otherwise.blocks:
+                structure = as_called(model, otherwise.blocks)
+                break
+            if structure.other is None or (following := structure.other()) is None:
+                raise
+            structure = following
+    return attempt(structure)
 
 
 def _stack(
@@ -164,8 +182,8 @@ def _encoder(model: nn.Module, path: str) -> tuple[str, ModuleSequence] | None:
     return next((item for item in found if item[0].startswith(prefix) and _repeats(item[1])), None)
 
 
-def _layers(model: nn.Module) -> tuple[str, ModuleSequence]:
-    """Return path and list of the repeated layers."""
+def _layers(model: nn.Module) -> list[tuple[str, ModuleSequence]]:
+    """Return paths and lists of what may be the repeated layers, the best first."""
     found = _sequences(model)
     candidates = [(name, module) for name, module in found if _repeats(module)]
     lists = [(name, module) for name, module in candidates if isinstance(module, nn.ModuleList)]
@@ -178,7 +196,8 @@ def _layers(model: nn.Module) -> tuple[str, ModuleSequence]:
             "nn.Sequential with at least two modules of one class that own parameters (decoder layers); found: "
             f"{_shown(found)}. Hold the repeated layers in one nn.ModuleList, or name what holds them (blocks=...)"
         )
-    return max(named or lists or candidates, key=lambda item: _parameter_bytes(item[1]))
+    # Each of the three is the largest first already.
+    return list(dict([*named, *lists, *candidates]).items())
 
 
 def _named(model: nn.Module, name: str) -> tuple[str, ModuleSequence]:
@@ -228,16 +247,22 @@ def _kind(module: nn.Module) -> BlockKind:
     return "embedding" if any(isinstance(child, nn.Embedding) for child in module.modules()) else "other"
 
 
-def _output_embeddings(model: nn.Module, path: str) -> tuple[nn.Module, nn.Module] | tuple[None, None]:
-    """Return the innermost Hugging Face model around the layers that names an output projection, and that."""
+def _output_embeddings(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the output projection that the innermost Hugging Face model around ``path`` names."""
+    owner = _owner(model, path)
+    return None if owner is None else owner.get_output_embeddings()  # type: ignore[operator]
+
+
+def _owner(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the innermost Hugging Face model around ``path`` that names an output projection."""
     parts = path.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         owner = model.get_submodule(".".join(parts[:depth]))
         getter = getattr(owner, "get_output_embeddings", None)
         head = getter() if callable(getter) else None
         if isinstance(head, nn.Module) and _owns_parameters(head):
-            return owner, head
-    return None, None
+            return owner
+    return None
 
 
 def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
@@ -255,13 +280,14 @@ def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
     return children
 
 
-def _structure(model: nn.Module, owner: nn.Module | None, modules: list[tuple[str, nn.Module, BlockKind]]) -> Structure:
+def _structure(model: nn.Module, modules: list[tuple[str, nn.Module, BlockKind]]) -> Structure:
     """Number the parameters by first use."""
     name, last, kind = modules[-1]
     # No output embeddings are named (a classifier, a model of the user's own), and a product comes last: that is the
     # head.
     if kind == "other" and any(isinstance(module, nn.Linear) for module in last.modules()):
         modules[-1] = (name, last, "head")
+    owner = _owner(model, name) if _output_embeddings(model, name) is last else None
     # First: scales become parameters here, and parameters are what the names below are looked up by.
     prepare(model)
     names = {tensor: name for name, tensor in named_tensors(model)}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_offload.compat.torch import TreeSpec, tree_flatten, tree_unflatten
+from lt_offload.compat.torch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
@@ -361,6 +361,36 @@ def in_parts(forward: Forward, cutter: Cutter) -> Forward:
         return joined(cutter, cut.sizes, [forward(*a, **k) for a, k in calls])
 
     return run
+
+
+def check_samples(batch: Any, micro_batches: int) -> None:
+    """Refuse more parts than ``batch`` has samples.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    check_micro_batches(micro_batches)
+    samples, _ = extent(batch)
+    if micro_batches > samples:
+        raise ConfigError(
+            f"micro_batches={micro_batches} is more than the {samples} samples of the batch; set micro_batches="
+            f"{samples} or less, or use larger batches"
+        )
+
+
+def extent(batch: Any) -> tuple[int, int]:
+    """Return batch size and sequence length: the sizes of the token ids, or of the first tensor that has two.
+
+    Images and rows of features are no sequences: their length is 1.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        leaves.insert(0, batch["input_ids"])
+    first = next((leaf for leaf in leaves if leaf.ndim >= 2), None)
+    if first is None:
+        return next((leaf.shape[0] for leaf in leaves[:1] if leaf.ndim), 1), 1
+    of_tokens = first.ndim == (3 if first.is_floating_point() else 2)
+    return first.shape[0], first.shape[1] if of_tokens else 1
 
 
 def cutters(structure: Structure, count: int) -> list[Cutter | None]:

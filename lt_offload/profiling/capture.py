@@ -247,7 +247,8 @@ class _CallRecorder:
         times = Counter(self._called)
         layers = [times[index] for index, block in enumerate(self.blocks) if block.kind == "layer" and times[index]]
         if not layers:
-            raise ModelError(f"no layer was called by the model's forward, of which {self.blocks[0].name} is the first")
+            uncalled = ", ".join(block.name for block in self.blocks if block.kind == "layer")
+            raise CalledOtherwise(f"the model's forward has called none of its layers, {uncalled}", ())
         forwards = min(layers)
         # What is called more often has no place in the sequence, nor has what owns the same tensors.
         apart = {tensor for index in times if times[index] != forwards for tensor in self.blocks[index].tensors}
@@ -265,7 +266,7 @@ class _CallRecorder:
         raise CalledOtherwise(
             f"the model calls its blocks in another order each time, at first {', '.join(names)}; they must be called "
             "in the same order",
-            names,
+            [self.blocks[index] for index in turn],
         )
 
     def _begin(self) -> None:

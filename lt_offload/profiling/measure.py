@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.hugging_face import is_base
 from lt_offload.compat.torch import tree_leaves, tree_map
-from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.errors import OverBudget
 from lt_offload.machine.driver import (
     context_bytes,
     current,
@@ -34,7 +34,7 @@ from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import located, staged
-from lt_offload.model.parts import check_micro_batches
+from lt_offload.model.parts import check_samples, extent
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
@@ -126,10 +126,11 @@ def profile(
             contention = measure_contention(optimizer, target, host_threads=updates.host_threads)
             machine = _alone(machine, contention)
 
+    trial = partial(_trial, model, sample_batch, target, micro_batches, optimizer=optimizer, run=run)
+
     def attempt(structure: Structure) -> tuple[Any, Measured]:
         with ExitStack() as stack:
-            batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
-            check_samples(batch, micro_batches)
+            batch = stack.enter_context(trial())
             if target.type == "cuda":
                 warm_up(target)  # or the first block would be charged for the libraries' workspaces
             if any(is_compiled(block.module) for block in structure.blocks):
@@ -191,12 +192,12 @@ def check_use(
         ModelError: if the model calls its blocks in another order or more than once.
         ConfigError: if there are fewer samples than ``micro_batches``.
     """
+    trial = partial(_trial, model, sample_batch, device, micro_batches, optimizer=optimizer, run=run)
 
     def attempt(structure: Structure) -> Structure:
         staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
         with ExitStack() as stack:
-            batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer, run=run))
-            check_samples(batch, micro_batches)
+            batch = stack.enter_context(trial())
             for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
                 stack.enter_context(context)
             stage = partial(_stage, device)
@@ -207,29 +208,16 @@ def check_use(
     return following_calls(model, structure, attempt)
 
 
-def check_samples(batch: Any, micro_batches: int) -> None:
-    """Refuse more parts than ``batch`` has samples.
-
-    Raises:
-        ConfigError: naming both.
-    """
-    check_micro_batches(micro_batches)
-    samples, _ = extent(batch)
-    if micro_batches > samples:
-        raise ConfigError(
-            f"micro_batches={micro_batches} is more than the {samples} samples of the batch; set micro_batches="
-            f"{samples} or less, or use larger batches"
-        )
-
-
 @contextmanager
-def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: Any) -> Iterator[Any]:
+def _trial(model: nn.Module, sample_batch: Any, device: torch.device, parts: int, **others: Any) -> Iterator[Any]:
     """Enclose runs of ``model`` that leave no trace; yields the batch on ``device``."""
     devices = [device.index] if device.type == "cuda" else []
     # The batch as well: a step may write to it, and training has yet to see it.
     roots = {type(model).__name__: model, "sample_batch": sample_batch, **others}
     with current(device), untouched(devices=devices, **roots):
-        yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample_batch)
+        batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample_batch)
+        check_samples(batch, parts)
+        yield batch
 
 
 def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[None]:
@@ -576,21 +564,6 @@ def _main_dtype(model: nn.Module) -> str:
     for parameter in (parameter for parameter in model.parameters() if id(parameter) not in packed):
         totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
     return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
-
-
-def extent(batch: Any) -> tuple[int, int]:
-    """Return batch size and sequence length: the sizes of the token ids, or of the first tensor that has two.
-
-    Images and rows of features are no sequences: their length is 1.
-    """
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
-        leaves.insert(0, batch["input_ids"])
-    first = next((leaf for leaf in leaves if leaf.ndim >= 2), None)
-    if first is None:
-        return next((leaf.shape[0] for leaf in leaves[:1] if leaf.ndim), 1), 1
-    of_tokens = first.ndim == (3 if first.is_floating_point() else 2)
-    return first.shape[0], first.shape[1] if of_tokens else 1
 
 
 def _silent(_message: str) -> None:

@@ -363,9 +363,8 @@ class OffmateStrategy(Records, Checkpoints):
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
-        structure = self._structure()
-        if plan is not None and self.profile is not None:
-            structure = as_called(self._module, structure, [block.name for block in self.profile.blocks])
+        profile = self.profile if plan is not None else None
+        structure = self._structure() if profile is None else as_called(self._module, profile.blocks)
         self.engine = Engine(self._module, optimizer, plan, self._device, structure=structure, others=self.ranks)
         self.engine.install()
         windows.prepare(self._trainer, self.engine)

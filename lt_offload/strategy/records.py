@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_offload.profiling.measure import extent
+from lt_offload.model.parts import extent
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.strategy.replan import steps_left
 from lt_offload.strategy.several.processes import Processes

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.model.optimizers import with_more
+from lt_offload.model.parts import extent
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.correct import TOLERANCE, Comparison, compare, correct, timed
 from lt_offload.plan.windows import has_windows
-from lt_offload.profiling.measure import extent
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace

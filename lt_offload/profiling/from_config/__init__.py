@@ -24,11 +24,12 @@ from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import Structure, find_blocks, following_calls
 from lt_offload.model.compiled import forget_compiled
+from lt_offload.model.parts import check_samples
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
 from lt_offload.profiling.from_config.compiled import compile_planned
 from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.measure import Measured, assemble, check_samples, measure_blocks
+from lt_offload.profiling.measure import Measured, assemble, measure_blocks
 from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, estimate_optimizer
 from lt_offload.resources import is_dir, is_file, shipped_files

@@ -81,12 +81,16 @@ CAUSAL = {make.__name__: make for make in (gemma4, olmo_hybrid, blenderbot)}
 MASKED = {"bert": lambda: config("BertConfig"), "esm": lambda: config("EsmConfig", mask_token_id=3)}
 
 
+def made_by(auto: Any, make: Callable[[], Any]) -> Any:
+    return auto.from_config(make())
+
+
 def causal(name: str) -> Make:
-    return lambda: transformers.AutoModelForCausalLM.from_config(CAUSAL[name]())
+    return lambda: made_by(transformers.AutoModelForCausalLM, CAUSAL[name])
 
 
 def masked(name: str) -> Make:
-    return lambda: transformers.AutoModelForMaskedLM.from_config(MASKED[name]())
+    return lambda: made_by(transformers.AutoModelForMaskedLM, MASKED[name])
 
 
 # -- as people write them ---------------------------------------------------------------------------------------------
