@@ -371,6 +371,8 @@ class Passes:
         """Forget a forward that no backward followed."""
         self._iteration.enter(Transition.FORGET)
         self._runs.close()
+        # Nobody awaits what it has fetched, and a copy that is still to come holds device memory in the next pass.
+        self._recorder.device.drain()
         self.reset()
         self._residency.unsettle()
 

@@ -197,7 +197,7 @@ def test_after_a_last_step_without_a_loss_the_sums_are_used(
 
     settings: dict[str, Any] = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, **clipping}
     stock, least = run("auto"), smallest(options | {"batch_size": 1}, **settings)
-    for memory in sampling.one((least, 2 * least, 200_000_000)):
+    for memory in sampling.one((int(1.1 * least), 2 * least, 200_000_000)):
         for offload in (True, False):
             assert differences(stock, run(OffmateStrategy(memory=memory, activation_offload=offload))) == []
     assert stock.trainer.global_step == 4
