@@ -8,7 +8,7 @@ from typing import Any
 from lt_offload.limits.table import while_running
 
 OUTSIDE_USE = while_running(
-    "a loss that uses a weight outside its block (tied heads by F.linear, penalties on weights)",
+    "a loss that uses a layer's weight outside the layer (penalties on weights)",
     why="its gradient would come from two places, and the weight may have left the device",
     instead="use it inside the module that owns it, or detach it if the loss does not need it",
 )

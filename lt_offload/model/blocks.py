@@ -122,17 +122,17 @@ _Found = TypeVar("_Found")
 
 def following_calls(model: nn.Module, structure: Structure, attempt: Callable[[Structure], _Found]) -> _Found:
     """Return what ``attempt``, which calls ``model``, makes of ``structure``, or else of the blocks that it calls."""
+    followed = False
     while True:
         try:
             return attempt(structure)
         except CalledOtherwise as otherwise:
-            if otherwise.blocks:
-                structure = as_called(model, otherwise.blocks)
-                break
-            if structure.other is None or (following := structure.other()) is None:
+            other = structure.other() if structure.other is not None else None
+            following = as_called(model, otherwise.blocks) if otherwise.blocks else other
+            # A model that calls the same blocks in another order each time would be called for ever.
+            if following is None or (followed and len(following.blocks) >= len(structure.blocks)):
                 raise
-            structure = following
-    return attempt(structure)
+            followed, structure = bool(otherwise.blocks), following
 
 
 def _stack(

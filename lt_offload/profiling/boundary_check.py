@@ -35,7 +35,7 @@ from lt_offload.compat.torch import (
 )
 from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import OperationLog, called_unseen, calls_others, unseen_by_dynamo, writes
-from lt_offload.model.blocks import Block, Structure
+from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import (
     Call,
     FirstRun,
@@ -394,15 +394,20 @@ class BoundaryCheck:
         """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
 
         Raises:
+            CalledOtherwise: if none of these blocks is a layer: without them, which stay on the device.
             UnsupportedError: naming the block or the weight.
         """
         for index in sorted(self._reached):
             raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._blocks[index].name}")
         # The backward of a block's output goes no further, so that what made its inputs has no gradients.
         before = {id(getattr(node, "variable", None)) for node, _ in edges(node for node, _, _ in self._inputs)}
-        for name, parameter in self._parameters():
-            if parameter.grad is not None or id(parameter) in before:
-                raise limits.OUTSIDE_USE.error(f"the loss uses weight {name} outside its block")
+        used = {p: name for name, p in self._parameters() if p.grad is not None or id(p) in before}
+        users = [block for block in self._blocks if not used.keys().isdisjoint(block.module.parameters())]
+        if used:
+            refused = limits.OUTSIDE_USE.error(f"the loss uses weight {next(iter(used.values()))} outside its block")
+            if any(block.kind == "layer" for block in users):
+                raise refused
+            raise CalledOtherwise(str(refused), [block for block in self._blocks if block not in users])
 
     def check_results(self, result: Any) -> None:
         """Refuse what a model without a loss hands out of the inside of blocks: its caller makes a loss of it.

@@ -71,13 +71,22 @@ def olmo_hybrid() -> Any:
     return config("OlmoHybridConfig", layer_types=kinds, use_cache=False, **linear)
 
 
+def prophetnet() -> Any:
+    """Its decoder multiplies with the weights of embeddings that it does not call."""
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sides = {f"num_{name}": count for name, count in sides.items()} | {"num_decoder_layers": 3, "num_buckets": 8}
+    sides |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "relative_max_distance": 16}
+    sizes = {name: size for name, size in SIZES.items() if name != "num_hidden_layers"}
+    return transformers.ProphetNetConfig(is_decoder=True, use_cache=False, **sizes | sides)
+
+
 def blenderbot() -> Any:
     """A decoder alone, whose first norm is registered behind the layers."""
     sizes = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "d_model": 32}
     return config("BlenderbotSmallConfig", is_decoder=True, use_cache=False, scale_embedding=True, **sizes)
 
 
-CAUSAL = {make.__name__: make for make in (gemma4, olmo_hybrid, blenderbot)}
+CAUSAL = {make.__name__: make for make in (gemma4, olmo_hybrid, prophetnet, blenderbot)}
 MASKED = {"bert": lambda: config("BertConfig"), "esm": lambda: config("EsmConfig", mask_token_id=3)}
 
 
@@ -172,8 +181,12 @@ class Refining(nn.Module):
 
 
 KINDS: list[tuple[str, Make, Any, int]] = [
-    *((name, causal(name), text, 8) for name in CAUSAL),
-    *((name, masked(name), text, 6) for name in MASKED),
+    ("gemma4", causal("gemma4"), text, 10),
+    ("olmo_hybrid", causal("olmo_hybrid"), text, 7),
+    ("prophetnet", causal("prophetnet"), text, 6),
+    ("blenderbot", causal("blenderbot"), text, 7),
+    ("bert", masked("bert"), text, 6),
+    ("esm", masked("esm"), text, 7),
     ("lists in a row", Transformer, pictures, 10),
     ("a module for all", lambda: Transformer(guided=True), pictures, 9),
     ("short lists first", Refining, pictures, 11),

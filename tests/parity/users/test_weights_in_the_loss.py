@@ -23,6 +23,7 @@ from tests.support.user_nets import (
     engine_of,
     fault,
     in_every_run,
+    measured,
     ordinary,
     plain,
     refusal,
@@ -50,9 +51,23 @@ class TiedByFunction(Net):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-@pytest.mark.parametrize("name", ["tied", *PENALTIES])
-def test_a_loss_of_weights_outside_their_block_is_refused_before_training(name: str) -> None:
-    assert "outside its block" in refusal(lambda: TiedByFunction() if name == "tied" else Net(after=PENALTIES[name]))
+@pytest.mark.parametrize("name", ["a layer's weight", "all weights"])
+def test_a_loss_of_layers_weights_is_refused_before_training(name: str) -> None:
+    assert "outside its block" in refusal(lambda: Net(after=PENALTIES[name]))
+
+
+OUTSIDE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "tied": (TiedByFunction, "embed"),
+    "the head": (partial(Net, after=PENALTIES["the head"]), "head"),
+}
+
+
+@with_every_budget
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_is_used_outside_its_block_as_well_stays_on_the_device(name: str, budget: str) -> None:
+    make, staying = OUTSIDE[name]
+    assert staying not in [block.name for block in measured(make).blocks]
+    assert differences(plain(make), by_budget(make, budget)) == []
 
 
 @in_every_run

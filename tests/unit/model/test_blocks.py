@@ -73,6 +73,25 @@ def test_blocks_as_they_are_called() -> None:
     assert [name for name, _ in called.rest] == ["unused.weight", "unused.bias"]
 
 
+def test_layers_are_of_the_class_that_the_outermost_model_names() -> None:
+    class Tower(nn.Module):
+        _no_split_modules = ("Bilinear",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Bilinear(9, 9, 9) for _ in range(3))
+
+    class Whole(nn.Module):
+        _no_split_modules = ("Linear",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.layers = Tower(), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    names = [block.name for block in find_blocks(Wrapper(Whole())).blocks]
+    assert names == ["model.tower", "model.layers.0", "model.layers.1"]
+
+
 def test_layers_of_two_classes_and_lists_in_a_row() -> None:
     class Double(nn.Linear):
         pass
