@@ -114,8 +114,8 @@ def record(module: nn.Module, profile: Profile | None, plan: Plan, settings: Set
     A profile comes with it: to measure machine and optimizer takes RAM, in which the states are when a run goes on.
     """
     return {
-        "batch_size": plan.batch_size,
-        "micro_batches": plan.parts,
+        "batch_size": (profile or plan).batch_size,
+        "micro_batches": (profile or plan).parts,
         "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
         "settings": settings.values(),
         "profile": None if profile is None else to_json(profile),
