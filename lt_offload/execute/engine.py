@@ -437,7 +437,7 @@ class Engine:
                     raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
                 return self._passes.forward(index, forward, args, kwargs)
             self._iteration.enter(Transition.VALIDATION)
-            if index == 0:
+            if self.streaming.begins(index):
                 self._guard.begin()
             return self.streaming.forward(index, forward, args, kwargs)
 

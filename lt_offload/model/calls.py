@@ -139,7 +139,9 @@ class Call:
 
 def has_values(call: Call) -> bool:
     """Return whether a block was called with numbers, and not with fake tensors."""
-    return all(type(leaf) is Tensor and not leaf.is_meta for leaf in call.leaves if isinstance(leaf, Tensor))
+    # Embeddings of positions may be called with a length alone.
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)] or list(call.module.parameters())
+    return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
 
 
 class BlockOutput:

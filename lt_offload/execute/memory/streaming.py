@@ -33,6 +33,17 @@ class Streaming:
         self._states = [group for group in layout.all if not isinstance(group.members[0], Weight)]
         """And those of states and sums of gradients, which no forward reads."""
         self._transfers: dict[tuple[LiveGroup, ...], Transfer] = {}
+        self._called: set[int] = set()
+        """Blocks that the present forward has called."""
+
+    def begins(self, index: int) -> bool:
+        """Return whether a forward begins with a call of block ``index``: the first one, or again."""
+        # Not by the order of blocks, which is a guess before the first step.
+        begins = not self._called or index in self._called
+        if begins:
+            self._called.clear()
+        self._called.add(index)
+        return begins
 
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block's forward; nothing is where a plan wants it any more afterwards."""
