@@ -396,7 +396,8 @@ def _device_scratch(sample: _Sample, device: torch.device, most: int) -> float:
     stand_in.step()  # makes the state
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    stand_in.step()
+    for _ in range(_STEPS):
+        stand_in.step()
     return (torch.cuda.max_memory_allocated(device) - before) / stand_in.nbytes
 
 
@@ -520,8 +521,9 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
 
 
 def _scratch(stand_in: _ParameterStandIn) -> float:
-    """Return the bytes that an update takes for a moment, per parameter byte."""
+    """Return the bytes that an update takes for a moment, per parameter byte: RAdam's begin with the sixth step."""
     stand_in.step()  # makes the state
     with Account() as account:
-        stand_in.step()
+        for _ in range(_STEPS):
+            stand_in.step()
     return account.peak / stand_in.nbytes

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, RAdam
 
 import lt_offload
 from lt_offload.errors import ConfigError
@@ -177,6 +177,7 @@ def test_measuring_leaves_optimizer_and_scheduler_alone() -> None:
 def test_scratch_of_an_update() -> None:
     assert measure_optimizer(SGD(parameters(), lr=0.1), CPU).scratch_ratio == 0
     assert 0.9 < measure_optimizer(AdamW(parameters(), foreach=True), CPU).scratch_ratio < 3
+    assert measure_optimizer(RAdam(parameters()), CPU).scratch_ratio > 4  # from the sixth step on; before that 2
 
 
 def test_estimates_count_what_an_update_moves() -> None:
