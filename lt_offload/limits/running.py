@@ -267,7 +267,7 @@ TRANSFORMED_INSIDE = while_running(
     "block makes",
 )
 SCRIPTED = while_running(
-    "blocks with modules of torch.jit.script and torch.jit.trace",
+    "steps with functions, or blocks with modules, of torch.jit.script and torch.jit.trace",
     why="TorchScript computes otherwise, with other last bits, the more often it has been called, and a block is "
     "called more often than in plain training",
     instead="set PYTORCH_JIT=0 in the environment, which leaves both out, or compile with torch.compile",

@@ -265,6 +265,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the distinct storages of ``tensors``."""
+    storages = (part.untyped_storage() for part in tensors_in(list(tensors)))
+    return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
+
+
 _ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
 _COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
 _PARTS: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {

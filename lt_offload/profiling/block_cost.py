@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from lt_offload.compat.torch import address_of, tree_leaves
-from lt_offload.machine.accounting import tensors_in
+from lt_offload.machine.accounting import storage_bytes, tensors_in
 from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.calls import Call, bit_sums, has_values
 from lt_offload.model.parts import Joint
@@ -188,12 +188,6 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
         held_peak_bytes=None if peak is None else peak + held,
         passing_peak_bytes=None if passing is None else passing + held,
     )
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages of ``tensors``."""
-    storages = (part.untyped_storage() for part in tensors_in(list(tensors)))
-    return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _keep(keep: _Figures) -> OptionProfile:
@@ -369,7 +363,9 @@ def _run(
             trial.backward(gradients, watch.leave_out)
     backward = meter.lap()
     if figures is not None and watch is not None:
-        outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
+        # Plans count the gradient of the first output only.
+        beside = sum(gradient.nbytes for slot, gradient in gradients.items() if slot)
+        outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need) - beside
         figures.held_peak = max(0, watch.held_peak() - figures.live - outgoing)
         figures.passing_peak = max(0, watch.whole_peak() - figures.live - outgoing)
         # Compiled code makes all gradients before the first one is used, and parts add theirs up: they count.

@@ -12,9 +12,10 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -522,3 +523,25 @@ def _sets_nothing(func: Any, args: tuple[Any, ...]) -> bool:
     PEFT registers one around each forward of experts that have adapters (``target_parameters``).
     """
     return func is torch.ops.aten.set_.source_Tensor and args[0].is_set_to(args[1])
+
+
+@contextmanager
+def runnable(structure: Structure) -> Iterator[None]:
+    """Refuse by name what torch itself does not let run with hooks, and TorchScript, within the steps enclosed."""
+    for block in structure.blocks:
+        for name, module in block.module.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                path = ".".join(filter(None, (block.name, name)))
+                raise limits.SCRIPTED.error(f"module {path}, a {type(module).__name__} of torch.jit")
+
+    def refuse(function: Any, *_args: Any, **_kwargs: Any) -> None:
+        name = function.qualified_name.removeprefix("__torch__.")
+        raise limits.SCRIPTED.error(f"function {name}, of torch.jit")
+
+    try:
+        with mock.patch.object(torch.jit.ScriptFunction, "__call__", refuse):
+            yield
+    except RuntimeError as error:
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+            raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
+        raise

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lt_offload import limits
 from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves, tree_map
 from lt_offload.errors import ModelError
-from lt_offload.machine.accounting import Account
+from lt_offload.machine.accounting import Account, storage_bytes
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import BlockOutput, Call, edges
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
@@ -88,6 +88,8 @@ class Capture:
     waiting: int
     """Bytes that those keep until their backward: inputs of blocks, gradients of outputs. With activations that several
     blocks are given, and their gradients."""
+    arrived: int
+    """Bytes of gradients that the loss itself gives blocks before the last one: they wait for the backward of these."""
 
 
 def capture(
@@ -137,22 +139,6 @@ def _whole_backwards() -> Iterator[None]:
     except RuntimeError as error:
         if "differentiated Tensor" in str(error):
             raise limits.PARTIAL_BACKWARD.error("the step calls torch.autograd.grad") from error
-        raise
-
-
-@contextmanager
-def runnable(structure: Structure) -> Iterator[None]:
-    """Refuse by name blocks that torch itself does not let run with hooks, those of their modules or of autograd."""
-    for block in structure.blocks:
-        for name, module in block.module.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                path = ".".join(filter(None, (block.name, name)))
-                raise limits.SCRIPTED.error(f"module {path}, a {type(module).__name__} of torch.jit")
-    try:
-        yield
-    except RuntimeError as error:
-        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
-            raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
         raise
 
 
@@ -227,14 +213,15 @@ class _CallRecorder:
         with self._aside(), self.stage(block.module), within(ambient()), torch.no_grad():
             out = run(*args, **kwargs)
         position = itertools.count()
-        return tree_map(lambda leaf: self.connect(leaf, index, set(), position), out) if needed else out
+        return tree_map(lambda leaf: self.connect(leaf, index, set(), position, []), out) if needed else out
 
-    def connect(self, leaf: Any, index: int, reached: set[int], position: Iterator[int]) -> Any:
-        """Make an output of block ``index`` part of the outer graph; ``reached``: positions that gradients come to."""
+    def connect(self, leaf: Any, index: int, reached: set[int], position: Iterator[int], boxes: list[Any]) -> Any:
+        """Make an output of block ``index`` part of the outer graph; gradients come to ``reached`` and ``boxes``."""
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             # In a list, as a tensor that a function returns as it came would become a view of an argument.
             box = [leaf]
             del leaf
+            boxes.append(box)
             note = partial(reached.add, next(position))
             # The anchor requires grad, so that the output does: nothing else that the outer graph knows leads here.
             return Interface.apply(self.anchor, box, index, note)  # type: ignore[no-untyped-call]
@@ -302,6 +289,7 @@ class _CallRecorder:
             self.boundary.check_gradients()
         else:
             self.boundary.check_results(result)
+        arrived = storage_bytes(grad for forward in self._forwards for box in forward.boxes for grad in box)
         self.boundary.find_rewritten()
         self.boundary.let_go()
         if loss is not None and loss.requires_grad:
@@ -329,6 +317,7 @@ class _CallRecorder:
             deferred=len(waiting),
             waiting=sum(forward.saved_bytes + forward.output_bytes for forward in waiting)
             + 2 * sum(forward.several_bytes for forward in self._forwards),
+            arrived=arrived,
         )
 
     def _outliving(self) -> set[int]:
@@ -370,6 +359,8 @@ class _ModelCall:
         """Those that were there when the last block was called, held until the loss's backward has been run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
+        self.boxes: list[list[Tensor]] = []
+        """Where gradients of outputs arrive that the loss itself uses, but for the last block's."""
         self._ends: list[GradientEdge] = []
         """Where gradients leave what comes between blocks: outputs of blocks."""
         self._leaves: dict[int, Tensor] = {}
@@ -401,6 +392,7 @@ class _ModelCall:
         self._graph.clear()
         self._shared.clear()
         self._handed.clear()
+        self.boxes.clear()
 
     def saved_between(self, live: Mapping[int, int]) -> set[int | None]:
         """Return the storages of ``live`` that blocks had in common with operations between them, which save them."""
@@ -463,7 +455,8 @@ class _ModelCall:
             recorder.meter.lap()
         if call.has_backward:
             position = itertools.count()
-            out = tree_map(lambda leaf: recorder.connect(leaf, index, call.reached, position), out)
+            boxes = [] if self.complete else self.boxes
+            out = tree_map(lambda leaf: recorder.connect(leaf, index, call.reached, position, boxes), out)
         self._activations += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._ends += [get_gradient_edge(t) for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         self._last_output = BlockOutput(out)

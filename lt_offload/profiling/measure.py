@@ -20,6 +20,7 @@ from lt_offload import limits
 from lt_offload.compat.hugging_face import is_base
 from lt_offload.compat.torch import tree_leaves, tree_map
 from lt_offload.errors import OverBudget
+from lt_offload.machine.accounting import storage_bytes
 from lt_offload.machine.driver import (
     context_bytes,
     current,
@@ -37,8 +38,9 @@ from lt_offload.model.location import located, staged
 from lt_offload.model.parts import check_samples, extent
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
-from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
-from lt_offload.profiling.capture import Capture, Run, capture, runnable
+from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
+from lt_offload.profiling.boundary_check import runnable
+from lt_offload.profiling.capture import Capture, Run, capture
 from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
@@ -108,7 +110,7 @@ def profile(
         UnsupportedError: if the model could not be trained exactly; names the block or weight.
         OverBudget: if a GPU has no memory for one block of the batch, or for its loss.
     """
-    say = on_progress or _silent
+    say = on_progress or (lambda message: None)
     target = device_for(device)
     structure = structure or find_blocks(model, blocks)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
@@ -320,6 +322,7 @@ def assemble(
         + measured.captured.held
         + measured.captured.lasting
         + measured.captured.waiting
+        + measured.captured.arrived
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
         # What lies outside the blocks stays on the device with its gradient and its states.
@@ -452,12 +455,14 @@ def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capt
 
 
 def _without_held(captured: Capture) -> Tail:
-    """Return the loss's figures without what the caller holds of a result, which the profile counts for all steps.
+    """Return the loss's figures without what the caller holds of a result, and without gradients for earlier blocks.
 
-    The forward's peak keeps it: until it returns, the caller may hold the last batch's result beside the new one.
+    The profile counts both for all steps. The forward's peak keeps what is held: until it returns, the caller may hold
+    the last batch's result beside the new one.
     """
     tail, held = captured.tail, captured.held
-    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - held, left=tail.left - held)
+    both = held + captured.arrived
+    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
 
 
 def _with_after(option: OptionProfile, after: Tail) -> OptionProfile:
@@ -564,10 +569,6 @@ def _main_dtype(model: nn.Module) -> str:
     for parameter in (parameter for parameter in model.parameters() if id(parameter) not in packed):
         totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
     return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
-
-
-def _silent(_message: str) -> None:
-    pass
 
 
 @contextmanager

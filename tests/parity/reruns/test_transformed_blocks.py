@@ -131,6 +131,27 @@ SCRIPTED: dict[str, Callable[[], nn.Module]] = {
 deprecated = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
+def gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+class WithScriptedFunction(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = torch.jit.script(gelu)
+
+    def inner(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(self.linear(x))
+        return out
+
+
+@deprecated
+def test_scripted_functions_are_refused() -> None:
+    said = refusal(lambda: Net(WithScriptedFunction))
+    assert "function tests.parity.reruns.test_transformed_blocks.gelu, of torch.jit: " in said
+    assert "PYTORCH_JIT=0" in said
+
+
 @deprecated
 @pytest.mark.parametrize("kind", SCRIPTED)
 def test_scripted_modules_are_refused(kind: str) -> None:
