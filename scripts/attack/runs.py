@@ -45,8 +45,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
-    "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
-    "radam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, foreach=False),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=1e-2, foreach=False),
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
 }
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
