@@ -26,6 +26,28 @@ def test_a_run_is_the_plain_one(case: str, budget: str, tmp_path: Path) -> None:
     assert differs == []
 
 
+def with_gradients() -> Any:
+    model = cases.lora()
+    model.enable_input_require_grads()
+    return model
+
+
+CHECKPOINTED = {
+    f"reentrant: {reentrant}": cases.plain(
+        cases.lora, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
+    for reentrant in (False, True)
+} | {"only inputs that require gradients": cases.plain(with_gradients)}
+
+
+@pytest.mark.parametrize(("case", "budget"), grid(CHECKPOINTED, ("tight", "recompute"), count=2))
+def test_adapters_as_most_people_train_them_fit_into_the_smallest_memory(
+    case: str, budget: str, tmp_path: Path
+) -> None:
+    _, differs = compare(CHECKPOINTED[case], budget, tmp_path)
+    assert differs == []
+
+
 @pytest.mark.parametrize(
     "case", ["callback that reads and edits gradients", "own training_step that calls loss.backward() per row"]
 )
