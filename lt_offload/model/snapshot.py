@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload.compat.lightning import LOOP, OWNERS
-from lt_offload.compat.torch import DisableTorchFunctionSubclass, version_of
+from lt_offload.compat.torch import DisableTorchFunctionSubclass, tensor_hooks_of, version_of
 from lt_offload.errors import UnsupportedError
 from lt_offload.model import objects
 from lt_offload.model.objects import Contents, attributes_of, bases, is_library, module_of, name_of, own, same
@@ -93,10 +93,13 @@ class ObjectSnapshot:
         self._kept: list[_Kept] = []
         # Writes to a model's own weights are refused as they happen (``boundary_check.py``). Their versions say less:
         # ``register_parametrization``, which PEFT calls in each forward of experts, gives a weight the memory it has.
-        models = [root for root in roots.values() if issubclass(type(root), nn.Module)]
-        self._seen: dict[int, Any] = {id(weight): weight for model in models for weight in model.parameters()}
+        models = {name: root for name, root in roots.items() if issubclass(type(root), nn.Module)}
+        weights = {f"{name}.{path}": weight for name in models for path, weight in models[name].named_parameters()}
+        self._seen: dict[int, Any] = {id(weight): weight for weight in weights.values()}
         # Breadth first: where the search is given up, what is left out lies deepest.
         self._next: deque[tuple[Any, str]] = deque((value, name) for name, value in roots.items())
+        # The backward of a block that is measured calls the hooks on its weights.
+        self._next.extend((tensor_hooks_of(weight), f"hooks of {path}") for path, weight in weights.items())
         self.left_out: str | None = None
         """Where the search was given up, if it was."""
         objects.look_again()

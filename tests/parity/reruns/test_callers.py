@@ -32,6 +32,7 @@ from tests.support.user_nets import (
     ours,
     plain,
     recorded_or_run_again,
+    with_every_budget,
 )
 
 OF_MODULE = {"scale": 1.0}
@@ -255,6 +256,26 @@ def test_what_the_step_changes(name: str, budget: str) -> None:
 def test_what_is_put_back_for_every_second_run(name: str) -> None:
     make = make_of(name)
     assert differences(plain(make), ours(make, ("recompute", "mixed", "reload"))) == []
+
+
+def hooked() -> Net:
+    """A net with a hook on a weight that counts its calls."""
+    net, calls = Net(), [0]
+
+    def growing(gradient: Tensor) -> Tensor:
+        calls[0] += 1
+        return gradient * (1 + 0.1 * calls[0])
+
+    hook: Any = net.layers[0].linear.weight.register_hook
+    hook(growing)
+    return net
+
+
+@with_every_budget
+def test_what_hooks_of_weights_change_while_blocks_are_measured_is_put_back(budget: str) -> None:
+    model = hooked()
+    # The net that is measured is the one that is trained.
+    assert differences(plain(hooked), by_budget(lambda: model, budget)) == []
 
 
 # -- what the sample's step has not shown -----------------------------------------------------------------------------
