@@ -177,6 +177,7 @@ COMPILED_CALL = "_compiled_call_impl"
 MODULE_PARTS = frozenset({"_modules", "_parameters", "_buffers", COMPILED_CALL})
 """Attributes of modules that a forward does not change, or that are looked at as a part of their own."""
 HOOKS = frozenset({"_forward_hooks", FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks"})
+HOOKS |= {"_forward_hooks_with_kwargs", FORWARD_PRE_HOOKS_WITH_KWARGS}
 """The dictionaries of a module's bookkeeping that a run depends on."""
 compiled_call_of: Callable[[Any], Any] = attrgetter(COMPILED_CALL)
 """What ``module.compile()`` has made of its call; None without it."""

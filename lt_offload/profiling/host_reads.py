@@ -1,8 +1,9 @@
 """The cost of layers that read their weights in host memory (zero copy).
 
 Layers are recognised by their structure, whatever the model. Known are those whose reads can be told: embeddings,
-products with one matrix (``nn.Linear``, ``Conv1D``), and layers that scale or shift features (norms). Tensors of other
-layers get no figures, so no plan reads them in host memory.
+products with one matrix (``nn.Linear``, ``Conv1D``), and layers that scale or shift features (norms), if they have no
+modules and no buffers but numbers, and take one tensor. Tensors of other layers get no figures, so no plan reads them
+in host memory.
 
 Bytes are a model, for every device:
 
@@ -92,7 +93,7 @@ class Readers:
 
     def __enter__(self) -> Self:
         owners = [module for module in self._blocks if next(module.parameters(recurse=False), None) is not None]
-        self._hooks = [module.register_forward_hook(self._called) for module in owners]
+        self._hooks = [module.register_forward_hook(self._called, with_kwargs=True) for module in owners]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -109,8 +110,8 @@ class Readers:
         finally:
             self._counts = True
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        for read in reads(module, args, out) if self._counts else ():
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        for read in reads(module, (*args, *kwargs.values()), out) if self._counts else ():
             if read.tensor not in self._index:
                 continue  # a parameter of somebody else, whom functional_call has called the module with
             self._reads.setdefault((self._index[read.tensor], self._blocks[module]), []).append(read)
@@ -198,9 +199,11 @@ class Readers:
 
 def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
     """Yield what a call of ``module`` has read of its own parameters; nothing if that cannot be told."""
-    given = args[0] if args else None
+    given = args[0] if len(args) == 1 else None
     if not isinstance(given, Tensor) or not isinstance(out, Tensor):
         return
+    if any(True for _ in module.children()) or any(buffer.ndim for buffer in module.buffers()):
+        return  # it reads, and may write, more than its input and its own parameters, as one does that is parametrized
     own = dict(module.named_parameters(recurse=False))
     if not all(isinstance(tensor, nn.Parameter) for tensor in own.values()):
         return  # torch.func.functional_call has put others in their place

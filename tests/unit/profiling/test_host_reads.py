@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import lt_offload
 from lt_offload.model.blocks import find_blocks
@@ -58,6 +59,37 @@ def test_other_layers_are_not_known(module):
     if isinstance(module, nn.Bilinear):
         args *= 2
     assert figures(module, *args) == {}
+
+
+class Gated(nn.Module):
+    """Has the parameter of a norm, and is called with a second tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x, gate):
+        return x * self.weight * gate
+
+
+class Scaled(nn.Linear):
+    """Has a layer of its own beside the matrix."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [(Gated(), 2), (Scaled(), 1), (weight_norm(nn.Linear(8, 8)), 1), (nn.BatchNorm1d(8), 1)],
+    ids=["two tensors", "a layer within", "parametrized", "buffers"],
+)
+def test_layers_that_read_more_than_their_parameters_are_not_known(module, calls):
+    assert figures(module, *[torch.zeros(3, 8)] * calls) == {}
 
 
 @pytest.mark.parametrize("lora", [False, True])
