@@ -94,10 +94,10 @@ def test_a_run_shows_measured_beside_planned(
 
 @pytest.mark.filterwarnings("always:.*loss of step . is not finite")
 def test_a_run_whose_loss_is_not_finite_is_not_done(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([recipe, "--trainer.default_root_dir", "run", "--model.lr", "1e5"]) == 3
+    assert main([recipe, "--trainer.default_root_dir", "run", "--model.lr", "1e10"]) == 3  # attention's scores overflow
     said, told = capsys.readouterr()
     assert told.count("not finite") == 1
-    assert "begin again with a lower --model.lr (it is 100000) or --trainer.gradient_clip_val 1\n" in told
+    assert "begin again with a lower --model.lr (it is 1e+10) or --trainer.gradient_clip_val 1\n" in told
     assert "done, in vain" in said
     assert "not finite since step" in said
     assert "try it" not in said
