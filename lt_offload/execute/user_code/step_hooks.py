@@ -278,7 +278,8 @@ class ManualLoop:
 
     def _check_options(self) -> None:
         options, self._options = self._options, []
-        for index, (used, now) in enumerate(zip(options, _options(self._optimizer), strict=False)):
+        present = _options(self._optimizer) if options else []  # without a backward no update has used any
+        for index, (used, now) in enumerate(zip(options, present, strict=True)):
             for name, value in now.items():
                 if name not in used or not _equal(used[name], value):
                     change = f"from {used.get(name)} to {value}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,9 +18,9 @@ from lt_offload.profiling import measure
 from lt_offload.strategy import replay
 from scripts.hf import cases
 from scripts.hf.runs import Outcome, train
+from tests.support.machine import takes_no_more
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
-ROOT = Path(__file__).parents[3]
 
 
 def two_steps(folder: Path) -> str:
@@ -142,15 +139,4 @@ print(trainer.offmate.plan.process_bytes, trainer.offmate.plan.budget_bytes, int
 
 @pytest.mark.slow
 def test_it_takes_no_more_ram_than_its_run(tmp_path: Path) -> None:
-    """Weights and states take 170 MB. The heap is not to keep what is freed: nobody could say how much that is."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-
-    def child(steps: int) -> list[int]:
-        command = [sys.executable, "-c", CHILD, str(tmp_path), str(steps)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return [int(word) for word in done.stdout.splitlines()[-1].split()]
-
-    (process, device, peak), (again, same, after) = child(2), child(4)
-    assert (again, same) == (process, device)
-    assert after < peak + 40_000_000
+    takes_no_more(CHILD, tmp_path)

@@ -6,8 +6,6 @@ import functools
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,8 @@ from lt_offload.strategy import sample
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
 from tests import sampling
+from tests.support.machine import takes_no_more
 from tests.support.trainers import BATCHES, Forced, Run, fit, seeded_module, state_differences, tight
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -337,15 +334,4 @@ print(strategy.plan.process_bytes, strategy.plan.budget_bytes, int(peak) << 10)
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_no_more_ram_than_its_run(tmp_path: Path) -> None:
-    """Weights and states take 170 MB. The heap is not to keep what is freed: nobody could say how much that is."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-
-    def child(steps: int) -> list[int]:
-        command = [sys.executable, "-c", CHILD, str(tmp_path), str(steps)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return [int(word) for word in done.stdout.splitlines()[-1].split()]
-
-    (process, device, peak), (again, same, after) = child(2), child(4)
-    assert (again, same) == (process, device)
-    assert after < peak + 40_000_000
+    takes_no_more(CHILD, tmp_path)
