@@ -242,15 +242,16 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
         seen: what has been looked at, by identity; is added to, and not looked at again.
     """
     seen = {} if seen is None else seen
+    kinds: Any = _kind_of  # and not ``kind_of``: this is done for every block of a step, and calls are what it costs
     found: list[tuple[Any, Any, Contents]] = []
-    waiting = [value for value in values if kind_of(value)]
+    waiting = [value for value in values if kinds(type(value))]
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        kind = kind_of(value)
-        if belongs_to_a_library(value):
+        kind = kinds(type(value))
+        if id(value) in _places and belongs_to_a_library(value):
             continue
         places = [value] if kind != "settings" else []
         attributes = None if kind == "tuple" or type(value) in _READ else attributes_of(value)
@@ -261,7 +262,7 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
             if kind != "tuple":
                 found.append((value, place, contents))
             if contents is not NOTHING:
-                below = (item for item in contents[-1] if kind_of(item))
+                below = (item for item in contents[-1] if kinds(type(item)))
                 waiting += below if kind != "settings" else (item for item in below if _is_small(item))
     return found
 
