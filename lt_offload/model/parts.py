@@ -24,7 +24,7 @@ from lt_offload.compat.torch import TreeSpec, tree_flatten, tree_leaves, tree_un
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
-from lt_offload.model.saving import is_activation
+from lt_offload.model.saving import activations_of
 from lt_offload.model.state.handed import WrittenContainers
 
 Forward = Callable[..., Any]
@@ -107,11 +107,10 @@ class Cutter:
         Raises:
             UnsupportedError: if rows of samples cannot be told from rows of tokens.
         """
-        positional = spec.child(0).num_leaves
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim > 0]
-        activations = [at for at, leaf in tensors if is_activation(leaf, positional=at < positional)]
         if not tensors:
             return None
+        activations = [at for at in activations_of(leaves, spec.child(0).num_leaves) if leaves[at].ndim > 0]
         main = leaves[activations[0] if activations else tensors[0][0]]
         samples = len(main)
         sizes = sizes_of(samples, self.count)

@@ -26,7 +26,7 @@ The activation options:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,6 @@ from typing_extensions import override
 from lt_offload.compat.torch import ATTENTIONS, DisableTorchDispatch, TorchDispatchMode, schema_of
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
-
-SMALL = 1024
-"""Storages of fewer bytes stay on the device: a copy would cost more than it frees."""
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
@@ -79,13 +76,29 @@ def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def travels(tensor: Tensor) -> bool:
-    """Return whether a saved tensor goes to the host under ``offload``; masks and small ones stay."""
-    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() >= SMALL
+    """Return whether a saved tensor goes to the host under ``offload``; masks and single numbers stay.
+
+    A limit in bytes would keep more of a batch that is smaller than the planned one.
+    """
+    strided = tensor.is_floating_point() and tensor.layout is torch.strided
+    return strided and tensor.untyped_storage().nbytes() > tensor.itemsize
 
 
-def is_activation(leaf: Tensor, *, positional: bool) -> bool:
-    """Return whether an argument of a block is passed on from block to block, unlike masks that all share."""
-    return leaf.requires_grad or (positional and leaf.is_floating_point())
+def activations_of(leaves: Sequence[Any], positional: int) -> tuple[int, ...]:
+    """Return which arguments of a block are passed on from block to block, unlike masks and tables that all share.
+
+    They are the tensors that require gradients, and floating-point ones among the positional arguments. Of a call by
+    keywords only that has neither, as a frozen block's may be, it is the first floating-point tensor.
+
+    Args:
+        leaves: of ``(args, kwargs)``.
+        positional: how many of them belong to ``args``.
+    """
+    tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    found = [at for at, leaf in tensors if leaf.requires_grad or (at < positional and leaf.is_floating_point())]
+    if not found and all(at >= positional for at, _ in tensors):
+        found = [at for at, leaf in tensors if leaf.is_floating_point()][:1]
+    return tuple(found)
 
 
 @unseen_by_dynamo

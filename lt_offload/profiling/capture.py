@@ -30,7 +30,7 @@ from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import BlockOutput, Call, edges
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.parts import Cutter, cutters, in_parts
-from lt_offload.model.saving import is_activation
+from lt_offload.model.saving import activations_of
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers, Handed
 from lt_offload.profiling.boundary_check import BoundaryCheck, Interface, WrittenWeights
@@ -477,9 +477,8 @@ class _ModelCall:
     ) -> Call:
         """Return the call, the same for blocks that cost the same; fill in what came before it."""
         leaves, spec = tree_flatten((args, kwargs))
-        positional = len(tree_leaves(args))
         tensors = [(slot, leaf) for slot, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        slots = tuple(slot for slot, leaf in tensors if is_activation(leaf, positional=slot < positional))
+        slots = activations_of(leaves, spec.child(0).num_leaves)
         needs_grad = tuple(leaves[slot].requires_grad for slot in slots)
         self.chained.append(self._last_output.sources([leaves[slot] for slot in slots]) is not None)
         self._differentiate([leaves[slot] for slot in slots], seam)

@@ -7,16 +7,14 @@ import pytest
 from scripts.attack.programs import Program
 from scripts.attack.runs import BUDGETS, attacked
 
-SEEDS = (0, 5, 10, 11, 12, 15, 18, 19)
+SEEDS = (0, 5, 10, 11, 12, 15, 18, 19, 25, 95)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_programs_of_users_give_the_same_numbers(seed: int) -> None:
-    """Nothing is wrong anywhere. The least memory of such tiny models is short of some bytes with some plans."""
     ended = {run.budget: run for run in attacked(Program.of(seed))}
     assert set(ended) == set(BUDGETS)
-    assert {run.outcome for run in ended.values()} <= {"equal", "over budget"}, ended
-    assert {ended[budget].outcome for budget in ("middle", "resident")} == {"equal"}, ended
+    assert {run.outcome for run in ended.values()} == {"equal"}, ended
 
 
 def test_every_feature_is_drawn_and_can_be_left_out() -> None:

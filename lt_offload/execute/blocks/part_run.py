@@ -33,7 +33,7 @@ from lt_offload.execute.memory.activations import ActivationOffloader, Moved, Sa
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.calls import edges, tensors_of
 from lt_offload.model.parts import Cutter
-from lt_offload.model.saving import CacheCostly, ReplayCostly, is_activation, travels
+from lt_offload.model.saving import CacheCostly, ReplayCostly, activations_of, travels
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.effects import Effects, Snapshot
@@ -86,16 +86,9 @@ class BlockCall:
         self.block, self.forward, self.weights = block, forward, weights
         self.spec, self.offloader = spec, offloader
         self.ambient = ambient()
-        positional = spec.child(0).num_leaves  # the other leaves are keyword arguments
-        self.slots: list[int] = []
-        self.shared: list[Tensor] = []
+        self.slots = activations_of(leaves, spec.child(0).num_leaves)
+        self.shared = [leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in self.slots]
         """Masks and tables that all blocks are given: they stay on the device."""
-        for slot, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                if is_activation(leaf, positional=slot < positional):
-                    self.slots.append(slot)
-                else:
-                    self.shared.append(leaf)
         self.needs_grad: list[bool] = [leaves[slot].requires_grad for slot in self.slots]
         # Views of a tensor share its version counter, so that this holds for the rows of a part, too.
         self.shared_versions = [version(x) for x in self.shared]

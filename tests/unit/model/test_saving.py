@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_offload.model.saving import SMALL, for_replay, is_activation, is_costly, travels
+from lt_offload.model.saving import activations_of, for_replay, is_costly, travels
 from tests.support import models
 
 aten = torch.ops.aten
@@ -104,17 +104,18 @@ def test_cached_attention_carries_what_its_backward_needs() -> None:
 
 
 def test_what_travels() -> None:
-    large = torch.zeros(SMALL // 4)
-    assert travels(large)
-    assert travels(large[:1])  # its storage is what would travel
-    assert not travels(torch.zeros(SMALL // 4 - 1))
-    assert not travels(torch.zeros(SMALL, dtype=torch.bool))
-    assert not travels(torch.zeros(SMALL, dtype=torch.long))
+    several = torch.zeros(2)
+    assert travels(several)
+    assert travels(several[:1])  # its storage is what would travel
+    assert not travels(torch.zeros(1))
+    assert not travels(torch.zeros(1000, dtype=torch.bool))
+    assert not travels(torch.zeros(1000, dtype=torch.long))
 
 
 def test_activations_are_told_from_masks() -> None:
     hidden, ids = torch.zeros(2), torch.zeros(2, dtype=torch.long)
-    assert is_activation(hidden, positional=True)
-    assert not is_activation(hidden, positional=False)
-    assert not is_activation(ids, positional=True)
-    assert is_activation(torch.zeros(2, requires_grad=True), positional=False)
+    mask, trained = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    assert activations_of([hidden, mask], 1) == (0,)
+    assert activations_of([ids, mask], 1) == ()
+    assert activations_of([True, trained, mask], 0) == (1,)
+    assert activations_of([ids, hidden, mask], 0) == (1,)  # a frozen block's, by keywords
