@@ -159,11 +159,6 @@ CLIPPED = while_running(
     why="they are clipped when updates use them, all of them once: first by norm, then by value",
     instead="clip once, after the last backward, by norm before by value",
 )
-NO_LAST_BACKWARD = while_running(
-    "several processes, and a training_step that returns None for the last micro-batch of accumulate_grad_batches",
-    why="gradients are exchanged with the last backward, and without it ddp's processes go on with other weights each",
-    instead="return a loss that is 0 there: 0 * loss",
-)
 FORWARDS = while_running(
     "other calls of the model between a forward and its backward than the sample had, backwards in another order",
     why="the plan says which forwards wait for others before their backward, and autograd goes through the last first",

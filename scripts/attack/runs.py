@@ -21,6 +21,7 @@ from lt_offload.errors import InfeasibleError, OffloadError, OverBudget
 from lt_offload.machine import driver
 from scripts.attack.programs import Model, Program, loss_of
 from scripts.hf.runs import quiet
+from tests import fake_cuda
 from tests.support.engines import same_state
 from tests.support.user_nets import VOCAB
 
@@ -347,10 +348,13 @@ class Ended:
 
 
 def trained(program: Program, ours: dict[str, Any] | None = None) -> Ended:
-    """Train, and return what is left on the host."""
+    """Train, and return what is left on the host; raises ``RuntimeError`` if a kernel of the fake GPU has failed."""
     train = by_loop if program.loop == "own" else by_lightning
+    before = _failed_kernels()
     with quiet():
         training, optimizer, plan = train(program, ours)
+    if _failed_kernels() > before:
+        raise RuntimeError("a kernel has failed after its launch")
     model = training.model
     states = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
     return Ended(
@@ -360,6 +364,14 @@ def trained(program: Program, ours: dict[str, Any] | None = None) -> Ended:
         generator=torch.get_rng_state(),
         plan=plan,
     )
+
+
+def _failed_kernels() -> int:
+    if not fake_cuda.enabled():
+        return 0
+    from tests.fake_cuda import runtime
+
+    return runtime.failed()
 
 
 def smallest(program: Program, **switches: Any) -> int:

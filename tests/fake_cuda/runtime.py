@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch._C as C
 
 from tests.fake_cuda.build import library
@@ -51,6 +52,12 @@ def counters() -> dict[str, int]:
     text = ctypes.create_string_buffer(1 << 16)
     LIB.fake_counters(text, len(text))
     return {name: int(number) for name, number in (line.split("\t") for line in text.value.decode().splitlines())}
+
+
+def failed() -> int:
+    """Return how many kernels have failed after their launch, once all that were launched have run."""
+    torch.cuda.synchronize()
+    return counters().get("kernels that failed late", 0)
 
 
 def occupy(nbytes: int, device: int = 0) -> None:

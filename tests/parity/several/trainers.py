@@ -107,6 +107,14 @@ class Unfrozen(Synced):
             self.model.model.layers[0].requires_grad_(True)
 
 
+class Skipped(Synced):
+    """Has no loss for the last micro-batch of a window."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
 class Thawed(Unfrozen, Clamped):
     """Does both."""
 
@@ -139,6 +147,7 @@ def main(folder: Path) -> None:
         found["small"] = failing(module(), memory=MEMORY, host_memory="3MB")[0]
         found["uneven"] = failing(module(Uneven), memory=MEMORY)[0]
         found["streamed"] = failing(module(Streamed), memory=MEMORY)[0]
+        found["skipped"] = failing(module(Skipped), memory=MEMORY, accumulate=2)[0]
         found["settings"] = failing(module(), memory=f"{40 + rank}MB")[0]
         found["broken"], found["seconds"] = failing(module(Broken), memory=MEMORY)
         torch.save(found, folder / f"{rank}.pt")
@@ -246,11 +255,11 @@ def failing_early(rank: int) -> str:
     return "nothing"
 
 
-def failing(seen: Any, **options: Any) -> tuple[str, float]:
+def failing(seen: Any, *, accumulate: int = 1, **options: Any) -> tuple[str, float]:
     """Return what a run fails with, and how long that took after it had begun to train."""
     begun = time.monotonic()
     try:
-        trainers.fit(lt_offload.OffmateStrategy(**options), seen, devices=2)
+        trainers.fit(lt_offload.OffmateStrategy(**options), seen, devices=2, accumulate_grad_batches=accumulate)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "nothing", 0.0
