@@ -17,6 +17,12 @@ def test_programs_of_users_give_the_same_numbers(seed: int) -> None:
     assert {run.outcome for run in ended.values()} == {"equal"}, ended
 
 
+def test_a_block_that_skips_its_weights_at_random_is_measured() -> None:
+    """What it needs is as random, so that the least memory is not known."""
+    ended = list(attacked(Program.of(220), ("resident", "middle")))
+    assert [run.outcome for run in ended] == ["equal", "equal"], ended
+
+
 def test_every_feature_is_drawn_and_can_be_left_out() -> None:
     programs = [Program.of(seed) for seed in range(150)]
     assert len(set(programs)) == len(programs)
