@@ -1,13 +1,11 @@
-"""One training of a program, plain or within a budget, by Lightning or in a loop; what two of them differ in."""
+"""One training of a program, plain or within a budget, by Lightning or in a loop."""
 
 # ruff: noqa: D102 - hooks of Lightning
 from __future__ import annotations
 
 import random
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,24 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 import lt_offload
-from lt_offload.errors import InfeasibleError, OffloadError, OverBudget
-from lt_offload.machine import driver
+from scripts.attack.compared import Ended, no_failed_kernels
 from scripts.attack.programs import Model, Program, loss_of
 from scripts.hf.runs import quiet
-from tests import fake_cuda
-from tests.support.engines import same_state
 from tests.support.user_nets import VOCAB
 
-BUDGETS = ("smallest", "middle", "resident", "recomputing")
-"""The smallest one that is named, 2/5 of the way to that in which all stays, that one, and the smallest one again if
-activations do not travel."""
-OUTCOMES = ("equal", "refused", "over budget", "wrong", "foreign", "hang", "not run")
-"""``over budget``: an error of ours within a memory that was named as enough; ``foreign``: an error that is not ours;
-``not run``: the plain training fails, or is not equal to itself."""
-
 STEPS, EPOCHS = 6, 2
-ROOM = 1 << 30
-_MIDDLE = 0.4
 _COUNTED = 2
 """The step after which a habit acts that acts once."""
 
@@ -317,140 +303,9 @@ def _loop(
             training.validate(made[0])
 
 
-# -- what two trainings differ in --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """What a training leaves."""
-
-    seen: dict[str, list[Any]]
-    weights: dict[str, Tensor]
-    states: list[dict[str, Any]]
-    generator: Tensor
-    plan: Any
-
-    def differs(self, other: Ended) -> list[str]:
-        """Return what is not the same, bit for bit."""
-        found = []
-        for name in sorted(self.seen.keys() | other.seen.keys()):
-            mine, theirs = self.seen.get(name, []), other.seen.get(name, [])
-            if not same_state(mine, theirs):
-                pairs = enumerate(zip(mine, theirs, strict=False))
-                first = next((i for i, pair in pairs if not same_state(*pair)), min(len(mine), len(theirs)))
-                found.append(f"{name} from number {first} on, of {len(mine)} and {len(theirs)}")
-        weights = [name for name in self.weights if not same_state(self.weights[name], other.weights[name])]
-        if weights:
-            found.append(f"{len(weights)} of {len(self.weights)} weights, {weights[0]} first")
-        states = sum(not same_state(a, b) for a, b in zip(self.states, other.states, strict=True))
-        found += [f"{states} of {len(self.states)} states"] * bool(states)
-        return found + ["the generator"] * (not torch.equal(self.generator, other.generator))
-
-
 def trained(program: Program, ours: dict[str, Any] | None = None) -> Ended:
     """Train, and return what is left on the host; raises ``RuntimeError`` if a kernel of the fake GPU has failed."""
     train = by_loop if program.loop == "own" else by_lightning
-    before = _failed_kernels()
-    with quiet():
+    with quiet(), no_failed_kernels():
         training, optimizer, plan = train(program, ours)
-    if _failed_kernels() > before:
-        raise RuntimeError("a kernel has failed after its launch")
-    model = training.model
-    states = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
-    return Ended(
-        seen=training.seen,
-        weights={name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()},
-        states=[{k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()} for state in states],
-        generator=torch.get_rng_state(),
-        plan=plan,
-    )
-
-
-def _failed_kernels() -> int:
-    if not fake_cuda.enabled():
-        return 0
-    from tests.fake_cuda import runtime
-
-    return runtime.failed()
-
-
-def smallest(program: Program, **switches: Any) -> int:
-    """Return the smallest memory that is named where there is none."""
-    context = driver.context_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
-    try:
-        trained(program, {"memory": 1000 + context * 21 // 20, **switches})
-    except InfeasibleError as error:
-        if error.needed_bytes is not None:
-            return error.needed_bytes
-        raise
-    raise AssertionError("a thousand bytes were enough")
-
-
-@dataclass(frozen=True)
-class Found:
-    """What became of a program within a budget."""
-
-    budget: str
-    outcome: str
-    says: str = ""
-    travels: bool = False
-    """Whether the plan copies anything."""
-
-
-def attacked(program: Program, budgets: tuple[str, ...] = BUDGETS) -> Iterator[Found]:
-    """Train plainly, and within each budget."""
-    try:
-        plain = trained(program)
-        steady = plain.differs(trained(program))
-    except Exception as error:
-        steady = [_said(error)]
-    if steady:
-        yield Found("plain", "not run", "; ".join(steady))
-        return
-    least = peak = 0
-    for budget in sorted(budgets, key=("smallest", "resident", "middle", "recomputing").index):
-        named = False
-        try:
-            settings: dict[str, Any] = {"memory": ROOM, "planner": "resident"}
-            if budget == "recomputing":
-                settings = {"memory": smallest(program, activation_offload=False), "activation_offload": False}
-            elif budget != "resident":
-                least = least or smallest(program)
-                settings = {"memory": least + int(_MIDDLE * max(0, peak - least)) * (budget == "middle")}
-            named = True
-            ended = trained(program, settings)
-        except Exception as error:
-            yield Found(budget, _kind(error, named), _said(error) + (_enough(program, settings) if named else ""))
-            continue
-        peak = ended.plan.predicted.device_peak_bytes if budget == "resident" else peak
-        travels = any(op.lane in ("h2d", "d2h") for op in ended.plan.ops)
-        differs = plain.differs(ended)
-        yield Found(budget, "wrong" if differs else "equal", "; ".join(differs), travels)
-
-
-def _enough(program: Program, settings: dict[str, Any]) -> str:
-    """Return in which memory a program trains that failed in what was named as enough."""
-    for factor in (1.02, 1.05, 1.1, 1.2):
-        try:
-            trained(program, settings | {"memory": int(settings["memory"] * factor)})
-        except Exception:
-            continue
-        return f" [{factor} times as much is enough]"
-    return ""
-
-
-def _kind(error: Exception, named: bool) -> str:
-    if not isinstance(error, OffloadError):
-        return "foreign"
-    return "over budget" if isinstance(error, (OverBudget, InfeasibleError) if named else OverBudget) else "refused"
-
-
-def _said(error: Exception) -> str:
-    """Return the error's sentence, and where it comes from if it is not ours."""
-    at = "" if isinstance(error, OffloadError) else _place(error)
-    return f"{type(error).__name__}: {error}"[:600] + at
-
-
-def _place(error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/lt_offload/" in f.filename]
-    return f" (by lt_offload/{frames[-1].filename.rpartition('/lt_offload/')[2]}:{frames[-1].lineno})" if frames else ""
+    return Ended.of(training.model, optimizer, training.seen, plan)
