@@ -60,8 +60,8 @@ def now() -> dict[str, str]:
 
 
 def when(made: Mapping[str, Any]) -> str:
-    """Return what :func:`now` said when a result was made; some that no GPU has made again have no commit."""
-    return f"{made['date']} at commit {made['commit']}" if "commit" in made else str(made["date"])
+    """Return what :func:`now` said when a result was made."""
+    return f"{made['date']} at commit {made['commit']}"
 
 
 def save(name: str, kind: str, settings: Mapping[str, Any], figures: Mapping[str, Any], folder: Path) -> Path:
