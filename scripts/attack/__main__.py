@@ -43,7 +43,7 @@ def main() -> int:
             row["simplest"] = simplest(programs[seed], bad[0], options.limit).features()
         return row
 
-    return compared({seed: work(program) for seed, program in programs.items()}, described, options)
+    return compared({seed: work(program) for seed, program in programs.items()}, described, options, kind="attack")
 
 
 def work(program: Program) -> Work:

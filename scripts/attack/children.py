@@ -51,6 +51,9 @@ def compared(
     works: Mapping[Key, Work],
     described: Callable[[Key, list[dict[str, Any]]], dict[str, Any]],
     options: argparse.Namespace,
+    *,
+    kind: str,
+    **settings: Any,
 ) -> int:
     """Do all works, show and save how their runs ended; return 1 if anything is neither equal nor refused.
 
@@ -58,6 +61,8 @@ def compared(
         works: by name or number.
         described: returns what else a row says.
         options: of the command line.
+        kind: of the results.
+        settings: what else they are of.
     """
     rows: dict[Key, dict[str, Any]] = {}
     for key, runs in tried(works, options.limit, options.jobs):
@@ -65,7 +70,7 @@ def compared(
         _show(rows[key])
         ordered = [rows[name] for name in works if name in rows]
         figures = {"counts": counts(ordered), "rows": ordered}
-        save(options.file, options.file, {"device": _device()}, figures, options.results)
+        save(options.file, kind, {"device": _device(), **settings}, figures, options.results)
     print("\n".join(f"{budget:12s} {dict(each)}" for budget, each in counts(list(rows.values())).items()))
     return int(any(run["outcome"] not in HARMLESS for row in rows.values() for run in row["runs"]))
 

@@ -1,11 +1,13 @@
-"""Trains every causal architecture of the installed transformers, with four tiny layers, plainly and offloaded.
+"""Trains every architecture of the installed transformers for a task, of four tiny layers, plainly and offloaded.
 
-    python -m scripts.breadth                    all (an hour and a half of processor time); writes results/breadth.json
+    python -m scripts.breadth                        causal ones (40 minutes of processor time)
+    python -m scripts.breadth --family masked        those with another head, encoders with decoders, or images
     python -m scripts.breadth --only gemma3 olmo2    some
 
 Each in a process of its own: in the smallest memory that is named, and there without activations that travel, compared
-bit for bit with plain PyTorch; and planned from its configuration, without weights. A default configuration is changed
-in its sizes only. Ends are those of ``scripts.attack``; "not run" is what plain PyTorch does not train either.
+bit for bit with plain PyTorch; causal ones are planned from their configuration, too, without weights. A default
+configuration is changed in its sizes only. Ends are those of ``scripts.attack``; "not run" is what plain PyTorch does
+not train either. Results are in results/breadth-FAMILY.json, of which docs/models.md shows a table.
 """
 
 from __future__ import annotations
@@ -14,18 +16,24 @@ import sys
 from functools import partial
 
 from scripts.attack.children import compared, options_of
+from scripts.breadth.tables import NAME
 from scripts.common import arguments
 
 
 def main() -> int:
     """Run the program; returns 1 if something is neither equal nor refused."""
     parser = arguments(__doc__)
+    parser.add_argument("--family", default="causal", metavar="TASK", help="(default causal)")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="model types of transformers")
-    options = options_of(parser, "breadth")
-    from scripts.breadth.causal import architectures, compare
+    options = options_of(parser, NAME)
+    from scripts.breadth.models import FAMILIES, compare
 
-    kinds = options.only or architectures()
-    return compared({kind: partial(compare, kind) for kind in kinds}, lambda kind, runs: {}, options)
+    if options.family not in FAMILIES:
+        parser.error(f"--family is one of {', '.join(FAMILIES)}")
+    if options.file == NAME:
+        options.file = f"{NAME}-{options.family}"
+    works = {kind: partial(compare, options.family, kind) for kind in options.only or FAMILIES[options.family].kinds()}
+    return compared(works, lambda kind, runs: {}, options, kind=NAME, family=options.family)
 
 
 if __name__ == "__main__":

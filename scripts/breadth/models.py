@@ -1,8 +1,9 @@
-"""Every causal architecture of transformers, of four tiny layers, trained plainly or within a budget."""
+"""Every architecture of transformers for a task, of four tiny layers, trained plainly or within a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import lt_offload
 from scripts.attack.compared import Ended, Found, attacked, no_failed_kernels
 from scripts.hf.runs import quiet
 
-VOCAB, ROWS, TOKENS, STEPS = 128, 2, 12, 3
+VOCAB, ROWS, TOKENS, STEPS, IMAGE = 128, 2, 12, 3, 32
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), 4),
@@ -43,6 +44,7 @@ SIZES: dict[str, Any] = {
         ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim", "mamba_d_head"), 8
     ),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
+    **{"image_size": IMAGE, "patch_size": 8},
     **{"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
     **{"is_decoder": True, "use_cache": False, "first_k_dense_replace": 1, "index_topk": 8, "index_n_heads": 2},
@@ -50,6 +52,8 @@ SIZES: dict[str, Any] = {
 }
 """Values of settings that a configuration may have, whatever the model."""
 OWN: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": VOCAB, "pad_token_id": 0, "mask_token_id": 3},
+    "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -62,15 +66,45 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What only these have, or cannot have otherwise."""
+COMPUTED = ("head_dim", "num_key_value_heads", "num_experts_per_tok")
+"""Sizes that are set where the default is None, which not every model makes a number of."""
 LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 """Settings of as many entries as there are layers."""
 
 
-def architectures() -> list[str]:
-    """Return the kinds of models that transformers makes for ``AutoModelForCausalLM``."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+@dataclass(frozen=True)
+class Family:
+    """The models of one task."""
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    mapping: str
+    """What transformers calls its table of them."""
+    auto: str
+    """The class that makes one from a configuration."""
+    batch: Callable[[Tensor], dict[str, Tensor]]
+    """Returns a batch of some tokens."""
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of models that there are."""
+        from transformers.models.auto import modeling_auto
+
+        return sorted(getattr(modeling_auto, self.mapping))
+
+
+def _tokens(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "labels": ids}
+
+
+def _images(ids: Tensor) -> dict[str, Tensor]:
+    pixels = torch.randn((ROWS, 3, IMAGE, IMAGE), generator=torch.Generator().manual_seed(int(ids.sum())))
+    return {"pixel_values": pixels, "labels": ids[:, 0] % 2}
+
+
+FAMILIES: dict[str, Family] = {
+    "causal": Family("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM", _tokens),
+    "masked": Family("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM", _tokens),
+    "seq2seq": Family("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM", _tokens),
+    "images": Family("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification", _images),
+}
 
 
 def tiny(kind: str) -> Any:
@@ -78,7 +112,10 @@ def tiny(kind: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     made: Any = CONFIG_MAPPING[kind]
-    return made(**_joined(_smaller(made().to_dict()), OWN.get(kind, {})))
+    config = made(**_joined(_smaller(made().to_dict()), OWN.get(kind, {})))
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = SIZES["decoder_start_token_id"]  # some leave it to whoever trains them
+    return config
 
 
 def _joined(settings: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +129,7 @@ def _smaller(settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, dict) and name.endswith("_config"):
             found[name] = _smaller(value)
-        elif name in SIZES and (
-            value is not None or name in ("head_dim", "num_key_value_heads", "num_experts_per_tok")
-        ):
+        elif name in SIZES and not isinstance(value, (list, tuple)) and (value is not None or name in COMPUTED):
             found[name] = SIZES[name]
         elif name in LISTS and isinstance(value, list):
             found[name] = _thinned(value)
@@ -110,30 +145,30 @@ def _thinned(entries: list[Any]) -> list[Any]:
     return (chosen * 4)[:4] if len(chosen) < 4 else chosen
 
 
-def batches() -> list[dict[str, Tensor]]:
+def batches(family: str) -> list[dict[str, Tensor]]:
     """Return the batches of a training."""
     generator = torch.Generator().manual_seed(1)
     made = [torch.randint(3, VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(STEPS)]
-    return [{"input_ids": ids, "labels": ids} for ids in made]
+    return [FAMILIES[family].batch(ids) for ids in made]
 
 
-def build(kind: str) -> nn.Module:
+def build(family: str, kind: str) -> nn.Module:
     """Return a model of ``kind``, the same each time, in training mode."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(tiny(kind))
+    model: nn.Module = getattr(transformers, FAMILIES[family].auto).from_config(tiny(kind))
     return model.train()
 
 
-def trained(kind: str, ours: dict[str, Any] | None = None) -> Ended:
+def trained(family: str, kind: str, ours: dict[str, Any] | None = None) -> Ended:
     """Train in a loop; within ``offloaded`` if there are ``ours``, its settings."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with quiet(), no_failed_kernels():
-        model = build(kind) if ours is not None else build(kind).to(device)
+        model = build(family, kind) if ours is not None else build(family, kind).to(device)
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=1e-3, foreach=False)
-        made = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches()]
+        made = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches(family)]
         if ours is None:
             losses, plan = _loop(model, optimizer, made), None
         else:
@@ -169,11 +204,11 @@ def planned(kind: str) -> Found:
     return Found("from configuration", "planned")
 
 
-def compare(kind: str) -> Iterator[Found]:
-    """Train ``kind`` plainly, in the smallest memory with and without recomputation, and plan it without weights."""
+def compare(family: str, kind: str) -> Iterator[Found]:
+    """Train ``kind`` plainly, in the smallest memory with and without recomputation; plan without weights."""
     trains = True
-    for found in attacked(partial(trained, kind), ("smallest", "recomputing")):
+    for found in attacked(partial(trained, family, kind), ("smallest", "recomputing")):
         trains = trains and found.outcome != "not run"
         yield found
-    if trains:
+    if trains and family == "causal":
         yield planned(kind)

@@ -1,0 +1,25 @@
+"""A few of the models that ``python -m scripts.breadth`` trains, of each family some."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.breadth.models import FAMILIES, compare
+
+KINDS = [
+    *(("causal", kind) for kind in ("deepseek_v4", "jamba", "gemma3n_text", "olmo_hybrid")),
+    *(("masked", "esm"), ("masked", "bert"), ("seq2seq", "t5"), ("images", "vit")),
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS)
+def test_models_of_transformers_train_as_they_are(family: str, kind: str) -> None:
+    ended = {run.budget: run for run in compare(family, kind)}
+    expected = {"smallest": "equal", "recomputing": "equal"}
+    assert {budget: run.outcome for budget, run in ended.items()} == expected | (
+        {"from configuration": "planned"} if family == "causal" else {}
+    ), ended
+
+
+def test_families_are_those_of_transformers() -> None:
+    assert all(len(family.kinds()) > 20 for family in FAMILIES.values())
