@@ -35,7 +35,7 @@ class PlanError(ConfigError):
 
 
 class ModelError(OffloadError, ValueError):
-    """The model has no block sequence that could be streamed."""
+    """The model has no block sequence that could be streamed, or cannot be planned without its weights."""
 
 
 class InfeasibleError(OffloadError, ValueError):

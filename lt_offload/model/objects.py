@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import types
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -222,7 +222,11 @@ def _kind_of(cls: type) -> Kind | None:
         return "tuple" if issubclass(cls, tuple) else "container"
     if not cls.__dictoffset__ or issubclass(cls, type):
         return None
-    named = issubclass(cls, (types.SimpleNamespace, Namespace)) or is_dataclass(cls) or name_of(cls).endswith("Config")
+    named = (
+        issubclass(cls, (types.SimpleNamespace, Namespace, UserDict, UserList))
+        or is_dataclass(cls)
+        or name_of(cls).endswith("Config")
+    )
     return "settings" if named or not any(is_library(module_of(base)) for base in bases(cls)[:-1]) else None
 
 

@@ -46,7 +46,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
             "does",
             needed_bytes=least.device_bytes,
         )
-    ways = [f"memory={as_setting(least.device_bytes)} is the smallest that works", *_smaller_inputs(profile, request)]
+    ways = [f"memory={as_setting(least.device_bytes)} is enough", *_smaller_inputs(profile, request)]
     off = [name for name in ("host_update", "activation_offload", "recompute") if not getattr(request.settings, name)]
     if off:
         ways.append(f"{' and '.join(f'{name}=True' for name in off)} may help")

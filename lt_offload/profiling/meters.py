@@ -14,11 +14,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from lt_offload.compat.torch import (
     FLASH_ON_CPU,
     FLASH_ON_CPU_BACKWARD,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
     TorchDispatchMode,
     address_of,
     packet_of,
     schema_of,
 )
+from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account, tensors_in
 from lt_offload.machine.driver import occupy
 from lt_offload.machine.workspaces import workspace
@@ -236,9 +239,18 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what ``func`` gives for fake tensors.
 
     Torch multiplies groups in every floating dtype; its rule for fake tensors knows one of them.
+
+    Raises:
+        ModelError: if it gives what numbers decide, of which there are none.
     """
     if func is not _grouped_mm or args[0].dtype == args[1].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise ModelError(
+                f"{func} asks for numbers, as where experts are given tokens in turn, and without weights there are "
+                "none: this model trains, but is planned only with its weights, when training begins"
+            ) from None
     left, right = args[:2]
     parts = left.shape[:-2] if right.dim() == 3 else ()  # groups of rows or columns lie side by side
     if left.dim() == right.dim() == 2:  # each group of terms has a product

@@ -306,7 +306,7 @@ class OffmateStrategy(Records, Checkpoints):
                 batch = sample.SampleBatch.early(trainer)
             self._plan_for(batch)
         except ProcessError as error:
-            raise why from error  # others have heard of it, and left
+            raise error from why  # it says what others found, which have left
         except Exception as error:
             self._close_engine()
             if isinstance(error, OffloadError):
@@ -567,7 +567,7 @@ class OffmateStrategy(Records, Checkpoints):
         if self.engine is None:
             raise InfeasibleError(
                 f"memory={format_bytes(self._budget)} is too small for a validation before training; set "
-                "num_sanity_val_steps=0, and the first batch says which memory is the smallest that works"
+                "num_sanity_val_steps=0, and the first batch says which memory is enough"
             )
         return self.engine.inference()
 

@@ -97,7 +97,7 @@ def profile_config(
     Raises:
         ConfigError: if the configuration, hardware, dtype, optimizer, sequence length, ``quantize`` or
             ``micro_batches`` cannot be used.
-        ModelError: if the model has no block sequence.
+        ModelError: if the model has no block sequence, or asks for numbers, which only weights give.
     """
     say = on_progress or (lambda _message: None)
     machine = hardware if isinstance(hardware, HardwareProfile) else load_hardware(hardware)

@@ -182,7 +182,7 @@ def test_so_it_is_of_a_step_that_needs_hooks() -> None:
     """It cannot be measured before they are called: with its first batch it is."""
     with pytest.raises(InfeasibleError, match=r"memory=1 kB is too small for a validation.*num_sanity_val_steps=0"):
         fit(OffmateStrategy(memory=1000), made(Late), precision="bf16-true", num_sanity_val_steps=1)
-    with pytest.raises(InfeasibleError, match="memory=1 kB is too small.*is the smallest that works") as caught:
+    with pytest.raises(InfeasibleError, match="memory=1 kB is too small.*is enough") as caught:
         fit(OffmateStrategy(memory=1000), made(Late), precision="bf16-true", num_sanity_val_steps=0)
     assert caught.value.needed_bytes is not None
     fit(OffmateStrategy(memory=caught.value.needed_bytes), made(Late), precision="bf16-true", max_steps=2)

@@ -392,7 +392,7 @@ def test_memory_that_will_be_too_small_is_said_at_the_start() -> None:
         fit(OffmateStrategy(memory=1000), frozen, max_epochs=1)
     least = caught.value.needed_bytes
     assert least is not None
-    said = r"Everything may unfreeze \d+ weights .* is the smallest that works"
+    said = r"Everything may unfreeze \d+ weights .* is enough"
     with pytest.warns(UserWarning, match=said) as warned:
         fit(OffmateStrategy(memory=least), module(OPTIONS), callbacks=[Everything()], max_epochs=1)
     (message,) = (str(one.message) for one in warned if "may unfreeze" in str(one.message))

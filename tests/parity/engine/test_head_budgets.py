@@ -119,7 +119,7 @@ def test_budgets() -> None:
         found, used = within(memory)
         assert used == "chunked"
         assert differences(reference, found) == []
-    with pytest.raises(InfeasibleError, match="is the smallest that works"):
+    with pytest.raises(InfeasibleError, match="is enough"):
         within(chunked - 1)
 
 

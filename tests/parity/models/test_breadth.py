@@ -7,7 +7,7 @@ import pytest
 from scripts.breadth.models import FAMILIES, compare
 
 KINDS = [
-    *(("causal", kind) for kind in ("deepseek_v4", "jamba", "gemma3n_text", "olmo_hybrid")),
+    *(("causal", kind) for kind in ("deepseek_v4", "jamba", "gemma4_text", "olmo_hybrid")),
     *(("masked", "esm"), ("masked", "bert"), ("seq2seq", "t5"), ("images", "vit")),
 ]
 

@@ -118,7 +118,7 @@ def test_mixed_precision(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("args", "messages"),
     [
-        (["--trainer.strategy.memory", "100KB"], ["memory=100", "is the smallest that works"]),
+        (["--trainer.strategy.memory", "100KB"], ["memory=100", "is enough"]),
         (["--trainer.strategy.host_memory", "50KB"], ["host_memory=50"]),
         (["--trainer.strategy.plan", "gone.json"], ["cannot read Plan file 'gone.json'"]),
         (["--trainer.strategy.plan", "corrupt.json"], ["'corrupt.json' is not a valid Plan file"]),
@@ -306,7 +306,7 @@ def test_plan_without_hardware_measures_this_machine(recipe: str, capsys: pytest
     [
         (["--hardware", "rtx-9999"], "hardware='rtx-9999'"),
         (["--memory", "many"], "memory='many' is not a size"),
-        (["--hardware", "v100", "--memory", "1MB"], "is the smallest that works"),
+        (["--hardware", "v100", "--memory", "1MB"], "is enough"),
         (["--data.max_length", "999"], "data.max_length=999 is longer than the model's context"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lt_offload
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, ModelError
 from lt_offload.finetune.module import LoraArgs, add_lora
 from lt_offload.profiling import from_config
 from lt_offload.profiling.flops import flops_per_token, product_flops_per_token
@@ -20,6 +20,7 @@ from lt_offload.profiling.from_config import load_model_config, profile_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.profile import Profile
+from scripts.breadth.models import tiny
 from tests import sampling
 from tests.support import models
 
@@ -385,3 +386,8 @@ def test_a_base_of_four_bits_is_small_and_takes_its_time_to_unpack() -> None:
 def test_quantize_that_cannot_be(lora: Any, how: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fake("smollm2-135m", lora=lora, quantize=how)
+
+
+def test_a_model_that_asks_for_numbers_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"aten\..* asks for numbers.*is planned only with its weights"):
+        profile_config(tiny("jetmoe"), batch_size=2, sequence_length=12, hardware="rtx-3060-12gb")
