@@ -20,6 +20,7 @@ from lt_offload import limits
 from lt_offload.units import format_bytes, format_seconds
 from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
+from scripts.breadth import tables as breadth_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures, gpu_runs, several, states
 from scripts.hf import tables as trainer_tables
@@ -29,7 +30,7 @@ from scripts.simulated import clipping, kernels, large_updates, near_floor
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
 _COMPARED = ("attack", "gpu-mutants", "mutants", "optimizers", "states", "processes")
-NO_TABLES = (kernels.NAME, "papers", "quality", "recipes", "bench-cards", "bench-links", *_COMPARED)
+NO_TABLES = (kernels.NAME, breadth_tables.NAME, "papers", "quality", "recipes", "bench-cards", "bench-links", *_COMPARED)
 """Results with a place of their own."""
 
 Result = dict[str, Any]
@@ -527,7 +528,10 @@ def pages(root: Path) -> dict[Path, str]:
             "limits": limits.markdown(),
             "optimizers": figures.optimizers(results.get("optimizers", [])),
         },
-        "docs/models.md": {"kernels": kernels.table(_section, results.get(kernels.NAME, []))},
+        "docs/models.md": {
+            "breadth": breadth_tables.table(_section, results.get(breadth_tables.NAME, [])),
+            "kernels": kernels.table(_section, results.get(kernels.NAME, [])),
+        },
         "docs/quality.md": {"quality": quality(results.get("quality", []))},
         "docs/several-gpus.md": {
             "processes": agreement_tables.processes(_section, results.get("processes", [])),

@@ -114,7 +114,7 @@ def profile_config(
     factory = _optimizer_factory(optimizer)
     model_config = load_model_config(config)
     longest = getattr(model_config, "max_position_embeddings", None)
-    if longest is not None and sequence_length > longest:
+    if longest is not None and 0 < longest < sequence_length:  # XLNet has -1: any length
         raise ConfigError(f"sequence_length={sequence_length} is longer than the model's {longest} positions")
     say("building the model without weights")
     model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize=quantize is not None)

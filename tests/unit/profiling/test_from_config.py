@@ -391,3 +391,8 @@ def test_quantize_that_cannot_be(lora: Any, how: str, message: str) -> None:
 def test_a_model_that_asks_for_numbers_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"aten\..* asks for numbers.*is planned only with its weights"):
         profile_config(tiny("jetmoe"), batch_size=2, sequence_length=12, hardware="rtx-3060-12gb")
+
+
+def test_a_model_without_positions_takes_any_length() -> None:
+    made = profile_config(tiny("xlnet"), batch_size=2, sequence_length=12, hardware="rtx-3060-12gb")
+    assert made.sequence_length == 12

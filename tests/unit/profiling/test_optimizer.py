@@ -9,6 +9,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, RAdam
 
 import lt_offload
 from lt_offload.errors import ConfigError
+from lt_offload.machine.accounting import Account
 from lt_offload.machine.numa import MemoryNode
 from lt_offload.profiling import optimizer as module
 from lt_offload.profiling.hardware import load_hardware
@@ -308,3 +309,16 @@ def test_options_of_single_tensors_are_those_of_their_updates(monkeypatch: pytes
     assert found[matrix.weight] == expected[matrix.weight]
     # The step has registered them, with places in the groups: elsewhere they are those of other tensors.
     assert UpdateSizes(optimizer, CPU).state(embedding.weight) == expected[embedding.weight]
+
+
+def test_a_step_still_has_what_it_made_for_the_tensor_before() -> None:
+    shapes = ((100, 64), (300, 64), (50,))
+    made = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = AdamW(made, foreach=False)
+    for parameter in made:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Account() as account:
+        optimizer.step()
+    said = UpdateSizes(optimizer, CPU).scratch_of_all(made, 2.0)  # a root, and that divided
+    assert 0.99 * said < account.peak <= said
