@@ -30,7 +30,16 @@ from scripts.simulated import clipping, kernels, large_updates, near_floor
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
 _COMPARED = ("attack", "gpu-mutants", "mutants", "optimizers", "states", "processes")
-NO_TABLES = (kernels.NAME, breadth_tables.NAME, "papers", "quality", "recipes", "bench-cards", "bench-links", *_COMPARED)
+NO_TABLES = (
+    kernels.NAME,
+    breadth_tables.NAME,
+    "papers",
+    "quality",
+    "recipes",
+    "bench-cards",
+    "bench-links",
+    *_COMPARED,
+)
 """Results with a place of their own."""
 
 Result = dict[str, Any]
