@@ -29,7 +29,7 @@ from scripts.simulated import clipping, kernels, large_updates, near_floor
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
-_COMPARED = ("attack", "gpu-mutants", "mutants", "optimizers", "states", "processes")
+_COMPARED = ("attack", breadth_tables.NAME, "gpu-mutants", "mutants", "optimizers", "states", "processes")
 NO_TABLES = (
     kernels.NAME,
     breadth_tables.NAME,

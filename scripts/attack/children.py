@@ -53,6 +53,7 @@ def compared(
     options: argparse.Namespace,
     *,
     kind: str,
+    before: Sequence[dict[str, Any]] = (),
     **settings: Any,
 ) -> int:
     """Do all works, show and save how their runs ended; return 1 if anything is neither equal nor refused.
@@ -62,13 +63,15 @@ def compared(
         described: returns what else a row says.
         options: of the command line.
         kind: of the results.
+        before: rows that are there; those of ``works`` take the place of theirs.
         settings: what else they are of.
     """
     rows: dict[Key, dict[str, Any]] = {}
     for key, runs in tried(works, options.limit, options.jobs):
         rows[key] = {"name": key, "runs": runs, **described(key, runs)}
         _show(rows[key])
-        ordered = [rows[name] for name in works if name in rows]
+        kept = [row for row in before if row["name"] not in rows]
+        ordered = sorted([*kept, *rows.values()], key=lambda row: row["name"])
         figures = {"counts": counts(ordered), "rows": ordered}
         save(options.file, kind, {"device": _device(), **settings}, figures, options.results)
     print("\n".join(f"{budget:12s} {dict(each)}" for budget, each in counts(list(rows.values())).items()))

@@ -2,7 +2,7 @@
 
     python -m scripts.breadth                        causal ones (40 minutes of processor time)
     python -m scripts.breadth --family masked        those with another head, encoders with decoders, or images
-    python -m scripts.breadth --only gemma3 olmo2    some
+    python -m scripts.breadth --only gemma3 olmo2    some, whose rows in the file are made anew
 
 Each in a process of its own: in the smallest memory that is named, and there without activations that travel, compared
 bit for bit with plain PyTorch; causal ones are planned from their configuration, too, without weights. A default
@@ -17,7 +17,7 @@ from functools import partial
 
 from scripts.attack.children import compared, options_of
 from scripts.breadth.tables import NAME
-from scripts.common import arguments
+from scripts.common import arguments, read_json
 
 
 def main() -> int:
@@ -33,7 +33,9 @@ def main() -> int:
     if options.file == NAME:
         options.file = f"{NAME}-{options.family}"
     works = {kind: partial(compare, options.family, kind) for kind in options.only or FAMILIES[options.family].kinds()}
-    return compared(works, lambda kind, runs: {}, options, kind=NAME, family=options.family)
+    file = options.results / f"{options.file}.json"
+    before = read_json(file)["figures"]["rows"] if options.only and file.exists() else []
+    return compared(works, lambda kind, runs: {}, options, kind=NAME, before=before, family=options.family)
 
 
 if __name__ == "__main__":
