@@ -292,7 +292,7 @@ def test_the_planner_takes_two_parts_where_that_is_faster(tmp_path: Path) -> Non
     found = measured("masters")
     hardware = replace(found.hardware, h2d_bytes_per_s=5e7, d2h_bytes_per_s=5e7)
     slow = replace(found, hardware=hardware, optimizer=replace(found.optimizer, host_bytes_per_s=5e7))
-    budget = planned("masters", 0.3)[1]
+    budget = planned("masters", 0.3)[1] * 4 // 5
     plan = make_plan(slow, Settings(memory=budget))
     whole = make_plan(
         replace(slow, tensors=tuple(replace(t, lookup_bytes=0) for t in slow.tensors)), Settings(memory=budget)
