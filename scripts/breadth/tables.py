@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 NAME = "breadth"
@@ -46,6 +47,6 @@ def _said(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return what is said of the first run that is not good; "" if all are."""
     for run in runs:
         if run["outcome"] not in _GOOD:
-            says = run["says"].replace("\n", " ").replace("|", "\\|")
-            return f"{run['outcome']}, {RUNS.get(run['budget'], run['budget'])}: {says[:200]}"
+            says = shorten(run["says"].replace("|", "\\|"), 260, placeholder=" ...")
+            return f"{run['outcome']}, {RUNS.get(run['budget'], run['budget'])}: {says}"
     return ""
