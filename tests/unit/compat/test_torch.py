@@ -424,11 +424,13 @@ def trees() -> None:
     assert compat.tree_unflatten([value + 1 for value in leaves], spec) == compat.tree_map(lambda x: x + 1, tree)
 
 
-@check("profiles without weights", "FakeTensorMode", "DataDependentOutputException")
+@check("profiles without weights", "FakeTensorMode", "DataDependentOutputException", "DynamicOutputShapeException")
 def fakes() -> None:
     with compat.FakeTensorMode():
         made = torch.ones(2**40)
         assert made.shape == (2**40,)
+        with pytest.raises(compat.DynamicOutputShapeException):
+            torch.ones(2).nonzero()
         with pytest.raises(compat.DataDependentOutputException):
             made.sum().item()
 
