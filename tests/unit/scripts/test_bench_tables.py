@@ -42,14 +42,23 @@ FOUND = [
 def stored(folder: Path, suite: str, device: str = "cuda") -> Path:
     folder.mkdir(exist_ok=True)
     settings = {"suite": suite, "device": device}
-    document = {"kind": "bench", "date": "2025-01-31", "settings": settings, "figures": {"rows": FOUND}, **HARDWARE}
+    document = {
+        "kind": "bench",
+        "date": "2025-01-31",
+        "commit": "abc1234",
+        "settings": settings,
+        "figures": {"rows": FOUND},
+        **HARDWARE,
+    }
     (folder / f"bench-{suite}.json").write_text(json.dumps(document))
     return folder
 
 
 def test_tables_show_ratios_and_failures(tmp_path: Path) -> None:
     block = tables.render(stored(tmp_path, "small"))
-    assert "(`python -m scripts.bench.suite --suite small`; Some GPU, torch 2.11.0, 2025-01-31)" in block
+    assert (
+        "(`python -m scripts.bench.suite --suite small`; Some GPU, torch 2.11.0, 2025-01-31 at commit abc1234)" in block
+    )
     lines = [line for line in block.splitlines() if line.startswith("| m, ")]
     assert lines == [
         "| m, all memory | no offload | 111 | 900 ms | 1.00 |  |  |  |  | 2 GB |  |",
@@ -77,7 +86,7 @@ def test_the_curve_is_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "docs").mkdir()
     marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits optimizers"}
     marks |= {"docs/gpu.md": "runs budgets mutants", "docs/faq.md": "home", "docs/will-it-fit.md": "fits home"}
-    marks |= {"docs/models.md": "kernels"}
+    marks |= {"docs/models.md": "breadth kernels"}
     marks |= {"docs/several-gpus.md": "processes cards machines links"}
     for name, among in (marks | {"docs/quality.md": "quality", "docs/architecture.md": "states"}).items():
         (tmp_path / name).write_text("".join(f"<!-- {mark} -->\n<!-- /{mark} -->\n" for mark in among.split()))
@@ -111,6 +120,7 @@ def test_a_count_of_optimizers_says_what_else_became_of_some() -> None:
         "machine": {"processor": "Some CPU", "cores": 2, "gpu": None},
         "versions": {"torch": "2.13"},
         "date": "2026-11-24",
+        "commit": "abc1234",
         "settings": {"package": "some_optimizers", "version": "1.0"},
         "figures": {"counts": counts},
     }
@@ -125,7 +135,14 @@ def test_gaps_are_taken_apart_into_what_is_proved_and_the_rest(tmp_path: Path) -
     case = {"name": "0, plain", "blocks": 4, "budget_bytes": GB, "planner": "greedy", **times}
     better = {**case, "name": "1, tied", "planner": "offmate", "plan_s": 1.2, "finer_s": 1.2, "program_s": 0.9}
     figures = {"cases": [better, case]}
-    document = {"kind": near_floor.NAME, "date": "2025-01-31", "settings": {}, "figures": figures, **HARDWARE}
+    document = {
+        "kind": near_floor.NAME,
+        "date": "2025-01-31",
+        "commit": "abc1234",
+        "settings": {},
+        "figures": figures,
+        **HARDWARE,
+    }
     (tmp_path / f"{near_floor.NAME}.json").write_text(json.dumps(document))
     lines = [line for line in tables.render(tmp_path).splitlines() if line.startswith(("| 0", "| 1"))]
     assert lines == [

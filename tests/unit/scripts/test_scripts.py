@@ -324,7 +324,8 @@ def root(results: Path) -> Path:
         (above / name).write_text(f"# Title\n\n{blocks}more\n")
     (above / "docs" / "will-it-fit.md").write_text("<!-- fits -->\n<!-- /fits -->\n<!-- home -->\n<!-- /home -->\n")
     (above / "docs" / "quality.md").write_text("<!-- quality -->\n<!-- /quality -->\n")
-    (above / "docs" / "models.md").write_text("<!-- kernels -->\n<!-- /kernels -->\n")
+    models = "".join(f"<!-- {mark} -->\n<!-- /{mark} -->\n" for mark in ("breadth", "kernels"))
+    (above / "docs" / "models.md").write_text(models)
     document = {"kind": "quality"} | MADE | QUALITY
     (results / "quality-some-lora.json").write_text(json.dumps(document))
     return above
