@@ -160,7 +160,8 @@ def test_figures_of_the_first_minute_are_printed(
 def test_runs_are_tabled_side_by_side() -> None:
     def run(*parts: dict[str, Any]) -> dict[str, Any]:
         machine = {"gpu": "GPU X", "processor": "CPU Y", "cores": 4}
-        return {"machine": machine, "versions": {"torch": "2.11"}, "date": "2026-01-01", "figures": {"parts": parts}}
+        when = {"date": "2026-01-01", "commit": "abc1234"}
+        return {"machine": machine, "versions": {"torch": "2.11"}, **when, "figures": {"parts": parts}}
 
     def part(name: str, passed: int | None, status: str = "ok", **found: Any) -> dict[str, Any]:
         return {"name": name, "status": status, "passed": passed} | found
