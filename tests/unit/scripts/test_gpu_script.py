@@ -178,7 +178,7 @@ def test_runs_are_tabled_side_by_side() -> None:
     assert f"| cards | {gpu_runs.WHAT['cards']} |  | not run: one card |" in table
     assert f"| update | {gpu_runs.WHAT['update']} |  | ok |" in table
     assert "| parity |" not in table
-    assert "(GPU X, torch 2.11, 2026-01-01)" in table
+    assert "(GPU X, torch 2.11, 2026-01-01 at commit abc1234)" in table
     assert "| 2 GB | 1.9 GB | 1.8 GB | 500 ms | 400 ms |" in gpu_runs.budgets(results)
     assert gpu_runs.runs([]) == gpu_runs.budgets([]) == ""
 
