@@ -448,36 +448,6 @@ def bench_data(results: Sequence[Result]) -> str:
     return _section("Data beside TRL", "scripts.data.bench", results, head, rows)
 
 
-def quality(results: Sequence[Result]) -> str:
-    """What training on whole files gives by both strategies: a table, and of each the learning curve and answers."""
-    if not results:
-        return ""
-    rows = []
-    for result in results:
-        settings, figures = result["settings"], result["figures"]
-        run, stock = figures["offmate"], figures["stock"]
-        unequal = [what for what, same in figures["equal"].items() if not same]
-        rows.append(
-            [
-                f"`{settings['data']}`",
-                settings["method"],
-                str(run["steps"]),
-                *(f"{run['val_loss'][at][1]:.3f}" for at in (0, -1)),
-                f"not in {', '.join(unequal)}" if unequal else "yes",
-                f"{run['step_s'] / stock['step_s']:.2f}",
-                format_bytes(run["device_peak_bytes"]),
-            ]
-        )
-    losses = ["held-out loss before", "after"]
-    head = ["data", "trained", "steps", *losses, "all equal to plain Lightning's", "time ratio", "device peak"]
-    title = "SmolLM2-135M trained on whole files"
-    parts = [_section(title, "scripts.data.quality NAME=FILE", results, head, rows)]
-    for result in results:
-        parts.append(f"![{curves.title(result)}: losses by step]({curves.name(result)})")
-        parts.append(curves.answers(result))
-    return "\n\n".join(parts)
-
-
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
@@ -541,7 +511,7 @@ def pages(root: Path) -> dict[Path, str]:
             "breadth": breadth_tables.table(_section, results.get(breadth_tables.NAME, [])),
             "kernels": kernels.table(_section, results.get(kernels.NAME, [])),
         },
-        "docs/quality.md": {"quality": quality(results.get("quality", []))},
+        "docs/quality.md": {"quality": curves.section(_section, results.get("quality", []))},
         "docs/several-gpus.md": {
             "processes": agreement_tables.processes(_section, results.get("processes", [])),
             **several.blocks(_section, results),

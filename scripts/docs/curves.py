@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -26,6 +26,35 @@ def title(result: Mapping[str, Any]) -> str:
     settings = result["settings"]
     trained = "LoRA" if settings["method"] == "lora" else "all weights"
     return f"SmolLM2-135M on {settings['data']}, {trained}, in {format_bytes(parse_bytes(settings['memory']))}"
+
+
+def section(table: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of trainings on whole files, made by ``table``, and the learning curve and answers of each."""
+    if not results:
+        return ""
+    rows = []
+    for result in results:
+        settings, figures = result["settings"], result["figures"]
+        run, stock = figures["offmate"], figures["stock"]
+        unequal = [what for what, same in figures["equal"].items() if not same]
+        rows.append(
+            [
+                f"`{settings['data']}`",
+                settings["method"],
+                str(run["steps"]),
+                *(f"{run['val_loss'][at][1]:.3f}" for at in (0, -1)),
+                f"not in {', '.join(unequal)}" if unequal else "yes",
+                f"{run['step_s'] / stock['step_s']:.2f}",
+                format_bytes(run["device_peak_bytes"]),
+            ]
+        )
+    losses = ["held-out loss before", "after"]
+    head = ["data", "trained", "steps", *losses, "all equal to plain Lightning's", "time ratio", "device peak"]
+    parts = [table("SmolLM2-135M trained on whole files", "scripts.data.quality NAME=FILE", results, head, rows)]
+    for result in results:
+        parts.append(f"![{title(result)}: losses by step]({name(result)})")
+        parts.append(answers(result))
+    return "\n\n".join(parts)
 
 
 def answers(result: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
         assert "is too small for LlamaForCausalLM" in found["small"]
         assert "need at least host_memory=" in found["small"]
         assert "for 2 processes, which have frozen weights and those that the host updates in common" in found["small"]
+        assert "InfeasibleError: memory=1 kB is too small for LlamaForCausalLM" in found["tiny"]
+        assert re.search(r"memory=\d+KB is enough", found["tiny"])
         assert found["steps"] > 2
         assert (
             "memory differs between the processes of this run: process 0 has 40000000, process 1 41000000"

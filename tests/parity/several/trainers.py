@@ -145,6 +145,7 @@ def main(folder: Path) -> None:
         found["averaged"] = averaged(folder)
         found["closed"] = failing_early(rank)
         found["small"] = failing(module(), memory=MEMORY, host_memory="3MB")[0]
+        found["tiny"] = failing(module(), memory=1000)[0]
         found["uneven"] = failing(module(Uneven), memory=MEMORY)[0]
         found["streamed"] = failing(module(Streamed), memory=MEMORY)[0]
         found["skipped"] = failing(module(Skipped), memory=MEMORY, accumulate=2)[0]

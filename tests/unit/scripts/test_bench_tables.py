@@ -1,4 +1,4 @@
-"""Tables and the curve of the bench against other systems, from made-up rows; what is proved of gaps to the bound."""
+"""Tables and the curve of the bench against other systems, from made-up rows; gaps to the bound; what was tried."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lt_offload.plan.planners.offmate.program import lower_bound
 from scripts import tables
 from scripts.bench import planner
 from scripts.bench.contenders import tables as contender_tables
+from scripts.breadth import tables as breadth
 from scripts.docs import figures
 from scripts.simulated import near_floor
 from tests.support.bench_samples import GB, HARDWARE, measured
@@ -175,3 +176,32 @@ def test_earlier_gaps_are_shown_beside_the_present_ones(tmp_path: Path) -> None:
     assert new.startswith("| new | 2 s | 1.000 |")
     assert slower.startswith("| small | 2 s -> 3 s | 1.500 | 50.0% -> not proved | 1 GB -> 1 GB |")
     assert gone.startswith("| gone | not planned again |")
+
+
+TRIED = {"versions": {"transformers": "9.9"}, "settings": {"family": "masked"}}
+
+
+def tried(name: str, *runs: tuple[str, str, str]) -> dict[str, object]:
+    return {"name": name, "runs": [dict(zip(("budget", "outcome", "says"), run, strict=True)) for run in runs]}
+
+
+def test_a_table_counts_what_plain_trains_and_says_what_is_refused() -> None:
+    rows = [
+        tried("one", ("smallest", "equal", ""), ("recomputing", "equal", "")),
+        tried("two", ("smallest", "refused", "UnsupportedError: a | b"), ("recomputing", "equal", "")),
+        tried("three", ("plain", "not run", "TypeError")),
+    ]
+    seen = []
+
+    def section(*args: object) -> str:
+        seen.append(args)
+        return "THE TABLE"
+
+    text = breadth.table(section, [TRIED | {"figures": {"rows": rows}}])
+    ((title, command, _, _, lines),) = seen
+    assert "transformers 9.9, masked" in str(title)
+    assert command == "scripts.breadth --family masked"
+    assert lines == [[breadth.RUNS["smallest"], "1 of 2", "1 refused"], [breadth.RUNS["recomputing"], "2 of 2", "none"]]
+    assert text.startswith("THE TABLE")
+    assert f"`two`: refused, {breadth.RUNS['smallest']}: UnsupportedError: a \\| b" in text
+    assert text.endswith("in such sizes either: `three`.")
