@@ -46,7 +46,8 @@ CALL_ARGUMENTS = while_running(
     instead="leave them out of the training call",
 )
 HIDDEN_TENSORS = while_running(
-    "activations that blocks are given, or return, inside objects with __slots__ or of libraries' classes",
+    "activations that blocks are given, or return, inside objects with __slots__ or of libraries' classes but UserDict "
+    "and UserList",
     why="nobody looks into these, so that the gradients of what they hold would be lost",
     instead="hand over tensors, in lists, dictionaries, or objects of classes of your own without __slots__",
 )

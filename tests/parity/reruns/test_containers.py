@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -119,6 +119,8 @@ COUNTING: dict[str, Callable[[], nn.Module]] = {
     "dict": lambda: Handing(CountsInDict, lambda: {"i": 0}),
     "keyword": lambda: Handing(CountsInDict, lambda: {"i": 0}, named=True),
     "defaultdict": lambda: Handing(CountsInDict, lambda: defaultdict(int)),
+    "user dict": lambda: Handing(CountsInDict, lambda: UserDict(i=0)),
+    "user list": lambda: Handing(CountsInList, UserList),
     "ordered": lambda: Handing(CountsInDict, lambda: OrderedDict(i=0)),
     "list": lambda: Handing(CountsInList, list),
     "deque": lambda: Handing(CountsInList, lambda: deque([0.5], maxlen=3)),
@@ -216,6 +218,8 @@ WITH_TENSORS: dict[str, Callable[[], nn.Module]] = {
     "losses": lambda: Handing(AppendsLosses, list, of_losses),
     "statistics": lambda: Handing(AddsStatistics, lambda: {"load": torch.zeros(HIDDEN), "means": []}),
     "keys": lambda: Handing(Shares, dict),
+    "keys in a user dict": lambda: Handing(Shares, UserDict),
+    "loss in a user dict": lambda: Handing(AddsLoss, lambda: UserDict(aux=0.0), weighted),
     "taking": lambda: Handing(Taking, list),
     "supervised": lambda: Handing(Once, list, supervised),
     "supervised residuals": lambda: Handing(Residual, list, supervised),
