@@ -152,9 +152,9 @@ def _run(command: Sequence[str]) -> int:
 
 def machine_measured_once() -> None:
     """Measure the machine once, and not in every run: how fast it is decides about no number that is compared."""
-    from lt_offload.profiling import measure
+    from lt_offload.profiling import machine as asked
 
-    machine, contention = measure.measure_hardware, measure.measure_contention
+    machine, contention = asked.measure_hardware, asked.measure_contention
     measured: dict[str, Any] = {}
 
     def hardware(*args: Any, **options: Any) -> Any:
@@ -167,7 +167,7 @@ def machine_measured_once() -> None:
             measured["contention"] = contention(*args, **options)
         return measured["contention"]
 
-    measure.measure_hardware, measure.measure_contention = hardware, slowdowns
+    asked.measure_hardware, asked.measure_contention = hardware, slowdowns
 
 
 def environment() -> dict[str, str]:

@@ -127,5 +127,5 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     from lt_offload.schema.profile import Contention
     from tests.support.machine import this_machine
 
-    monkeypatch.setattr("lt_offload.profiling.measure.measure_contention", lambda *args, **kwargs: Contention())
-    monkeypatch.setattr("lt_offload.profiling.measure.measure_hardware", lambda *args, **kwargs: this_machine())
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", lambda *args, **kwargs: Contention())
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", lambda *args, **kwargs: this_machine())

@@ -186,6 +186,10 @@ plain_call_of: Callable[[Any], Callable[..., Any]] = attrgetter("_call_impl")
 """A module's call without it."""
 WRAPPED_MODULE = "_orig_mod"
 """Where ``torch.compile(module)`` keeps the module."""
+all_hooks_of: Callable[[Any], tuple[dict[int, Any], ...]] = attrgetter(
+    "_forward_hooks", FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks"
+)
+"""All hooks of a module."""
 GLOBAL_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_forward_pre_hooks,
     torch.nn.modules.module._global_forward_hooks,

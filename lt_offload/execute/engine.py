@@ -7,7 +7,7 @@ it add gradients up. The calling thread waits for an event only where its comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -34,8 +34,9 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import check_match
 from lt_offload.execute.training.handover import Handover
 from lt_offload.execute.training.host_copies import HostCopies, host_limit, updated_on_host
-from lt_offload.execute.training.loop import FollowedLoop, WindowGradients
+from lt_offload.execute.training.loop import FollowedLoop, LoopCalls, WindowGradients
 from lt_offload.execute.training.passes import Passes
+from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.common_states import CommonUpdates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
@@ -59,7 +60,7 @@ from lt_offload.schema.trace import Trace
 _HOST = torch.device("cpu")
 
 
-class Engine:
+class Engine(LoopCalls):
     """Trains ``model`` by ``plan`` on ``device``; without a plan it streams forwards only.
 
     Args:
@@ -72,6 +73,7 @@ class Engine:
             same time: updates use the sums of all their gradients, and host copies are in memory that all of a machine
             have together. Updates have to wait (``delayed=True``), unless all are on the host and all processes on one
             machine. None: this process is alone.
+        survey: what ran before the plan was made, and has no backward yet; see :meth:`take_survey`.
 
     Raises:
         PlanError: if the plan belongs to another model.
@@ -87,8 +89,9 @@ class Engine:
         *,
         structure: Structure | None = None,
         others: Others | None = None,
+        survey: Survey | None = None,
     ) -> None:
-        self._others = others
+        self._others, self._survey = others, survey
         self._common: Common | None = None
         self.structure = structure or find_blocks(model)
         self.model, self.device = model, device
@@ -114,7 +117,8 @@ class Engine:
         self._elsewhere = ExitStack()
         """While the model runs on another device than its parameters are on."""
         self._runs = BlockRuns(device, self.pool, self.structure, plan)
-        checks.check_hooks(self.structure, self._runs.repeated, parted=self._runs.parted)
+        deferred = plan is not None and plan.deferred_forwards > 0
+        checks.check_hooks(self.structure, self._runs.repeated, parted=self._runs.parted, deferred=deferred)
         self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
@@ -142,7 +146,10 @@ class Engine:
         device, plan = self.device, self.plan
         # Counted before anything below holds the weights' memory, too.
         aliases = held_by_others(self.model, self.structure, device.torch_device)
-        self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
+        self.weights = [
+            Weight(i, name, param) if self._survey is None else self._survey.weight(i, name, param)
+            for i, (name, param) in enumerate(self.structure.tensors)
+        ]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
         common = self._common = self._in_common(aliases.held)
         staying = aliases.held if common is None else common.staying
@@ -165,7 +172,8 @@ class Engine:
         self._intercept()
         unseen = [self.weights[index] for index in aliases.unseen]
         calls = self._check_read, self._check_write
-        self._guard = Guard(self.weights, self.residency, updates, *calls, unseen, common)
+        modes = self._survey.modes if self._survey is not None else None
+        self._guard = Guard(self.weights, self.residency, updates, *calls, unseen, common, modes)
         self._fixed = InstalledSetup(self.structure, self.weights, updates, self._runs.repeated, self._runs.parted)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
@@ -191,6 +199,7 @@ class Engine:
         self._elsewhere.enter_context(located(self.model, device.torch_device))
         # Last: up to here the engine itself reads and writes weights.
         self._guard.install()
+        self._survey = None
         self.installed = True
 
     def _intercept(self) -> None:
@@ -443,83 +452,15 @@ class Engine:
 
     # -- for whoever drives it ---------------------------------------------------------------------------------------
 
+    @property
+    def passes(self) -> Passes:
+        """The passes of the plan."""
+        return self._training()[0]
+
     def _training(self) -> tuple[Passes, WindowGradients]:
         """Return what only an engine with a plan has."""
         assert self._passes is not None and self._window_gradients is not None, "training needs a plan"
         return self._passes, self._window_gradients
-
-    @property
-    def window_gradients(self) -> WindowGradients:
-        """The gradients of the present window, which a loop may clip, read and edit before updates use them."""
-        return self._training()[1]
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
-
-        Raises:
-            ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
-            PlanError: when it is set, if the plan is one for windows of 1.
-        """
-        return self._window.size
-
-    @accumulate.setter
-    def accumulate(self, count: int) -> None:
-        self._iteration.resize(count)
-
-    @property
-    def clip_value(self) -> float | None:
-        """What gradients are clamped to before updates use them, as ``torch.nn.utils.clip_grad_value_`` would do.
-
-        May be set between two iterations; None: they are left as they are.
-        """
-        return self._window_gradients.clip_value if self._window_gradients is not None else None
-
-    @clip_value.setter
-    def clip_value(self, value: float | None) -> None:
-        self.window_gradients.clip_value = value
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        *,
-        parameters: Iterable[Tensor] | None = None,
-    ) -> Tensor:
-        """Clip the norm of the gradients, as ``torch.nn.utils.clip_grad_norm_`` would do, before ``optimizer.step()``.
-
-        The plan has to be one whose updates wait for that: ``delayed=True``. A norm that is not finite makes every
-        gradient infinite or NaN, as in plain PyTorch, unless ``error_if_nonfinite`` is set.
-
-        Args:
-            max_norm: of all gradients together.
-            norm_type: of the norm.
-            error_if_nonfinite: raise if the norm is not finite; nothing has been updated then.
-            parameters: all, in the order in which the norms of their gradients are put together; None: the model's.
-
-        Returns:
-            The norm before clipping.
-
-        Raises:
-            ConfigError: if ``max_norm`` is not more than 0, or ``parameters`` are not all that have a gradient.
-            UnsupportedError: if updates do not wait, or gradients have been clipped already.
-            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
-        """
-        return self.window_gradients.clip_norm(
-            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters
-        )
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip the gradients of the present window one by one, as ``torch.nn.utils.clip_grad_value_`` would do.
-
-        For plans with ``delayed=True``. With others :attr:`clip_value` clips those of every window.
-
-        Raises:
-            ConfigError: if ``clip_value`` is not more than 0.
-            UnsupportedError: if updates do not wait.
-        """
-        self.window_gradients.clip_each(clip_value)
 
     def follow(self, optimizer: Optimizer, after_backward: Callable[[], None] = lambda: None) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration.

@@ -137,7 +137,8 @@ class Walk:
             self._residency.issue(op)
             return
         run = self._runs.find(op.block)
-        if run is None or run.offloader is None:
+        # What ran before there was a plan has saved more than was planned: it comes back when it is needed.
+        if run is None or run.offloader is None or self._runs.surveyed:
             return
         if op.kind == "prefetch":
             run.offloader.fetch(op.id)

@@ -1,4 +1,4 @@
-"""Uses that are refused where they happen; the first pass of the profile finds most of them before training."""
+"""Uses that are refused where they happen; the first step finds most of them before it updates anything."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ DURING_FORWARD = while_running(
 )
 WRITTEN_WEIGHTS = while_running(
     "weights written within the step: weight.data.clamp_() in a forward, nn.Embedding(max_norm=...) outside the blocks",
-    why="blocks compute with copies of weights, and the step runs once more, to be measured",
+    why="blocks compute with copies of weights, and a block, or the whole step, may run a second time",
     instead="write in on_train_batch_end, or in a loop of one's own after optimizer.step()",
 )
 GRADIENTS = while_running(
@@ -161,7 +161,7 @@ CLIPPED = while_running(
     instead="clip once, after the last backward, by norm before by value",
 )
 FORWARDS = while_running(
-    "other calls of the model between a forward and its backward than the sample had, backwards in another order",
+    "other calls of the model between a forward and its backward than in the measured step, backwards in another order",
     why="the plan says which forwards wait for others before their backward, and autograd goes through the last first",
     instead="take the loss of all forwards in one backward; in a loop of one's own say by run=... of offloaded what "
     "computes the loss of a batch",
@@ -178,8 +178,8 @@ PARTIAL_BACKWARD = while_running(
 )
 PARAMETER_HOOKS = while_running(
     "post-accumulate hooks and register_multi_grad_hook on parameters, tensor hooks on those that several blocks share "
-    "(with micro_batches: on all)",
-    why="the engine collects gradients in that place, and a shared weight's arrives once per block, or per part",
+    "(with micro_batches, or several forwards before a backward: on all)",
+    why="the engine collects gradients in that place, and a shared weight's arrives once per block, part or forward",
     instead="remove the hook",
 )
 MODULE_HOOKS = while_running(
@@ -231,12 +231,12 @@ OTHER_SECOND_RUN = while_running(
 )
 REWRITTEN = while_running(
     "arguments (positions, masks) and buffers of a block that are written to between its forward and its backward, and "
-    "were not in the sample's step",
+    "were not in the measured step",
     why="the block runs again for its backward, and what they held is gone",
     instead="write out of place (positions = positions + 1), or before the forward",
 )
 MODES = while_running(
-    "function and dispatch modes of one's own around a training call that the sample's step did not have, where the "
+    "function and dispatch modes of one's own around a training call that the measured step did not have, where the "
     "plan runs a block twice",
     why="the block runs again for its backward, and would call the mode again",
     instead="enter the mode inside the step, from the first one on, so that the plan is made for it",

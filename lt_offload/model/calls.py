@@ -187,19 +187,54 @@ def bit_sums(outputs: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.view(kind).sum(dtype=kind) for tensor, kind in zip(plain, bits, strict=True)]
 
 
-def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
+class BlockNode(torch.autograd.Function):
+    """The node of a block in the outer graph; ``index`` and ``reached``, called with an output's number, are in it."""
+
+
+class EntryNode(torch.autograd.Function):
+    """The node of an activation in the private graph of a block, whose index is its ``block``."""
+
+
+def is_block_node(node: Any) -> bool:
+    """Return whether ``node`` stands for a block in the outer graph."""
+    return issubclass(getattr(type(node), "_forward_cls", object), BlockNode)
+
+
+def is_entry_node(node: Any) -> bool:
+    """Return whether ``node`` is where the private graph of a block begins."""
+    return issubclass(getattr(type(node), "_forward_cls", object), EntryNode)
+
+
+def edges(roots: Iterable[Any], *, outer: bool = False) -> Iterator[tuple[Any, int]]:
+    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node.
+
+    Args:
+        roots: nodes.
+        outer: do not go on behind the nodes of blocks.
+    """
     seen: dict[int, Any] = {}  # keeps the nodes alive: the identity of one that is gone may be another's
     waiting = [node for node in roots if node is not None]
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:
+        if id(node) in seen or (outer and is_block_node(node)):
             continue
         seen[id(node)] = node
         for following, number in _following(node):
             if following is not None:
                 yield following, number
                 waiting.append(following)
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operation has saved for its backward."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        names = ["saved_tensors"]
+    for name in names:
+        try:
+            yield from tensors_of(getattr(node, name))
+        except RuntimeError:  # it has been used, or its saved tensors have hooks of users
+            continue
 
 
 def kept_by_functions(out: Any) -> list[Any]:

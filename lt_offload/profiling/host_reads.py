@@ -110,6 +110,14 @@ class Readers:
         finally:
             self._counts = True
 
+    def of(self, structure: Structure) -> Readers:
+        """Return the same for the blocks of ``structure``."""
+        found = Readers(structure)
+        for read in (read for calls in self._reads.values() for read in calls):
+            if read.tensor in found._index and read.module in found._blocks:
+                found._reads.setdefault((found._index[read.tensor], found._blocks[read.module]), []).append(read)
+        return found
+
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for read in reads(module, (*args, *kwargs.values()), out) if self._counts else ():
             if read.tensor not in self._index:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from lt_offload.machine.driver import (
     use_expandable_segments,
     warm_up,
 )
-from lt_offload.model import optimizers as states
 from lt_offload.model.blocks import Structure, find_blocks, following_calls
 from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
@@ -39,19 +38,17 @@ from lt_offload.model.parts import check_samples, extent
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
-from lt_offload.profiling.boundary_check import runnable
-from lt_offload.profiling.capture import Capture, Run, capture
-from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.flops import flops_per_token
-from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
 from lt_offload.profiling.host_reads import Readers
-from lt_offload.profiling.logits import Tail
+from lt_offload.profiling.machine import measure_machine
 from lt_offload.profiling.meters import Meter, Stopwatch
-from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, measure_optimizer
+from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer
+from lt_offload.profiling.step.allowed import runnable
+from lt_offload.profiling.step.capture import Capture, Run, capture
+from lt_offload.profiling.step.logits import Tail
 from lt_offload.schema.profile import (
     RECORDED,
     BlockProfile,
-    Contention,
     HardwareProfile,
     OptimizerProfile,
     OptionProfile,
@@ -67,6 +64,7 @@ LEAST_SLACK = (3 * 20 + 2) << 20
 tensors: pieces that the arena ends in, that what runs begins and ends in, and that small tensors are in."""
 
 Progress = Callable[[str], None]
+Around = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 def profile(
@@ -117,17 +115,7 @@ def profile(
     limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
     if target.type == "cuda":
         use_expandable_segments(target)  # as the device does: what the allocator wastes is measured below
-    machine = hardware or _with_model(measure_hardware(target, on_progress=on_progress), model, optimizer)
-    contention = Contention()
-    with current(target):
-        if updates is None:
-            say("measuring the optimizer")
-            updates = measure_optimizer(optimizer, target)
-        if hardware is None:
-            say("measuring how copies, updates and computations slow each other down")
-            contention = measure_contention(optimizer, target, host_threads=updates.host_threads)
-            machine = _alone(machine, contention)
-
+    machine, updates, contention = measure_machine(model, optimizer, target, hardware, updates, say)
     trial = partial(_trial, model, sample_batch, target, micro_batches, optimizer=optimizer, run=run)
 
     def attempt(structure: Structure) -> tuple[Any, Measured]:
@@ -141,7 +129,7 @@ def profile(
             try:
                 return batch, measuring(device=target, meter=Stopwatch(target), say=say, micro_batches=micro_batches)
             except torch.OutOfMemoryError as error:
-                raise OverBudget(_too_large(batch, target)) from error
+                raise OverBudget(too_large(batch, target)) from error
 
     batch, measured = following_calls(model, structure, attempt)
     if target.type == "cuda":  # by now all kernels are there
@@ -158,21 +146,13 @@ def profile(
     return replace(found, contention=contention)
 
 
-def _too_large(batch: Any, device: torch.device) -> str:
+def too_large(batch: Any, device: torch.device) -> str:
     """Return what to do if a device has no memory for the largest block, or the loss, of ``batch``."""
     samples, length = extent(batch)
     return (
         f"{samples} samples of {length} tokens, with which the model was to be measured: one block or the loss takes "
         f"more memory for them than {device} has left; lower the batch size or the length, or raise memory"
     )
-
-
-def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:
-    """Return ``machine`` with the speeds of copies in one direction alone, if ``contention`` says the rest."""
-    h2d, d2h = machine.h2d_alone_bytes_per_s, machine.d2h_alone_bytes_per_s
-    if not contention.slowdowns or not h2d or not d2h:
-        return machine
-    return replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)
 
 
 def check_use(
@@ -227,15 +207,6 @@ def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[No
     return staged(tensors_of(module), device)
 
 
-def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
-    """Return ``machine`` without the RAM that weights and optimizer states take already: plans count them anyway."""
-    found = (tensor for state in states.of_parameters(optimizer) for tensor in states.tensors_of(state).values())
-    on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *found) if tensor.device.type == "cpu")
-    taken = taken_host_bytes()
-    # Of weights that are pages of a file, some may never have been read.
-    return replace(machine, process_bytes=max(taken.all - on_host, taken.private - min(taken.private, on_host)))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """The cost of a model's blocks, and of what lies outside them."""
@@ -280,8 +251,8 @@ def measure_blocks(
             )
         if micro_batches > 1 and captured.deferred:
             raise limits.MICRO_BATCHES.error("a step calls the model again before the backward of an earlier call")
-        costs = _block_costs(captured, device, meter, say)
-        with_loss = _costs_with_loss(captured, device, meter, say)
+        costs = block_costs(captured, device, meter, say)
+        with_loss = costs_with_loss(captured, device, meter, say)
         if device.type == "cuda":
             readers.measure_on(device, meter, say)
         return Measured(
@@ -370,8 +341,14 @@ def call_with_batch(model: nn.Module) -> Run:
     return run
 
 
-def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Progress) -> list[BlockCost]:
-    """Measure every distinct call once; return one cost per block."""
+def block_costs(
+    captured: Capture,
+    device: torch.device,
+    meter: Meter,
+    say: Progress,
+    around: Around = nullcontext,
+) -> list[BlockCost]:
+    """Measure every distinct call once, each within ``around`` of its module; return one cost per block."""
     known: dict[int, BlockCost] = {}
     distinct = len({id(call) for call in captured.calls})
     repeatable = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
@@ -379,18 +356,20 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
         if id(call) not in known:
             say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
             # As the module was at its call: the step has run on since, and may have changed what the block reads.
-            with staged(tensors_of(call.module), device), call.as_called():
+            with staged(tensors_of(call.module), device), call.as_called(), around(call.module):
                 known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
     return [known[id(call)] for call in captured.calls]
 
 
-def _costs_with_loss(captured: Capture, device: torch.device, meter: Meter, say: Progress) -> list[BlockCost]:
-    """Measure the last block with the loss in it, if it may be so."""
+def costs_with_loss(
+    captured: Capture, device: torch.device, meter: Meter, say: Progress, around: Around = nullcontext
+) -> list[BlockCost]:
+    """Measure the last block with the loss in it, if it may be so, within ``around`` of its module."""
     found = []
     for name, call in captured.with_loss.items():
         say(f"measuring {type(call.module).__name__} ({name})")
         assert isinstance(call.module, HeadLoss)
-        with staged(tensors_of(call.module), device):
+        with staged(tensors_of(call.module), device), around(call.module):
             found.append(measure_with_loss(call, name, call.module.chunk, meter))
     return found
 
@@ -450,7 +429,7 @@ def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capt
             block = profiles[at]
             least = nbytes - 2 * block.input_bytes - block.output_bytes
             grads = [p.nbytes for p in structure.blocks[at].module.parameters() if p.requires_grad]
-            profiles[at] = replace(block, options=tuple(_at_least(o, least, grads) for o in block.options))
+            profiles[at] = replace(block, options=tuple(at_least(o, least, grads) for o in block.options))
     return tuple(profiles)
 
 
@@ -509,11 +488,11 @@ def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nb
     block = blocks[last]
     grads = [p.nbytes for p in structure.blocks[last].module.parameters() if p.requires_grad]
     least = nbytes - block.input_bytes - block.output_bytes
-    options = tuple(_at_least(option, least, grads) for option in block.options)
+    options = tuple(at_least(option, least, grads) for option in block.options)
     return (*blocks[:last], replace(block, options=options), *blocks[last + 1 :])
 
 
-def _at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
+def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
     """Return ``option`` whose backward takes ``nbytes`` at least, beside gradients of the sizes ``grads``."""
     held, passing = option.held_peak_bytes, option.passing_peak_bytes
     return replace(

@@ -27,7 +27,7 @@ from lt_offload.plan.batch.choose import LARGEST, BatchChoice, choose_batch
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import sample
+from lt_offload.strategy.first import sample
 from lt_offload.strategy.replay import KEY, Before
 
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import adds_up, loaded_checkpoint, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError, because
+from lt_offload.errors import ConfigError, InfeasibleError, OverBudget, because
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.memory.groups import move_rest
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, make_plan
@@ -36,15 +35,18 @@ from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import metrics, replay, sample, windows
+from lt_offload.strategy import metrics, replay, windows
 from lt_offload.strategy.batch_size import BatchSize, choose, size_of_the_run, spare_optimizer
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
+from lt_offload.strategy.first import sample
+from lt_offload.strategy.first.parts import check_micro_batches
+from lt_offload.strategy.first.planning import FirstPlanning
+from lt_offload.strategy.first.survey import Carried, following
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
-from lt_offload.strategy.parts import check_micro_batches, profile_and_plan
 from lt_offload.strategy.records import Records
-from lt_offload.strategy.replan import Replanning, follow, measured_again, planning, steps_left, warn_of_unfreezing
+from lt_offload.strategy.replan import Replanning, follow, measured_again, steps_left
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.facts import facts
 from lt_offload.suggest import naming_options
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-class OffmateStrategy(Records, Checkpoints):
+class OffmateStrategy(FirstPlanning, Records, Checkpoints):
     """Trains inside a device memory budget by planning one iteration, with the same numbers as plain training.
 
     On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
@@ -155,8 +157,9 @@ class OffmateStrategy(Records, Checkpoints):
         self._signature: object = None
         self._first: tuple[Any, int] | None = None
         """The first batch of training and its number, until it is planned."""
-        self._before = Before()
+        self.run_before = Before()
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
+        self._step, self._how, self._survey, self._known, self._carried = ExitStack(), {}, None, None, None
         self._undo = ExitStack()  # what ``teardown`` puts back
         self._watch = ExitStack()  # holds the budget between iterations, too
 
@@ -242,7 +245,7 @@ class OffmateStrategy(Records, Checkpoints):
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
             self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
-            self._before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
+            self.run_before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
             if self.batch_size == "auto":
                 self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
@@ -291,59 +294,6 @@ class OffmateStrategy(Records, Checkpoints):
         except (ConfigError, OverBudget) as error:
             self._plan_early(trainer, error)
 
-    def _plan_early(self, trainer: Any, why: OffloadError) -> None:
-        """Plan before training, where not even forwards fit without a plan: mostly that says how much memory would do.
-
-        A step that needs what later hooks make is planned with its first batch: there is no engine until then.
-
-        Raises:
-            OffloadError: what planning says, or ``why``.
-        """
-        self._close_engine()
-        move_rest(self._module, self._structure(), torch.device("cpu"))
-        try:
-            with sample.isolated(self.namespace):
-                batch = sample.SampleBatch.early(trainer)
-            self._plan_for(batch)
-        except ProcessError as error:
-            raise error from why  # it says what others found, which have left
-        except Exception as error:
-            self._close_engine()
-            if isinstance(error, OffloadError):
-                raise
-
-    def _plan_first_batch(self) -> None:
-        """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""
-        if self._first is None:
-            return
-        first, self._first, trainer = self._first, None, self._trainer
-        # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
-        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
-        with planning(trainer):
-            if self.engine is not None:
-                self.engine.handover.take_in()
-            self._close_engine()
-            gc.collect()  # or what refers to itself in the old engine would seem to hold weights
-            with sample.isolated(self.namespace):
-                batch = sample.SampleBatch.of(trainer, *first)
-            del first
-            self._plan_for(batch)
-        self.check_copies()
-
-    def _plan_for(self, batch: sample.SampleBatch) -> None:
-        """Measure a step, plan, and be ready for it."""
-        (optimizer,) = self.optimizers
-        budget = min(self.together(lambda: self._budget))
-        found = profile_and_plan(self, self._trainer, batch, self._before, budget, self._make_plan)
-        self.sample, (self.profile, self.plan, follows) = batch, found
-        if follows:
-            self._replanning = follow(self.settings, self.profile)
-        if self.plan_path is None:
-            with sample.isolated(self.namespace):
-                settings = replace(self.settings, memory=budget)
-                warn_of_unfreezing(self._trainer, optimizer, batch, self.profile, settings)
-        self._begin(optimizer)
-
     def _begin(self, optimizer: Optimizer) -> None:
         """Say what the plan is, and install its engine."""
         assert self.profile is not None and self.plan is not None
@@ -360,15 +310,25 @@ class OffmateStrategy(Records, Checkpoints):
         self._replanning = follow(settings, profile)
         return self.of_first(lambda: make_plan(profile, settings))
 
+    def _open_device(self, budget: int, threads: int, context: int = 0) -> Device:
+        return open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
+
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
-        self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
+        survey = self._survey.leave() if self._survey is not None else None
+        if survey is None:
+            self._device = self._open_device(budget, threads, context)
+        assert self._device is not None
+        self._device.expect(context)
         profile = self.profile if plan is not None else None
         structure = self._structure() if profile is None else as_called(self._module, profile.blocks)
-        self.engine = Engine(self._module, optimizer, plan, self._device, structure=structure, others=self.ranks)
+        self.engine = Engine(
+            self._module, optimizer, plan, self._device, structure=structure, others=self.ranks, survey=survey
+        )
         self.engine.install()
         windows.prepare(self._trainer, self.engine)
-        self._watch.enter_context(self._device.between())
+        if survey is None:
+            self._watch.enter_context(self._device.between())
 
     def _replan(self) -> None:
         """Between two iterations: let profile and plan follow what the first ones have measured."""
@@ -395,7 +355,6 @@ class OffmateStrategy(Records, Checkpoints):
         change = engine.handover.changed(optimizer) if engine is not None else None
         if engine is None or profile is None or change is None:
             return
-        assert self.sample is not None
         replay.check_no_plan(self.plan_path, change)
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         # Files that are being written are read from the old engine's host copies.
@@ -407,6 +366,12 @@ class OffmateStrategy(Records, Checkpoints):
         del engine
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        if self.sample is None:
+            for param, gradient in window.rest.items():
+                param.grad = gradient
+            self._carried = Carried(replace(window, rest={}), memory, change)
+            self.plan = None
+            return
         with sample.isolated(self.namespace), because(change):
             again = partial(measured_again, trainer, optimizer, self.sample, profile)
             self.profile = self.one_profile(again, known=profile.hardware)
@@ -431,11 +396,14 @@ class OffmateStrategy(Records, Checkpoints):
 
     def _close_engine(self) -> None:
         engine, device = self.engine, self._device
+        survey, self._survey = self._survey, None
         self.engine = self._device = None
         self._watch.close()
         try:
             if engine is not None:
                 engine.close()
+            elif survey is not None:
+                survey.close()
         finally:
             if device is not None:
                 device.close()
@@ -446,11 +414,11 @@ class OffmateStrategy(Records, Checkpoints):
         """Remember the shapes of the batch; hooks of users, which may freeze and unfreeze weights, have run by now."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
         self.begins_batch(self._trainer, batch_idx)
-        if self.plan is None:
-            self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
-        else:
+        if self.plan is not None:
             self._follow_changes()
             self._keep_trace(batch)
+        if self.plan is None:
+            self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
 
     def optimizer_step(
         self,
@@ -461,12 +429,14 @@ class OffmateStrategy(Records, Checkpoints):
     ) -> Any:
         """Run one planned iteration: the closure's forward and backward contain every update."""
         self._plan_first_batch()
-        assert self.engine is not None
         trainer = self._trainer
         norm = metrics.logs_after(trainer, trainer.global_step + 1)
         self._micro_batch.close()
         self._replan()
-        with self.engine.iteration(grad_norm=norm, signature=self._signature):
+        with ExitStack() as self._step:
+            self._iterate(self._step, grad_norm=norm)
+            if self._surveys:
+                self._step.enter_context(following(self.optimizers[0], self._begin_step))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -475,20 +445,27 @@ class OffmateStrategy(Records, Checkpoints):
         if self._replanning is not None:
             self._replanning.saw(args)
         with ExitStack() as opened:
-            if self.engine is not None and skips_backward(self._trainer):
-                opened.enter_context(self.engine.iteration(signature=self._signature))
-            elif self.engine is not None and adds_up(self._trainer):
+            if skips_backward(self._trainer):
+                self._iterate(opened)
+            elif adds_up(self._trainer):
                 self._micro_batch.close()  # of a step that returned no loss
-                opened.enter_context(self.engine.iteration(last=False, signature=self._signature))
-            found = super().training_step(*args, **kwargs)
+                self._iterate(opened, last=False)
+            if self._surveys:
+                with self._begin_survey().forward((args, kwargs)) as returned:
+                    found = super().training_step(*args, **kwargs)
+                    returned(found)
+            else:
+                found = super().training_step(*args, **kwargs)
             # Its backward is called later, by the loop, and ends it (``backward``).
             self._micro_batch = opened.pop_all()
+            if adds_up(self._trainer):
+                self._step = self._micro_batch
         return found
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward, and end a micro-batch without an update."""
         self.divide(closure_loss)
-        with self._micro_batch:
+        with self._micro_batch, self._survey.backward() if self._survey is not None else nullcontext():
             loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss
 
@@ -564,6 +541,9 @@ class OffmateStrategy(Records, Checkpoints):
         return self.settings.device.resolved(lambda: self.part_of_memory(free_memory(self.root_device)))
 
     def _streaming(self) -> AbstractContextManager[None]:
+        if self._survey is not None:  # its step had no loss
+            self._close_engine()
+            self._install(None, None, self._budget)
         if self.engine is None:
             raise InfeasibleError(
                 f"memory={format_bytes(self._budget)} is too small for a validation before training; set "

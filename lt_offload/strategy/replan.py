@@ -30,7 +30,7 @@ from lt_offload.plan.windows import has_windows
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import sample
+from lt_offload.strategy.first import sample
 from lt_offload.units import format_seconds, round_up
 
 _WARM_UP = 2
@@ -179,7 +179,7 @@ def warn_of_unfreezing(
         before: the profile of the weights that train now.
         settings: of its plans.
     """
-    names = [type(callback).__name__ for callback in trainer.callbacks if _unfreezes(callback)]
+    names = [type(callback).__name__ for callback in trainer.callbacks if may_unfreeze(callback)]
     parameters = trainer.lightning_module.parameters() if names else ()
     frozen = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
     if not frozen:
@@ -203,7 +203,8 @@ def warn_of_unfreezing(
             parameter.requires_grad_(False)
 
 
-def _unfreezes(callback: object) -> bool:
+def may_unfreeze(callback: object) -> bool:
+    """Return whether ``callback`` may train weights later that are frozen when training begins."""
     return any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -188,7 +188,9 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             return after_closure(*args, **kwargs)
 
     def shown_before_zeroing(*args: Any, **kwargs: Any) -> None:
-        with engine().window_gradients.showing_used():
+        # Before the first plan nothing has been used.
+        used = present()
+        with used.window_gradients.showing_used() if used is not None else nullcontext():
             before_zeroing(*args, **kwargs)
 
     def hidden(*args: Any, **kwargs: Any) -> Any:

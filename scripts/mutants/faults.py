@@ -19,7 +19,7 @@ GRADIENTS, SLOTS, OPTIMIZER, MICRO_BATCHES = (
 PART, SHARED = "execute/blocks/part_run.py", "execute/blocks/shared_inputs.py"
 GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/param_grad.py", "execute/iteration.py"
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
-    f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "sample", "checkpoint/sums", "batch_size")
+    f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "first/sample", "checkpoint/sums", "batch_size")
 )
 HEAD, PARTS, SAVING = "model/head.py", "model/parts.py", "model/saving.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"

@@ -36,9 +36,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lt_offload import OffmateStrategy
+from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import sample as prepare
 from lt_offload.strategy.checkpoint import files as checkpoint
+from lt_offload.strategy.first import sample as prepare
 from tests.parity.several.training import begin_forked
 
 EPOCHS, ROWS, BATCH = 2, 8, 2
@@ -107,6 +108,7 @@ def train(folder: Path, shared: Path, asynchronous: bool, pipe: int) -> None:
     """Train, from the newest checkpoint in ``folder`` if there is one; leave the result there."""
     if (shared / "plan.json").exists():
         prepare.measure = lambda *args, **kwargs: Profile.load(shared / "profile.json")
+        FirstStep.measure = lambda *args: Profile.load(shared / "profile.json")  # type: ignore[method-assign]
         strategy = OffmateStrategy(plan=shared / "plan.json", async_checkpoint=asynchronous)
     else:
         strategy = OffmateStrategy(memory="190KB", report_dir=shared)

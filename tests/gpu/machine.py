@@ -14,7 +14,6 @@ import lt_offload
 from lt_offload.errors import InfeasibleError
 from lt_offload.machine import zero_copy
 from lt_offload.machine.driver import context_bytes
-from lt_offload.profiling import measure
 from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.hardware import load_hardware, measure_hardware
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
@@ -45,13 +44,13 @@ def contention(optimizer: Any, device: Any, **options: Any) -> Contention:
 @contextmanager
 def known_machine(target: Target) -> Iterator[None]:
     """Let profiles be of :func:`machine`; what lanes share is measured on hardware only."""
-    with patch.object(measure, "measure_hardware", lambda device, **_: machine(target)):
+    with patch("lt_offload.profiling.machine.measure_hardware", lambda device, **_: machine(target)):
         if target.real:
-            with patch.object(measure, "measure_contention", contention):
+            with patch("lt_offload.profiling.machine.measure_contention", contention):
                 yield
             return
         with (
-            patch.object(measure, "measure_contention", lambda *args, **kwargs: Contention()),
+            patch("lt_offload.profiling.machine.measure_contention", lambda *args, **kwargs: Contention()),
             patch.object(zero_copy, "_SPEED_BYTES", 4 << 20),
         ):
             yield

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import lightning.pytorch
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -15,8 +18,11 @@ from torch.utils.data import DataLoader, Dataset
 from lt_offload import OffmateStrategy
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.settings import Settings
+from lt_offload.profiling.step.first import FirstStep
+from lt_offload.profiling.step.survey import Surveyed
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
+from lt_offload.strategy.first import sample
 from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import equal, same_state
@@ -123,6 +129,25 @@ def budgets(model: torch.nn.Module) -> list[int]:
 def tight(model: torch.nn.Module) -> int:
     """Return a budget in which weights and states have to travel."""
     return 2 * sum(p.nbytes for p in model.parameters())
+
+
+def profiled(patch: pytest.MonkeyPatch, change: Callable[[partial[Profile], Any], Profile]) -> None:
+    """Let ``change`` say which profiles runs have, those of a first step that counts and those of one run aside.
+
+    Args:
+        patch: ends it.
+        change: called with what measures, if it is called, and with the LightningModule; it returns the profile.
+    """
+    aside, within = sample.measure, FirstStep.measure
+
+    def of_batch(trainer: Any, *args: Any, **options: Any) -> Profile:
+        return change(partial(aside, trainer, *args, **options), trainer.lightning_module)
+
+    def of_step(first: FirstStep, surveyed: Surveyed) -> Profile:
+        return change(partial(within, first, surveyed), first.model)
+
+    patch.setattr(sample, "measure", of_batch)
+    patch.setattr(FirstStep, "measure", of_step)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import ActivationOffloader, Moved, SavedTensors, given_back
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.model.calls import edges, tensors_of
+from lt_offload.model.calls import EntryNode, edges, tensors_of
 from lt_offload.model.parts import Cutter
 from lt_offload.model.saving import CacheCostly, ReplayCostly, activations_of, travels
 from lt_offload.model.snapshot import version
@@ -424,7 +424,7 @@ def _count_uses(roots: Sequence[Any]) -> Counter[int]:
     return Counter(node.slot for node in ends if isinstance(node, backward_class_of(_GraphEntry)))
 
 
-class _GraphEntry(torch.autograd.Function):
+class _GraphEntry(EntryNode):
     """Where the private graph begins: passes the input on and catches its gradient, holding on to neither.
 
     ``anchor`` requires grad, so that there is a node although the inputs are detached from the outer graph.
@@ -435,7 +435,7 @@ class _GraphEntry(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, x: Tensor, part: PartRun, slot: int) -> Tensor:
         # The part holds this graph. A reference back would close a cycle through C++, which Python's collector does
         # not see: every iteration's activations would stay.
-        ctx.part, ctx.slot = weakref.ref(part), slot
+        ctx.part, ctx.slot, ctx.block = weakref.ref(part), slot, part.call.block.index
         return x.view_as(x)  # an output of its own: the graph begins at this node and not at the input
 
     @staticmethod

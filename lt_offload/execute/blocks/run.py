@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,6 +24,7 @@ from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.gradients import Gradients
+from lt_offload.model.calls import BlockNode
 from lt_offload.model.parts import Cutter, Joint, Outputs, check_same, other_outputs
 from lt_offload.schema.plan import Save
 from lt_offload.schema.profile import OptionName
@@ -86,6 +86,8 @@ class BlockRun:
         """Its backward is over, or will not come."""
         self.forgotten = False
         """Another forward has begun, for which it was closed."""
+        self.reached: Callable[[int], None] = _ignored
+        """Told, before there is a plan, which outputs gradients will come to."""
         self._uses, self._gradients = uses, gradients
 
     def __del__(self) -> None:
@@ -113,6 +115,17 @@ class BlockRun:
         self._check_alike()
         whole: list[Tensor] = joint.results()
         return whole, [tensor for position, tensor in enumerate(whole) if position not in reached]
+
+    def planned_as(self, index: int, uses: dict[int, Counter[int]], gradients: Gradients | None) -> None:
+        """Be the run of block ``index`` of a plan that was made after the forward.
+
+        Args:
+            index: of the block.
+            uses: by block, how often it uses each of its inputs.
+            gradients: collects those of the weights.
+        """
+        self.index = self.block.index = index
+        self._uses, self._gradients = uses, gradients
 
     def run_frozen(self, *, save: bool = False) -> Any:
         """Run the forward of a block that no gradient can reach; return its output. ``save``: keep its inputs."""
@@ -272,7 +285,11 @@ def _sum(before: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return gradient if before is None else before if gradient is None else before + gradient
 
 
-class BlockFunction(torch.autograd.Function):
+def _ignored(_output: int) -> None:
+    pass
+
+
+class BlockFunction(BlockNode):
     """One block in the outer graph.
 
     ``anchor`` requires grad, so that a block has a backward even if none of its inputs does (LoRA's first block).
@@ -282,6 +299,7 @@ class BlockFunction(torch.autograd.Function):
     @override
     def forward(ctx: Any, run: BlockRun, anchor: Tensor, backward: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.block_run, ctx.anchor, ctx.run_backward = run, anchor, backward
+        ctx.index, ctx.reached = run.index, run.reached
         # An output that the loss does not use gets None, not zeros: those would be summed into gradients (and -0 + 0 is
         # another number than -0).
         ctx.set_materialize_grads(False)

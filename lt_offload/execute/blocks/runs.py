@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,8 @@ class BlockRuns:
         """Runs of frozen blocks that are recomputed; these blocks are not in that graph."""
         self._last_output: BlockOutput | None = None
         self._shared = SharedInputs()
+        self.surveyed = False
+        """They ran before the plan was made, each with a graph that is kept."""
 
     def __len__(self) -> int:
         return len(self._runs) + len(self._frozen)
@@ -180,6 +182,15 @@ class BlockRuns:
             run.offloader.fetch(op.id)
         return run.recompute(anchor, outputs, op.save)
 
+    def take_shared(self, shared: SharedInputs) -> None:
+        """Take over what blocks of forwards that ran before the plan was made have in common."""
+        self._shared = shared
+
+    def take_surveyed(self, runs: Mapping[int, BlockRun]) -> None:
+        """Take the runs of a forward that ran before the plan was made, for their backward."""
+        self._runs = {index: weakref.ref(run) for index, run in runs.items()}
+        self.surveyed = True
+
     def check(self) -> None:
         """Raise ``UnsupportedError`` if a gradient of a block's input has gone nowhere, or a second run differed."""
         self._shared.check()
@@ -196,6 +207,7 @@ class BlockRuns:
 
     def clear(self) -> None:
         """Forget the runs."""
+        self.surveyed = False
         self._runs.clear()
         self._frozen.clear()
         self._last_output = None

@@ -276,6 +276,12 @@ class Device(ABC):
         """
         return self.accounting()
 
+    def expect(self, context: int) -> None:  # noqa: B027
+        """Leave so many bytes to the context and to workspaces, as a plan does that was made after this was opened."""
+
+    def enforce(self, enforced: bool) -> None:  # noqa: B027
+        """Hold allocations against the budget, or count them only, as in a step whose demand nobody knows yet."""
+
     def stays(self, *tensors: torch.Tensor) -> None:  # noqa: B027
         """Hold device tensors that no operation under account has made against the budget, as long as they live."""
 

@@ -81,6 +81,12 @@ class Context:
         self._iterations = 0
         self._cap()
 
+    def expect(self, planned: int) -> None:
+        """Leave ``planned`` bytes to it from now on."""
+        if planned:
+            self._planned = planned - self._cuda.workspace_bytes()
+            self._cap()
+
     def follow(self, locked_bytes: int) -> None:
         """Look at it again; ``locked_bytes`` of host memory are registered by now. Waits for nothing."""
         context, exact = self._cuda.context_bytes()
@@ -407,6 +413,10 @@ class CudaDevice(Device):
         if signature not in self._seen and not self._closed:
             self._seen.add(signature)
             self._context.follow(self._host.locked_bytes)
+
+    @override
+    def expect(self, context: int) -> None:
+        self._context.expect(context)
 
     @override
     def end_iteration(self) -> None:

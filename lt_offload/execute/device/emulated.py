@@ -436,6 +436,10 @@ class EmulatedDevice(Device):
             self._entered = self._entered and not outermost
 
     @override
+    def enforce(self, enforced: bool) -> None:
+        self._account.limit = self.budget if enforced else None
+
+    @override
     def stays(self, *tensors: torch.Tensor) -> None:
         self._account.charge(*tensors)
 

@@ -199,6 +199,8 @@ class ActivationOffloader:
         self.device = device
         self.pool = pool
         self.label = label
+        self.everything = False
+        """Masks and indices travel, too."""
         self._by_storage: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
         """During the forward. A tensor saved for a part of the graph that nothing needs goes with that part."""
         self._storages: list[MovedStorage] = []
@@ -218,6 +220,11 @@ class ActivationOffloader:
         """The device memory of all storages, for the happens-before checker."""
         self._leaving: tuple[Cell, list[Tensor]] | None = None
         """The device memory that is being copied to the host, until it is released: a plan may fetch before that."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have left."""
+        return self._nbytes
 
     @property
     def at_home(self) -> bool:
@@ -364,6 +371,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         ranges = _Ranges(weights)
         starts, ends = ranges.starts, ranges.ends
         stay = {address_of(t.untyped_storage()) for t in staying} if offloader is not None else ()
+        moves = _has_elements if offloader is not None and offloader.everything else travels
 
         def pack(tensor: Tensor) -> Packed:
             if tensor.layout is not torch.strided:
@@ -373,7 +381,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             index = bisect_right(starts, address) - 1
             if index >= 0 and address < ends[index]:
                 return _alias(tensor, ranges)
-            if offloader is None or address_of(tensor.untyped_storage()) in stay or not travels(tensor):
+            if offloader is None or address_of(tensor.untyped_storage()) in stay or not moves(tensor):
                 # Detached, as a saved output would hold the node that holds it: a cycle that no collector sees.
                 with _no_modes():
                     return tensor.detach()
@@ -383,6 +391,10 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 Packed = Tensor | WeightAlias | Moved | SparseParts
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.itemsize
 
 
 def _unpack(packed: Packed) -> Tensor:

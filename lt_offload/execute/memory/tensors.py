@@ -123,6 +123,11 @@ class Weight(Viewed):
         """Gradient held on the device until all uses have contributed."""
         self.grad_cell = Cell(f"host grad {name}")
 
+    def called(self, index: int, name: str) -> Weight:
+        """Be the tensor ``index`` of another engine, before that is installed; return itself."""
+        self.index, self.label, self.host = index, f"weight {name}", self.param.data
+        return self
+
     @property
     def room(self) -> int:
         """Bytes of the group, without what alignment adds."""

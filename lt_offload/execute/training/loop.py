@@ -14,6 +14,7 @@ from lt_offload.execute.iteration import Iteration, Transition
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.clipping import RestClipping, require_positive
 from lt_offload.execute.updates.gradients import Gradients
+from lt_offload.execute.updates.window import Window
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.step_hooks import ManualLoop
@@ -160,6 +161,88 @@ class WindowGradients:
             self._passes.end()
             with self._view.changing():
                 yield
+
+
+class LoopCalls:
+    """What a loop calls, and sets, between a backward and the update."""
+
+    _window: Window
+    _iteration: Iteration
+    _window_gradients: WindowGradients | None
+
+    @property
+    def window_gradients(self) -> WindowGradients:
+        """The gradients of the present window, which a loop may clip, read and edit before updates use them."""
+        assert self._window_gradients is not None, "training needs a plan"
+        return self._window_gradients
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
+
+        Raises:
+            ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
+            PlanError: when it is set, if the plan is one for windows of 1.
+        """
+        return self._window.size
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        self._iteration.resize(count)
+
+    @property
+    def clip_value(self) -> float | None:
+        """What gradients are clamped to before updates use them, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        May be set between two iterations; None: they are left as they are.
+        """
+        return self._window_gradients.clip_value if self._window_gradients is not None else None
+
+    @clip_value.setter
+    def clip_value(self, value: float | None) -> None:
+        self.window_gradients.clip_value = value
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Clip the norm of the gradients, as ``torch.nn.utils.clip_grad_norm_`` would do, before ``optimizer.step()``.
+
+        The plan has to be one whose updates wait for that: ``delayed=True``. A norm that is not finite makes every
+        gradient infinite or NaN, as in plain PyTorch, unless ``error_if_nonfinite`` is set.
+
+        Args:
+            max_norm: of all gradients together.
+            norm_type: of the norm.
+            error_if_nonfinite: raise if the norm is not finite; nothing has been updated then.
+            parameters: all, in the order in which the norms of their gradients are put together; None: the model's.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ConfigError: if ``max_norm`` is not more than 0, or ``parameters`` are not all that have a gradient.
+            UnsupportedError: if updates do not wait, or gradients have been clipped already.
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        """
+        return self.window_gradients.clip_norm(
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters
+        )
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the gradients of the present window one by one, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        For plans with ``delayed=True``. With others :attr:`clip_value` clips those of every window.
+
+        Raises:
+            ConfigError: if ``clip_value`` is not more than 0.
+            UnsupportedError: if updates do not wait.
+        """
+        self.window_gradients.clip_each(clip_value)
 
 
 class FollowedLoop:

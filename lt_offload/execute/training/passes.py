@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.blocks.run import BlockFunction, BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
+from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.iteration import Iteration, State, Transition
 from lt_offload.execute.memory.bound_weights import BoundWeights
@@ -36,6 +38,21 @@ from lt_offload.execute.user_code.step_hooks import ManualLoop, OptimizerStepHoo
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import tensors_of
 from lt_offload.schema.plan import Op, Plan
+
+Lookup = tuple[Tensor, Tensor]
+"""A table, and the rows that a batch looks up there."""
+
+
+@dataclass(slots=True, eq=False)
+class SurveyedForward:
+    """A forward that ran before the plan was made."""
+
+    runs: dict[int, BlockRun]
+    """By block."""
+    lookups: list[Lookup]
+    """Of the first block."""
+    begun: bool = False
+    """Its backward has begun."""
 
 
 class Passes:
@@ -99,6 +116,8 @@ class Passes:
         self._consumers = Consumers(lambda index: structure.blocks[index].name, runs.uses)
         self._own = [OwnParameters(block.name, block.module) for block in structure.blocks]
         self._deferred = DeferredForwards(plan, runs, streaming, blocks, self._consumers.watch)
+        self._surveyed: list[SurveyedForward] = []
+        self.uses, self.gradients = runs.uses, gradients
         self._rest_complete = False
         """Gradients outside the blocks are those of all processes."""
         self._to_follow = 0
@@ -108,7 +127,7 @@ class Passes:
     @property
     def waiting(self) -> int:
         """Forwards that wait for others before their backward."""
-        return self._deferred.waiting
+        return self._deferred.waiting + sum(not forward.begun for forward in self._surveyed)
 
     def join(self, of_all: SumsOfAll, common: CommonUpdates | None) -> None:
         """Other processes train the same model."""
@@ -212,6 +231,53 @@ class Passes:
                 weight.uses += len(run.parts) * weight.param.requires_grad
         return run
 
+    # -- a step that began without a plan ----------------------------------------------------------------------------
+
+    def take_survey(self, shared: SharedInputs, forwards: Sequence[SurveyedForward]) -> None:
+        """Carry out the backwards of ``forwards``, which ran before there was a plan; their losses wait.
+
+        Args:
+            shared: what several of these were called with.
+            forwards: in the order of their calls.
+        """
+        self._surveyed = list(forwards)
+        self._runs.take_shared(shared)
+        with self._guard.suspended:
+            self._iteration.check(Transition.FORWARD)
+            self._setup.check()
+            self._guard.begin()
+            if self.common is not None:
+                self.common.begin_pass()
+
+    def begin_step(self) -> None:
+        """Begin the optimizer's step, within which the engine was installed."""
+        self._step.begin()
+
+    def run_surveyed(
+        self, forward: SurveyedForward, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Run the backward of a block of such a forward."""
+        with self._guard.suspended:
+            if not forward.begun:
+                self._begin_surveyed(forward, run)
+            if not self._iteration.ran_backward:
+                self._begin_backward()
+            return self._backward_of(run, anchor, grads)
+
+    def _begin_surveyed(self, forward: SurveyedForward, run: BlockRun) -> None:
+        if self._runs.open:
+            raise limits.FORWARDS.error("a forward had its backward before a later one")
+        self.end()
+        forward.begun = True
+        self._begin_pass(self.waiting)
+        self._gradients.look_up(forward.lookups)
+        # Before its runs are known: what they have saved left when they ran, and nothing is to be recomputed.
+        self._walk.skip_to(self._walk.timeline.backward(run.index))
+        self._runs.take_surveyed(forward.runs)
+        for index, surveyed in forward.runs.items():
+            for weight in self._blocks[index]:
+                weight.uses += len(surveyed.parts) * weight.param.requires_grad
+
     # -- backwards ---------------------------------------------------------------------------------------------------
 
     def _run_backward(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -274,7 +340,8 @@ class Passes:
         step = self._walk.timeline.backward(index)
         self._walk.skip_to(step)
         self._walk.begin(step)
-        self._run_again(step)
+        if not self._runs.surveyed:
+            self._run_again(step)
         op = self._computing[step]
         if run.offloader is not None:
             run.offloader.fetch(op)
@@ -379,6 +446,7 @@ class Passes:
     def forget_deferred(self) -> None:
         """Drop forwards that wait for others."""
         self._deferred.close()
+        self._surveyed = []
         if self._iteration.state is State.FORWARD and not self._walk.begun:
             self._iteration.enter(Transition.FORGET)
 

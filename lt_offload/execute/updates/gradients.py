@@ -117,6 +117,11 @@ class Gradients:
             self._host_grads[weight.index] = host
             self._direct_grads[weight.index] = self.device.zero_copy_view(host)
 
+    def look_up(self, lookups: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take the tokens that the first block was called with, by table, before there was a plan."""
+        for table in self._tables.values():
+            table.look_up([ids for param, ids in lookups if param is table.weight.param])
+
     def remove(self) -> None:
         """Detach every hook."""
         for handle in self._handles:

@@ -114,6 +114,10 @@ class Table:
         self._sizes = []
         self._rows, self._open, self._before = None, True, 0
 
+    def look_up(self, ids: Sequence[Tensor]) -> None:
+        """Take the tokens of calls that were made before there was a plan."""
+        self._calls += ids
+
     def _noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward`` of a layer, which notes the tokens that it is given."""
 

@@ -34,13 +34,16 @@ from lt_offload.model.blocks import Structure
 from lt_offload.model.state.hooks import InnerHooks
 
 
-def check_hooks(structure: Structure, repeated: Collection[int], *, parted: bool = False) -> None:
+def check_hooks(
+    structure: Structure, repeated: Collection[int], *, parted: bool = False, deferred: bool = False
+) -> None:
     """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch, or see them twice.
 
     Args:
         structure: the model's blocks.
         repeated: those that run a second time for their backward.
         parted: blocks take a batch in parts, so that every weight gets a gradient per part.
+        deferred: a backward follows several forwards, so that every weight gets a gradient per forward.
 
     Raises:
         UnsupportedError: naming the parameter or the module.
@@ -52,10 +55,11 @@ def check_hooks(structure: Structure, repeated: Collection[int], *, parted: bool
             raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
         if _has_joint_hook(param):
             raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
-    for index in _shared(structure, parted=parted):
+    for index in _shared(structure, parted=parted or deferred):
         name, param = structure.tensors[index]
         if tensor_hooks_of(param):
-            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which {_SHARING[parted]}")
+            why = _PER_FORWARD if deferred else _SHARING[parted]
+            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which {why}")
 
 
 def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
@@ -177,6 +181,7 @@ def _has_joint_hook(param: Tensor) -> bool:
     return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())
 
 
+_PER_FORWARD = "has a gradient per forward of the model"
 _SHARING = ("several blocks share", "has a gradient per part of the batch (micro_batches)")
 
 

@@ -91,6 +91,7 @@ class Guard:
         check_write: raises if nothing may be written now.
         unseen: weights whose memory somebody else reads and writes without operations on tensors, all the time.
         common: has host copies that several processes have together.
+        modes: placed before, where the guard is installed from within a backward; None: it places its own.
     """
 
     def __init__(
@@ -102,13 +103,11 @@ class Guard:
         check_write: Callable[[str], object],
         unseen: Iterable[Weight] = (),
         common: Common | None = None,
+        modes: GuardModes | None = None,
     ) -> None:
-        self._common = common
+        self._common, self._modes = common, modes
         self._weights, self._residency, self._updates = weights, residency, updates
         self._check_read, self._check_write = check_read, check_write
-        self._operations = _Operations(self)
-        self._calls = _Calls(self)
-        self._thread = 0
         self.suspended = _Suspended(self)
         """Context in which the engine itself works, and blocks run."""
         self._of_weights: dict[int | None, TrackedTensor] = {
@@ -129,19 +128,15 @@ class Guard:
 
     def install(self) -> None:
         """Begin to watch the operations of the calling thread."""
-        self._thread = threading.get_ident()
-        self._calls.place()
-        DISPATCH_MODES.push(self._operations)
+        self._modes = self._modes or GuardModes()
+        self._modes.watch_for(self)
         _installed.add(self)
 
     def remove(self) -> None:
         """End it; operations of other threads were never seen."""
         _installed.discard(self)
-        if self._thread == threading.get_ident():
-            DISPATCH_MODES.lift(self._operations)
-            self._calls.lift()
-        self._thread = 0
-        self._operations.guard = self._calls.guard = None
+        if self._modes is not None:
+            self._modes.remove()
         self._views.clear()
         self._tensors.clear()
         self._of_states, self._kept = {}, []  # states on the device are moved, or dropped, by others from now on
@@ -266,7 +261,7 @@ class Guard:
 
     def check_thread(self) -> None:
         """Raise ``UnsupportedError`` in a thread whose operations are not seen."""
-        if threading.get_ident() != self._thread:
+        if self._modes is None or threading.get_ident() != self._modes.thread:
             raise limits.OTHER_THREAD.error(f"a training forward ran in thread {threading.current_thread().name}")
 
     def begin(self) -> None:
@@ -355,10 +350,10 @@ def _describe(tensor: Tensor) -> str:
 class _Operations(TorchDispatchMode):
     """Sees every operation of torch, those of ``state_dict``, ``deepcopy`` or ``numpy()`` among them."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.guard: Guard | None = guard
-        """None once it is removed, perhaps by another thread than the one whose stack this is on."""
+        self.guard: Guard | None = None
+        """None before it is installed and once it is removed, perhaps by another thread than that of this stack."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -395,9 +390,9 @@ class _Operations(TorchDispatchMode):
 class _Calls(WatchingMode):
     """Sees the calls that reach a tensor's memory without an operation, and ``autograd.grad`` of weights."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.guard: Guard | None = guard
+        self.guard: Guard | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -412,6 +407,32 @@ class _Calls(WatchingMode):
             if owned is not None:
                 guard.hand_out(owned, out)
         return out
+
+
+class GuardModes:
+    """The modes of a guard, on the stacks of the thread that makes this; without a guard they do nothing.
+
+    Torch gives a backward stacks of its own, whose changes are gone with it: what is to be there afterwards has to be
+    placed before.
+    """
+
+    def __init__(self) -> None:
+        self.operations, self.calls = _Operations(), _Calls()
+        self.thread = threading.get_ident()
+        self.calls.place()
+        DISPATCH_MODES.push(self.operations)
+
+    def watch_for(self, guard: Guard | None) -> None:
+        """Watch for ``guard`` from now on."""
+        self.operations.guard = self.calls.guard = guard
+
+    def remove(self) -> None:
+        """End; operations of other threads were never seen."""
+        if self.thread == threading.get_ident():
+            DISPATCH_MODES.lift(self.operations)
+            self.calls.lift()
+        self.thread = 0
+        self.watch_for(None)
 
 
 def _is_plain_read(gpu: torch.device, arguments: Sequence[Any]) -> bool:
@@ -504,17 +525,18 @@ class _Suspended(threading.local):
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            guard = self._guard
-            self._above = DISPATCH_MODES.lift(guard._operations), guard._calls.lift()
+            modes = self._guard._modes
+            if modes is not None:
+                self._above = DISPATCH_MODES.lift(modes.operations), modes.calls.lift()
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            guard, (operations, calls) = self._guard, self._above
-            if calls is not None:
-                guard._calls.place(calls)
-            if operations is not None:
-                DISPATCH_MODES.insert(guard._operations, operations)
+            modes, (operations, calls), self._above = self._guard._modes, self._above, (None, None)
+            if modes is not None and calls is not None:
+                modes.calls.place(calls)
+            if modes is not None and operations is not None:
+                DISPATCH_MODES.insert(modes.operations, operations)
 
 
 _installed: weakref.WeakSet[Guard] = weakref.WeakSet()

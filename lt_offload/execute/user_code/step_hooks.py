@@ -127,7 +127,7 @@ class OptimizerStepHook:
         if given:
             raise limits.STEP_ARGUMENTS.error(f"{type(optimizer).__name__}.step() was given {given[0]}")
         if closure is None:
-            self._begin()
+            self.begin()
             return None
         # The closure runs forward and backward, so that the step proper, with what updates use, begins after it.
         if len(args) > 1:
@@ -139,12 +139,13 @@ class OptimizerStepHook:
 
         def run() -> Any:
             found = closure()
-            self._begin()
+            self.begin()
             return found
 
         return run
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """The step proper begins."""
         self._begins()
         # Updates come after the step, which may count up what they would have found before it.
         if self._delayed:

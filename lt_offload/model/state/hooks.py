@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from lt_offload.compat.torch import GLOBAL_FORWARD_HOOKS, forward_hooks_of
+from lt_offload.compat.torch import GLOBAL_FORWARD_HOOKS, all_hooks_of, forward_hooks_of, tensor_hooks_of
 from lt_offload.model.compiled import is_compiled
 
 _LIBRARIES = ("torch", "transformers", "peft", "lt_offload")
@@ -49,6 +50,25 @@ class InnerHooks:
                 for hook in hooks.values():
                     if _home(hook).partition(".")[0] not in _LIBRARIES:
                         yield f"forward hook {_title(hook)} on {path}, in block {self._name}"
+
+
+@contextmanager
+def silenced(module: nn.Module) -> Iterator[None]:
+    """Within the context no hook of a user's own is called in ``module``: it runs for its costs alone."""
+    members = list(module.modules())
+    hooks = [hooks for member in members for hooks in all_hooks_of(member)] + list(GLOBAL_FORWARD_HOOKS)
+    hooks += [tensor_hooks_of(p) for p in module.parameters() if tensor_hooks_of(p)]
+    before = [(held, dict(held)) for held in hooks if held]
+    try:
+        for held, known in before:
+            for key, hook in known.items():
+                if _home(hook).partition(".")[0] not in _LIBRARIES:
+                    del held[key]
+        yield
+    finally:
+        for held, known in before:
+            held.clear()
+            held.update(known)
 
 
 def _plain(hook: Any) -> Any:

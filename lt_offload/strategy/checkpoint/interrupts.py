@@ -21,6 +21,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.at_once = False
+        """The first one is not waited for either."""
         self._before: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -47,7 +49,7 @@ class Interrupts:
             handler(signal.SIGTERM, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
+        if self.received is None and not self.at_once:
             self.received = signal.Signals(number)
             what = "again" if number == signal.SIGINT else "Ctrl-C"
             # not print: this may run in the middle of another write to the same stream

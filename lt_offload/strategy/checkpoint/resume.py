@@ -90,15 +90,12 @@ class ExactResume(_Base):
             self._interrupts.install()
 
     def on_planning_start(self) -> None:
-        """Let a signal end the run at once: the first step has not begun."""
-        self._interrupts.remove()
+        """Let a signal end the run at once: nothing has been updated by the first step."""
+        self._interrupts.at_once = True
 
     def on_planning_end(self) -> None:
         """Wait for the end of the iteration again."""
-        received = self._interrupts.received
-        if self._listens:
-            self._interrupts.install()
-            self._interrupts.received = received
+        self._interrupts.at_once = False
 
     def _resume(self, trainer: Any, pl_module: Any, loaded: dict[str, Any]) -> None:
         before = loaded.get("processes", _count(loaded["random"]))

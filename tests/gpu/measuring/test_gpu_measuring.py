@@ -140,8 +140,8 @@ def test_a_model_is_measured_in_little_memory(
     monkeypatch.setattr(rates, "_LONG_ENOUGH", math.inf)
     monkeypatch.setattr(rates, "_MOST_TIMES", 1)
     monkeypatch.setattr(contention, "_ROUNDS", (1, 1))
-    monkeypatch.setattr(measure, "measure_hardware", hardware.measure_hardware)
-    monkeypatch.setattr(measure, "measure_contention", contention.measure_contention)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", contention.measure_contention)
     if not target.real:
         monkeypatch.setattr(zero_copy, "LEAST_SPEED", 0.0)
     with only(45 * MIB, device):
@@ -176,8 +176,8 @@ def test_a_machine_that_locks_little_memory_is_measured(
     monkeypatch.setattr(rates, "_THREAD_REPEATS", 1)
     monkeypatch.setattr(zero_copy, "register", limited)
     monkeypatch.setattr(zero_copy, "unregister", freed)
-    monkeypatch.setattr(measure, "measure_hardware", hardware.measure_hardware)
-    monkeypatch.setattr(measure, "measure_contention", contention.measure_contention)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", contention.measure_contention)
     profile = profiled(*tiny_model(), device)
     assert profile.hardware.pinnable_bytes <= most
     assert min(profile.hardware.h2d_bytes_per_s, profile.hardware.staged_bytes_per_s) > 1e6
@@ -249,8 +249,8 @@ def test_no_tensor_leaves_a_forked_process_on_the_device(device: torch.device) -
 
 @pytest.mark.usefixtures("short")
 def test_a_profile_leaves_no_trace(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "measure_hardware", hardware.measure_hardware)
-    monkeypatch.setattr(measure, "measure_contention", contention.measure_contention)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", contention.measure_contention)
     model, optimizer = tiny_model()
     weights = [(p, p.data_ptr(), p.detach().clone()) for p in model.parameters()]
     torch.manual_seed(3)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from lt_offload.plan import Settings, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import offmate, replan, sample
+from lt_offload.strategy import offmate, replan
 from tests.gpu.target import Target
 from tests.gpu.users.runs import Bench
+from tests.support.trainers import profiled
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +30,18 @@ def _nothing_left() -> Iterator[None]:
 
 PROFILES: dict[str, Profile] = {}
 PLANS: dict[str, Plan] = {}
-MEASURE = sample.measure
 
 
-def known(trainer: Any, optimizer: Any, *args: Any, **options: Any) -> Profile:
+def known(measure: partial[Profile], module: Any) -> Profile:
     """Measure, but each run only once."""
-    module = trainer.lightning_module
+    trainer, options = module.trainer, measure.keywords
+    (optimizer,) = trainer.optimizers
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     groups = [len(group["params"]) for group in optimizer.param_groups], optimizer.defaults
     window = trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.precision
     key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options))
     if key not in PROFILES:
-        PROFILES[key] = MEASURE(trainer, optimizer, *args, **options)
+        PROFILES[key] = measure()
     return PROFILES[key]
 
 
@@ -54,7 +56,7 @@ def known_plan(profile: Profile, settings: Settings) -> Plan:
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure and plan the same run only once: for tests of what comes afterwards."""
-    monkeypatch.setattr(sample, "measure", known)
+    profiled(monkeypatch, known)
     for place in (offmate, replan):
         monkeypatch.setattr(place, "make_plan", known_plan)
 
@@ -62,11 +64,10 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bench(target: Target, monkeypatch: pytest.MonkeyPatch) -> Bench:
     profiles: list[Profile] = []
-    measured = sample.measure
 
-    def noted(*args: Any, **options: Any) -> Profile:
-        profiles.append(measured(*args, **options))
+    def noted(measure: Callable[[], Profile], _: Any) -> Profile:
+        profiles.append(measure())
         return profiles[-1]
 
-    monkeypatch.setattr(sample, "measure", noted)
+    profiled(monkeypatch, noted)
     return Bench(target=target, profiles=profiles)

@@ -14,13 +14,11 @@ from lt_offload import OffmateStrategy
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import simulate
 from lt_offload.plan.correct import timed
-from lt_offload.schema.profile import Profile
-from lt_offload.strategy import sample
 from lt_offload.strategy.metrics import LossCheck
 from tests.gpu.target import ROOM
 from tests.gpu.users.runs import USERS, Bench, check_way, in_both_ways, module
 from tests.parity.lightning.test_replan import FAST_COPIES, SLOW_COPIES, paced
-from tests.support.trainers import Run, differences
+from tests.support.trainers import Run, differences, profiled
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
 
@@ -143,14 +141,11 @@ def test_validation_of_averaged_weights(way: str, bench: Bench) -> None:
 def test_a_better_plan_takes_over(
     wrong: dict[str, float], true: dict[str, float], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, install = sample.measure, Engine.install
+    install = Engine.install
     engines: list[int] = []
 
     def scene(strategy: Any) -> Run:
         return bench.fit(strategy, module(dropout=0.1), max_epochs=4)
-
-    def measure(*args: Any, **options: Any) -> Profile:
-        return paced(measured(*args, **options), **wrong)
 
     def trace(engine: Engine) -> Any:
         profile = paced(bench.profiles[-1], **true)
@@ -161,7 +156,7 @@ def test_a_better_plan_takes_over(
         engines.extend([1] * (engine.plan is not None))
         install(engine)
 
-    monkeypatch.setattr(sample, "measure", measure)
+    profiled(monkeypatch, lambda measure, _: paced(measure(), **wrong))
     monkeypatch.setattr(Engine, "trace", trace)
     monkeypatch.setattr(Engine, "install", installed)
     expected = scene("auto")

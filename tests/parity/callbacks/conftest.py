@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.profiling import measure
 from lt_offload.schema.profile import Contention
 from lt_offload.strategy import offmate
 
@@ -19,4 +18,4 @@ def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _uncontended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as if lanes did not slow each other down: to measure that takes longer than all else here."""
-    monkeypatch.setattr(measure, "measure_contention", lambda *_, **__: Contention())
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", lambda *_, **__: Contention())

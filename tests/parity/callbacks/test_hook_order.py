@@ -1,9 +1,8 @@
-"""Hooks come in plain Lightning's order: the step that is measured is that of the first batch, after all before it."""
+"""Hooks come in plain Lightning's order, and no step runs in secret: the first one counts, and shows what to plan."""
 
 from __future__ import annotations
 
 import hashlib
-import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.strategy import sample
+from lt_offload.strategy.first import sample
 from tests import sampling
-from tests.support.trainers import Forced, Module, differences, fit, seeded_module
+from tests.support.trainers import BATCHES, Forced, Module, differences, fit, seeded_module
 
 HOOKS = ("on_", "configure_optimizers", "train_dataloader", "val_dataloader", "prepare_data", "setup", "teardown")
 HOOKS += ("training_step", "validation_step", "lr_scheduler_step", "transfer_batch_to_device")
@@ -27,10 +26,10 @@ GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_gr
 
 
 class Calls:
-    """What is called; in a queue, which the trial leaves alone."""
+    """What is called, and the state in which it is."""
 
     def __init__(self) -> None:
-        self.queue: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.seen: list[tuple[str, str, str]] = []
 
     def noting(self, base: Any, names: list[str]) -> dict[str, Any]:
         return {name: self._noting(base, name) for name in names}
@@ -44,46 +43,40 @@ class Calls:
                 drawn = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
                 batches, modes = loop.batch_progress.current.ready, [m.training for m in owner_modules(trainer)]
                 state = f"{trainer.state.stage} {trainer.global_step} {batches} {drawn} {modes}"
-            trial = isinstance(trainer, L.Trainer) and getattr(trainer.strategy, "plan", "") is None
-            self.queue.put((base.__name__, name, state, trial))
+            self.seen.append((base.__name__, name, state))
             return getattr(base, name)(owner, *args, **kwargs)
 
         return call
-
-    def taken(self) -> tuple[list[tuple[Any, ...]], int]:
-        """What was called, without the steps that were measured, and how many of those there were."""
-        found = [self.queue.get() for _ in range(self.queue.qsize())]
-        measured = [call for call in found if call[1] == "training_step" and call[3]]
-        return [call[:3] for call in found if call not in measured], len(measured)
 
 
 def owner_modules(trainer: L.Trainer) -> list[torch.nn.Module]:
     return [] if trainer.lightning_module is None else list(trainer.lightning_module.modules())
 
 
-def hooks(base: Any, kept: tuple[str, ...]) -> list[str]:
+def hooks(base: Any, kept: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
     names = [name for name in dir(base) if name.startswith(kept) and callable(getattr(base, name))]
-    return [name for name in names if not name.startswith(LEFT_OUT) and name not in GRADIENTS]
+    return [name for name in names if not name.startswith(left_out)]
 
 
-def recorded(strategy: Any, **settings: Any) -> tuple[Any, list[tuple[Any, ...]], int]:
+def recorded(strategy: Any, left_out: tuple[str, ...], **settings: Any) -> tuple[Any, list[tuple[str, str, str]]]:
     calls = Calls()
-    module = type("Noting", (Module,), calls.noting(Module, hooks(Module, HOOKS)))
-    names = hooks(L.Callback, ("on_", "setup", "teardown"))
+    module = type("Noting", (Module,), calls.noting(Module, hooks(Module, HOOKS, left_out)))
+    names = hooks(L.Callback, ("on_", "setup", "teardown"), left_out)
     callback = type("Callback", (L.Callback,), calls.noting(L.Callback, names))()
     L.seed_everything(7, verbose=False)
     run = fit(strategy, module(), callbacks=[callback], num_sanity_val_steps=1, **settings)
-    return run, *calls.taken()
+    return run, calls.seen
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden")
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_is_called_and_when_is_as_in_stock_lightning(accumulate: int) -> None:
-    stock, expected, _ = recorded("auto", accumulate_grad_batches=accumulate)
-    ours, found, measured = recorded(OffmateStrategy(memory="400KB"), accumulate_grad_batches=accumulate)
+@pytest.mark.parametrize("left_out", [LEFT_OUT, LEFT_OUT + GRADIENTS], ids=["", "without gradients"])
+def test_what_is_called_and_when_is_as_in_stock_lightning(left_out: tuple[str, ...], accumulate: int) -> None:
+    stock, expected = recorded("auto", left_out, accumulate_grad_batches=accumulate)
+    ours, found = recorded(OffmateStrategy(memory="400KB"), left_out, accumulate_grad_batches=accumulate)
     assert len(expected) > 100
-    assert measured > 0
     assert found == expected
+    assert [name for _, name, _ in found].count("training_step") == len(ours.module.losses) == 2 * BATCHES
     assert differences(stock, ours) == []
 
 
@@ -149,8 +142,9 @@ def test_the_size_is_chosen_before_these_hooks() -> None:
         fit(OffmateStrategy(memory="100MB", batch_size="auto"), made(Late))
 
 
-def test_no_data_are_asked_in_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_data_are_asked_in_a_process_of_their_own_and_no_step_runs_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "in_a_fork", lambda *_, **__: pytest.fail("the data were asked"))
+    monkeypatch.setattr(sample, "measure", lambda *_, **__: pytest.fail("a step ran before the first one"))
     strategy = OffmateStrategy(memory="300KB")
     module = seeded_module()
     seen: list[Any] = []
@@ -159,6 +153,7 @@ def test_no_data_are_asked_in_a_process_of_their_own(monkeypatch: pytest.MonkeyP
         strategy.engine.handover.staying
     )  # something holds weights: a graph?
     fit(strategy, module, max_steps=2)
+    assert len(module.losses) == 2
     assert seen == [(None, None), False, False]
     assert strategy.plan is not None
 
@@ -179,7 +174,7 @@ def test_a_device_that_is_too_small_is_said_with_what_is_needed(memory: str) -> 
 
 
 def test_so_it_is_of_a_step_that_needs_hooks() -> None:
-    """It cannot be measured before they are called: with its first batch it is."""
+    """It cannot be measured before they are called: its first step runs without a plan, and shows what it needs."""
     with pytest.raises(InfeasibleError, match=r"memory=1 kB is too small for a validation.*num_sanity_val_steps=0"):
         fit(OffmateStrategy(memory=1000), made(Late), precision="bf16-true", num_sanity_val_steps=1)
     with pytest.raises(InfeasibleError, match="memory=1 kB is too small.*is enough") as caught:

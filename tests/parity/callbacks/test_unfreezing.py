@@ -14,20 +14,28 @@ from torch.utils.data import DataLoader, default_collate
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, InfeasibleError, PlanError, UnsupportedError
+from lt_offload.strategy.first import sample
 from tests import sampling
 from tests.support.trainers import Run, Tokens, budgets, differences, fit, seeded_module, state_differences
 
 Making = Callable[[], list[Any]]
 
 
-def module(options: dict[str, Any]) -> Any:
-    """Return a module whose optimizer takes what is trainable when it is made, without a schedule."""
-    made = seeded_module(**options)
+def module(options: dict[str, Any], *, named: bool = True) -> Any:
+    """Return a module whose optimizer takes what is trainable when it is made, without a schedule.
+
+    Args:
+        options: of the model.
+        named: it says which batch is to be measured. Otherwise the first step counts and shows what to plan, and so
+            does the one after a change; each batch has padding then.
+    """
+    made = seeded_module(**options | ({} if named else {"shuffle": False}))
     made.configure_optimizers = lambda: torch.optim.AdamW(
         [p for p in made.parameters() if p.requires_grad], lr=1e-2, fused=True
     )
-    # Attention without padding needs less memory, and a resumed run may begin with a batch that has none.
-    made.worst_case_batch = lambda: default_collate([*Tokens(made.model, 2, 0).rows])
+    if named:
+        # Attention without padding needs less memory, and a resumed run may begin with a batch that has none.
+        made.worst_case_batch = lambda: default_collate([*Tokens(made.model, 2, 0).rows])
     return made
 
 
@@ -121,10 +129,12 @@ def thaw_base(module: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": frozen, "lr": 1e-3})
 
 
-def require_equal(callbacks: Making, options: dict[str, Any], memories: Any = None, **settings: Any) -> Run:
-    stock = fit("auto", module(options), callbacks=callbacks(), **settings)
+def require_equal(
+    callbacks: Making, options: dict[str, Any], memories: Any = None, *, named: bool = True, **settings: Any
+) -> Run:
+    stock = fit("auto", module(options, named=named), callbacks=callbacks(), **settings)
     for memory in memories or budgets(seeded_module(**options)):
-        ours = fit(OffmateStrategy(memory=memory), module(options), callbacks=callbacks(), **settings)
+        ours = fit(OffmateStrategy(memory=memory), module(options, named=named), callbacks=callbacks(), **settings)
         assert differences(stock, ours) == []
         trainable = [p.requires_grad for p in ours.module.parameters()]
         assert trainable == [p.requires_grad for p in stock.module.parameters()]
@@ -161,17 +171,24 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, str, int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampling.some(list(CHANGES), 4))
-def test_changes_in_hooks_equal_stock(name: str) -> None:
+in_both_ways = pytest.mark.parametrize("named", [True, False], ids=["aside", "as it trains"])
+"""How the run that has changed is measured."""
+
+
+@pytest.mark.parametrize(("name", "named"), sampling.grid(CHANGES, [True, False], count=8))
+def test_changes_in_hooks_equal_stock(name: str, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     options, before, hook, at, act = CHANGES[name]
-    require_equal(lambda: [At(hook, at, act, before)], options)
+    if not named:
+        monkeypatch.setattr(sample, "measure", lambda *_, **__: pytest.fail("a step ran that does not count"))
+    require_equal(lambda: [At(hook, at, act, before)], options, named=named)
 
 
 @pytest.mark.slow
+@in_both_ways
 @pytest.mark.parametrize("clip", sampling.some([{}, {"gradient_clip_val": 0.1}], 1), ids=str)
-def test_thawing_in_the_middle_of_a_window_keeps_the_gradients_so_far(clip: dict[str, Any]) -> None:
+def test_thawing_in_the_middle_of_a_window_keeps_the_gradients_so_far(clip: dict[str, Any], named: bool) -> None:
     thawing = ("on_train_batch_start", 2, thaw, body_frozen)
-    require_equal(lambda: [At(*thawing)], OPTIONS, accumulate_grad_batches=3, **clip)
+    require_equal(lambda: [At(*thawing)], OPTIONS, named=named, accumulate_grad_batches=3, **clip)
 
 
 def test_freezing_in_the_middle_of_a_window_is_refused() -> None:

@@ -22,13 +22,12 @@ from lt_offload.finetune.module import FineTune
 from lt_offload.model import head
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import sample
 from tests.parity.engine.test_compiled import QUICKLY
 from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.parity.models import liger
 from tests.support import tiny
 from tests.support.profiles.fixed_times import with_fixed_times
-from tests.support.trainers import Run, Tokens, state_differences, trainer
+from tests.support.trainers import Run, Tokens, profiled, state_differences, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -147,13 +146,12 @@ def test_resumed_in_more_and_more_memory(
     if "lora" in settings:  # masters are of weights that train, and adapters are float32
         settings = {key: value for key, value in settings.items() if key != "master_weights"}
 
-    def measured(*args: Any, **options: Any) -> Profile:
-        found = with_fixed_times(measure(*args, **options))
+    def measured(measure: Callable[[], Profile], _: Any) -> Profile:
+        found = with_fixed_times(measure())
         speeds = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), 5e7 if mechanism.slow_copies else 2e9)
         return replace(found, hardware=replace(found.hardware, **speeds))
 
-    measure = sample.measure
-    monkeypatch.setattr(sample, "measure", measured)
+    profiled(monkeypatch, measured)
     plain = trained("auto", mechanism.plain, settings, ckpt=None, max_epochs=3, **flags)
     weights = sum(p.nbytes for p in plain.module.parameters())
     run, ckpt = plain, None

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 import lt_offload
 from lt_offload.errors import ConfigError
 from lt_offload.hf.report import RECORD
-from lt_offload.profiling import measure
 from lt_offload.strategy import replay
 from scripts.hf import cases
 from scripts.hf.runs import Outcome, train
@@ -30,7 +29,9 @@ def two_steps(folder: Path) -> str:
 def unmeasured(patch: pytest.MonkeyPatch) -> None:
     """Only the model may be measured."""
     for name in ("measure_hardware", "measure_optimizer", "measure_contention"):
-        patch.setattr(measure, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
+        patch.setattr(
+            f"lt_offload.profiling.machine.{name}", lambda *_, name=name, **__: pytest.fail(f"{name} is called")
+        )
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

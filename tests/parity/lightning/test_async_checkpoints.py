@@ -23,12 +23,13 @@ from lt_offload import ConfigError, InfeasibleError, OffmateStrategy
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.memory import snapshots
-from lt_offload.strategy import offmate, sample
+from lt_offload.schema.profile import Profile
+from lt_offload.strategy import offmate
 from lt_offload.strategy.checkpoint import files, hooks
 from lt_offload.strategy.checkpoint.writer import Writer
 from tests import sampling
 from tests.support.profiles import budgets
-from tests.support.trainers import Forced, differences, fit, seeded_module
+from tests.support.trainers import Forced, differences, fit, profiled, seeded_module
 
 ROOM = {"none": 0, "some": 30_000, "ample": 1 << 30}
 """Bytes for what is set aside; the checkpoint of the model takes 200 kB."""
@@ -94,16 +95,15 @@ class Saving(Callback):
 @pytest.fixture(scope="module", autouse=True)
 def _one_profile() -> Iterator[None]:
     """Profile once: all runs are of one model, in batches of one shape."""
-    made: list[Any] = []
-    measure = sample.measure
+    made: list[Profile] = []
 
-    def measured(trainer: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+    def measured(measure: Callable[[], Profile], _: Any) -> Profile:
         if not made:
-            made.append(measure(trainer, optimizer, batch, **options))
+            made.append(measure())
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "measure", measured)
+        profiled(patch, measured)
         yield
 
 

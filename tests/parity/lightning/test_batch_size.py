@@ -19,7 +19,8 @@ from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import batch_size, sample
+from lt_offload.strategy import batch_size
+from lt_offload.strategy.first import sample
 from tests.support import tiny
 from tests.support.trainers import BATCHES, Module, Run, Tokens, differences, fit, seeded_module, trainer
 

@@ -1,4 +1,7 @@
-"""Objects around a training step are, after training, what plain Lightning leaves: the profile's own run is undone."""
+"""Objects around a training step are, after training, what plain Lightning leaves.
+
+The first step counts, and where one runs aside for the profile, it is undone.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +92,16 @@ class Held(Module):
         return states, counts, weighting.history, weighting.own.getstate(), weighting.total.item()
 
 
-def trained(strategy: Any, folder: Path, **options: Any) -> Any:
+class HeldAndNamed(Held):
+    """Says which batch is to be measured, so that a step runs aside for that."""
+
+    def worst_case_batch(self) -> dict[str, Tensor]:
+        return torch.utils.data.default_collate(Tokens(self.model, 2, 0).rows)
+
+
+def trained(strategy: Any, folder: Path, kind: type[Held] = Held, **options: Any) -> Any:
     L.seed_everything(7, verbose=False)
-    return fit(strategy, Held(**options), logger=CSVLogger(folder), log_every_n_steps=1)
+    return fit(strategy, kind(**options), logger=CSVLogger(folder), log_every_n_steps=1)
 
 
 def logged(folder: Path) -> list[str]:
@@ -101,32 +111,54 @@ def logged(folder: Path) -> list[str]:
         return [row["weight"] for row in csv.DictReader(file) if row["weight"]]
 
 
-@pytest.mark.parametrize("kind", ["forced", "planned", "chosen size"])
+@pytest.mark.parametrize("kind", ["forced", "planned", "named batch", "chosen size"])
 def test_data_collate_and_held_objects_are_as_in_plain_training(tmp_path: Path, kind: str) -> None:
     if kind == "forced":
         strategy: OffmateStrategy = Forced()
-    elif kind == "planned":
+    elif kind != "chosen size":
         strategy = OffmateStrategy(memory="300kB")
     else:
         strategy = OffmateStrategy(memory="100MB", batch_size="auto")
-    run = trained(strategy, tmp_path / "offmate")
-    plain = trained("auto", tmp_path / "plain", batch_size=run.module.batch_size)
+    held = HeldAndNamed if kind == "named batch" else Held
+    run = trained(strategy, tmp_path / "offmate", held)
+    plain = trained("auto", tmp_path / "plain", held, batch_size=run.module.batch_size)
     assert differences(plain, run) == []
     assert run.module.held() == plain.module.held()
     assert logged(tmp_path / "offmate") == logged(tmp_path / "plain")
 
 
-def test_what_cannot_be_undone_is_named_before_training() -> None:
-    class Advancing(Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.schedule = (0.5**i for i in range(100))
+class Advancing(Module):
+    """Holds what only goes forward: to run its step once more would take a number away from training."""
 
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            return self.model(**batch).loss * next(self.schedule)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.schedule = (0.5**i for i in range(100))
 
-    with pytest.raises(UnsupportedError, match=r"Advancing\.schedule changes when the training step runs"):
-        fit(Forced(), Advancing())
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * next(self.schedule)
+
+
+class Named(Advancing):
+    """Says which batch is to be measured, so that its step runs once more for that."""
+
+    def worst_case_batch(self) -> dict[str, Tensor]:
+        return next(iter(self.train_dataloader()))
+
+
+def test_what_cannot_be_undone_need_not_be() -> None:
+    """The first step runs once and counts."""
+    plain = fit("auto", seeded(Advancing))
+    for strategy in (Forced(), OffmateStrategy(memory="300kB")):
+        ours = fit(strategy, seeded(Advancing))
+        assert differences(plain, ours) == []
+        assert next(ours.module.schedule) == 0.5 ** len(plain.module.losses)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Named, {}), (Advancing, {"micro_batches": 2})])
+def test_of_a_step_that_runs_aside_it_is_named_before_training(kind: type[Module], options: dict[str, Any]) -> None:
+    module = seeded(kind)
+    with pytest.raises(UnsupportedError, match=rf"{kind.__name__}\.schedule changes when the training step runs"):
+        fit(Forced(**options), module)
 
 
 class Gated(Module):

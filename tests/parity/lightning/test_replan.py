@@ -26,10 +26,10 @@ from lt_offload.plan.planners.baselines import smallest
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Contention, OptionProfile, Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import offmate, replan, sample
+from lt_offload.strategy import offmate, replan
 from tests import sampling
 from tests.support.engines import equal
-from tests.support.trainers import Run, differences, fit, seeded_module
+from tests.support.trainers import Run, differences, fit, profiled, seeded_module
 
 EPOCHS = 4
 FAST_COPIES = {"h2d": 0.5, "d2h": 0.5, "host": 0.5, "device": 20.0}
@@ -72,7 +72,7 @@ class Machine:
             self.engines += engine.plan is not None  # the first batch comes after one without a plan
             install(engine)
 
-        monkeypatch.setattr(sample, "measure", lambda *_, **__: paced(sizes(), **wrong))
+        profiled(monkeypatch, lambda *_: paced(sizes(), **wrong))
         for place in (offmate, replan):
             monkeypatch.setattr(place, "make_plan", known_plan)
         monkeypatch.setattr(Engine, "install", installed)

@@ -6,7 +6,7 @@ import functools
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +19,32 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import InfeasibleError
-from lt_offload.profiling import measure
 from lt_offload.profiling.hardware import TakenHostBytes
-from lt_offload.strategy import sample
+from lt_offload.schema.profile import Profile
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
 from tests import sampling
 from tests.support.machine import takes_no_more
-from tests.support.trainers import BATCHES, Forced, Run, fit, seeded_module, state_differences, tight
+from tests.support.trainers import BATCHES, Forced, Run, fit, profiled, seeded_module, state_differences, tight
 
 
 @pytest.fixture(autouse=True)
-def _one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profile once: the plan is forced, and all runs are of one model."""
-    monkeypatch.setattr(sample, "measure", measured)
+def one_profile() -> Iterator[pytest.MonkeyPatch]:
+    """Profile once: the plan is forced, and all runs are of one model. Each is measured again once this is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        profiled(patch, measured)
+        yield patch
 
 
-@functools.cache
-def _first() -> list[Any]:
-    return []
+_first: list[Profile] = []
 
 
-def measured(trainer: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
-    if not _first():
-        _first().append(MEASURE(trainer, optimizer, batch, **options))
-    return _first()[0]
+def measured(measure: Callable[[], Profile], _: Any) -> Profile:
+    if not _first:
+        _first.append(measure())
+    return _first[0]
 
 
-MEASURE = sample.measure
 STEPS = {"max_epochs": -1, "max_steps": 7}
 SETTINGS: dict[str, dict[str, Any]] = {
     "validation after each epoch": {},
@@ -264,15 +262,16 @@ def two_steps(made: OffmateStrategy, folder: Path) -> Run:
 
 
 def test_a_resumed_run_has_the_plan_of_its_run_and_the_ram_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_profile: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever else the process that goes on has in its RAM, and whatever it would measure."""
-    monkeypatch.setattr(sample, "measure", MEASURE)
+    one_profile.undo()
     memory = tight(seeded_module())
     least = two_steps(OffmateStrategy(memory=memory), tmp_path).trainer.strategy.plan.predicted.host_peak_bytes + 10**7
     first = two_steps(OffmateStrategy(memory=memory, host_memory=least), tmp_path / "least")
     plan = first.trainer.strategy.plan
-    monkeypatch.setattr(measure, "taken_host_bytes", lambda: TakenHostBytes(all=least, private=least))
+    taken = TakenHostBytes(all=least, private=least)
+    monkeypatch.setattr("lt_offload.profiling.machine.taken_host_bytes", lambda: taken)
     with pytest.raises(InfeasibleError, match="host_memory"):
         two_steps(OffmateStrategy(memory=memory, host_memory=least), tmp_path / "heavier")
     again = {"ckpt": tmp_path / "least" / "step=1.ckpt", "max_epochs": -1, "max_steps": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,25 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lt_offload import InfeasibleError, OffmateStrategy
-from lt_offload.strategy import sample
+from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support.profiles.budgets import BUDGETS, planning
-from tests.support.trainers import BATCHES, Forced, fit, seeded_module, state_differences
+from tests.support.trainers import BATCHES, Forced, fit, profiled, seeded_module, state_differences
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_profile() -> Any:
     """Profile each kind of model once."""
-    made: dict[Any, Any] = {}
-    measure = sample.measure
+    made: dict[Any, Profile] = {}
 
-    def measured(trainer: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
-        key = str(trainer.precision), trainer.lightning_module.batch_size
+    def measured(measure: Callable[[], Profile], module: Any) -> Profile:
+        key = str(module.trainer.precision), module.batch_size
         if key not in made:
-            made[key] = measure(trainer, optimizer, batch, **options)
+            made[key] = measure()
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "measure", measured)
+        profiled(patch, measured)
         yield
 
 

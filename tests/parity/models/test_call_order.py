@@ -6,16 +6,19 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lt_offload
 from tests import sampling
 from tests.support.engines import Result, differences, make_optimizer
 from tests.support.profiles.budgets import BUDGETS, planned
+from tests.support.trainers import trainer
 from tests.support.user_nets import ordinary
 
 VOCAB, HIDDEN = 61, 16
@@ -224,6 +227,57 @@ def test_blocks_are_what_is_called(make: Make, batches: Any, budget: str) -> Non
         torch.manual_seed(5)
         found = Result(ordinary(model, optimizer, batches()), model, optimizer)
     assert differences(expected, found) == []
+
+
+class Stepping(L.LightningModule):
+    """Trains a model by its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch)["loss"]
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.model, "adamw")
+
+
+def fitted(strategy: Any, model: nn.Module, batches: list[dict[str, Tensor]]) -> Result:
+    module = Stepping(model)
+    torch.manual_seed(5)
+    made = trainer(strategy, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    made.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return Result(module.losses, model, made.optimizers[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "budget"),
+    sampling.some(
+        [
+            pytest.param(make, batches, budget, id=f"{name}-{budget}")
+            for name, make, batches, _ in KINDS
+            for budget in ("tight", "resident")
+        ],
+        4,
+    ),
+)
+def test_the_first_step_finds_them(make: Make, batches: Any, budget: str) -> None:
+    """It counts: nothing is run to find them before, and what has turned out to be no block has run as one."""
+    torch.manual_seed(0)
+    start = make().train()
+    expected = fitted("auto", copy.deepcopy(start), batches())
+    trial = copy.deepcopy(start)
+    profile = lt_offload.profile(trial, batches()[0], optimizer=make_optimizer(trial, "adamw"))
+    memory = planned(profile, budget).budget_bytes + 8192
+    strategy = lt_offload.OffmateStrategy(memory=memory)
+    found = fitted(strategy, copy.deepcopy(start), batches())
+    assert differences(expected, found) == []
+    assert strategy.profile is not None
+    assert [block.name for block in strategy.profile.blocks] == [f"model.{block.name}" for block in profile.blocks]
 
 
 @pytest.mark.parametrize(("make", "batches", "count"), [pytest.param(*rest, id=name) for name, *rest in KINDS])

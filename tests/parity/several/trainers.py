@@ -10,12 +10,13 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
@@ -23,7 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import lt_offload
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import sample
 from tests.parity.several import training
 from tests.support import trainers
 
@@ -189,10 +189,9 @@ def chosen() -> tuple[int, list[str]]:
 
     A batch of any size takes as long as another, so that the largest is the fastest per sample on a busy machine, too.
     """
-    measured = sample.measure
 
-    def alike(*args: Any, **kwargs: Any) -> Profile:
-        found = measured(*args, **kwargs)
+    def alike(measure: Callable[[], Profile], _: Any) -> Profile:
+        found = measure()
         blocks = []
         for block in found.blocks:
             options = (replace(option, forward_s=1e-3, backward_s=2e-3) for option in block.options)
@@ -200,7 +199,8 @@ def chosen() -> tuple[int, list[str]]:
         return replace(found, blocks=tuple(blocks))
 
     strategy = lt_offload.OffmateStrategy(memory=MEMORY, batch_size="auto")
-    with mock.patch.object(sample, "measure", alike):
+    with pytest.MonkeyPatch.context() as patch:
+        trainers.profiled(patch, alike)
         run = trainers.fit(strategy, module(), devices=2, max_epochs=1)
     assert strategy.plan is not None
     size = run.module.batch_size

@@ -22,10 +22,10 @@ from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import offmate as lifecycle
-from lt_offload.strategy import sample as prepare
 from tests import sampling
 from tests.support.profiles import budgets
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module
+from tests.support.trainers import profiled as measured
 
 OPTIONS: dict[str, Any] = {"family": "llama-tied", "dropout": 0.1}
 BUDGETS = (*budgets.BUDGETS, "every place")
@@ -51,16 +51,15 @@ pytestmark = [
 def profiled() -> Profile:
     """Measure the model once for all tests of this file."""
     found: list[Profile] = []
-    measure = prepare.measure
 
     class Stop(Exception): ...
 
-    def keep(*args: Any, **kwargs: Any) -> Profile:
-        found.append(measure(*args, **kwargs))
+    def keep(measure: Callable[[], Profile], _: Any) -> Profile:
+        found.append(measure())
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "measure", keep)
+        measured(patch, keep)
         with pytest.raises(Stop):
             fit(OffmateStrategy(), seeded_module(**OPTIONS))
     return found[0]
@@ -90,7 +89,7 @@ def strategy(budget: str) -> OffmateStrategy:
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run copies and updates as late as possible, and check the order of every access."""
     profile = profiled()
-    monkeypatch.setattr(prepare, "measure", lambda *args, **kwargs: profile)
+    measured(monkeypatch, lambda *_: profile)
     monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
 
 

@@ -294,7 +294,7 @@ def saved() -> None:
 
 @check(
     "what a module has and what hooks it", "parameters_of", "buffers_of", "children_of", "replace_children",
-    "MODULE_PARTS", "HOOKS", "FORWARD_PRE_HOOKS", "FORWARD_PRE_HOOKS_WITH_KWARGS", "forward_hooks_of",
+    "MODULE_PARTS", "HOOKS", "FORWARD_PRE_HOOKS", "FORWARD_PRE_HOOKS_WITH_KWARGS", "forward_hooks_of", "all_hooks_of",
     "GLOBAL_FORWARD_HOOKS", "BatchNorm",
 )  # fmt: skip
 def module() -> None:
@@ -309,6 +309,7 @@ def module() -> None:
     assert len(net) == 0
     before, behind = net.register_forward_pre_hook(print, with_kwargs=True), net.register_forward_hook(print)
     assert [list(hooks) for hooks in compat.forward_hooks_of(net)] == [[before.id], [behind.id]]
+    assert [list(hooks) for hooks in compat.all_hooks_of(net)][:2] == [[behind.id], [before.id]]
     assert list(vars(net)[compat.FORWARD_PRE_HOOKS]) == [before.id]
     assert list(vars(net)[compat.FORWARD_PRE_HOOKS_WITH_KWARGS]) == [before.id]
     places = (nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook)

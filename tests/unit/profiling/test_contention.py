@@ -135,7 +135,7 @@ def test_a_profile_with_contention_has_the_speeds_of_links_alone(monkeypatch: py
     here = this_machine()
     assert here.h2d_alone_bytes_per_s > 0
     for contention, speed in ((known, here.h2d_alone_bytes_per_s), (Contention(), here.h2d_bytes_per_s)):
-        monkeypatch.setattr(measure, "measure_contention", lambda *_, c=contention, **__: c)
+        monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", lambda *_, c=contention, **__: c)
         found = measure.profile(model, models.batch(model), optimizer=made, device="cpu")
         assert found.contention == contention
         assert found.hardware.h2d_bytes_per_s == speed

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.machine.accounting import Account
-from lt_offload.profiling import block_cost, boundary_check
+from lt_offload.profiling import block_cost
 from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.step import boundary_check
 from lt_offload.schema.profile import BlockProfile, Profile
 from tests.support.user_nets import HIDDEN, Layer, Net, adamw, rows
 

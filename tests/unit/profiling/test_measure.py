@@ -430,8 +430,8 @@ def test_the_package_is_the_function() -> None:
 def test_what_the_model_takes_of_the_ram_is_there_for_the_plan(monkeypatch: pytest.MonkeyPatch, private: int) -> None:
     machine = replace(load_hardware("rtx-3060"), host_bytes=1000, pinnable_bytes=300)
     process = TakenHostBytes(all=10_000_000, private=private)
-    monkeypatch.setattr("lt_offload.profiling.measure.measure_hardware", lambda *_, **__: machine)
-    monkeypatch.setattr("lt_offload.profiling.measure.taken_host_bytes", lambda: process)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", lambda *_, **__: machine)
+    monkeypatch.setattr("lt_offload.profiling.machine.taken_host_bytes", lambda: process)
     model = models.build("llama")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(**models.batch(model)).loss.backward()

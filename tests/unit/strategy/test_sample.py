@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import MeanMetric
 
 from lt_offload.errors import ConfigError
-from lt_offload.strategy import sample
+from lt_offload.strategy.first import sample
 
 DATA = TensorDataset(torch.arange(20))
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, PlanError
 from lt_offload.model.parts import check_micro_batches as check_number
 from lt_offload.plan import Settings
 from lt_offload.plan.orders import choose_parts, compared
-from lt_offload.strategy import replay, sample
+from lt_offload.schema.files import from_json
+from lt_offload.schema.plan import PLAN_SCHEMA, Plan
+from lt_offload.strategy import replay
 from lt_offload.strategy.batch_size import warn_of_change
+from lt_offload.strategy.first import sample
+from lt_offload.strategy.replan import may_unfreeze
 from lt_offload.strategy.replay import Before
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
-    from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import Profile
-    from lt_offload.strategy.offmate import OffmateStrategy
+    from lt_offload.strategy.first.planning import FirstPlanning
 
 
 def check_micro_batches(value: object, batch_size: object) -> None:
@@ -38,22 +42,44 @@ def check_micro_batches(value: object, batch_size: object) -> None:
         )
 
 
+def surveyable(strategy: FirstPlanning, trainer: Any) -> bool:
+    """Return whether the first step of ``trainer`` may run before there is a plan, and count."""
+    before, path = strategy.run_before, strategy.plan_path
+    plans = [Plan.load(path)] if path is not None else []
+    if before.plan is not None and path is None:
+        with suppress(PlanError):  # the run is planned again, and says why
+            plans.append(from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA))
+    parts = any(plan.parts != 1 or "chunked" in plan.options for plan in plans)
+    unfreezes = any(map(may_unfreeze, trainer.callbacks))
+    whole = strategy.micro_batches == 1 and not strategy.settings.chunked_loss
+    return whole and not (parts or unfreezes or sample.names_batch(trainer))
+
+
+def known_machine(strategy: FirstPlanning, before: Before) -> Profile | None:
+    """Return what the run that ``strategy`` continues has measured, if that holds for all processes of this one."""
+    each = strategy.together(
+        lambda: before.measured(strategy.root_device, processes=strategy.num_processes, machines=strategy.num_nodes)
+    )
+    # The first one's, as the profile that all have then is.
+    return each[0] if None not in each else None
+
+
 def profile_and_plan(
-    strategy: OffmateStrategy,
-    trainer: Any,
-    batch: sample.SampleBatch,
+    strategy: FirstPlanning,
+    measure: Callable[[int], Profile],
+    known: Profile | None,
     before: Before,
     budget: int,
     make_plan: Callable[[Profile, Settings], Plan],
 ) -> tuple[Profile, Plan, bool]:
-    """Measure a training step of ``trainer`` and return it with its plan, or with the saved one.
+    """Measure a training step and return it with its plan, or with the saved one.
 
     Also returns whether the first iterations are to correct it, which ``make_plan`` sees to by itself.
 
     Args:
         strategy: with its optimizer.
-        trainer: about to run its first step.
-        batch: to be measured.
+        measure: returns the profile of a step whose batch goes through each block in so many parts.
+        known: what has been measured of the machine before.
         before: the run that this one continues.
         budget: bytes of the device.
         make_plan: plans for a profile with settings.
@@ -61,30 +87,20 @@ def profile_and_plan(
     Raises:
         ConfigError: if there are fewer samples than ``micro_batches``.
     """
-    (optimizer,) = strategy.optimizers
-    before.warn_of_frozen(trainer.lightning_module)
     count, path = strategy.micro_batches, strategy.plan_path
-    each = strategy.together(
-        lambda: before.measured(strategy.root_device, processes=strategy.num_processes, machines=strategy.num_nodes)
-    )
-    # The first one's, as the profile that all have then is.
-    known = each[0] if None not in each else None
 
-    def measure(parts: int) -> Profile:
-        again = partial(sample.measure, trainer, optimizer, batch, **replay.as_measured(known, optimizer))
-        measured = partial(again, micro_batches=parts)
-        with sample.isolated(strategy.namespace):
-            found = strategy.one_profile(measured, known=None if known is None else known.hardware)
+    def profiled(parts: int) -> Profile:
+        found = strategy.one_profile(partial(measure, parts), known=None if known is None else known.hardware)
         return found if known is None else replace(found, contention=known.contention)
 
     if path is not None:
         # In the plan's own number of parts, which the setting may leave open.
-        profile = measure(replay.load_plan(path, budget, micro_batches=count).parts)
+        profile = profiled(replay.load_plan(path, budget, micro_batches=count).parts)
         warn_of_change(before.batch_size, profile.batch_size)
         return profile, replay.replay(path, profile, budget), False
     settings: Settings = replace(strategy.settings, memory=budget)
     count = before.parts(count)
-    profile = measure(1 if count == "auto" else count)
+    profile = profiled(1 if count == "auto" else count)
     warn_of_change(before.batch_size, profile.batch_size)
     own = before.own_plan(profile, strategy.settings, budget)
     if own is not None:
@@ -95,6 +111,6 @@ def profile_and_plan(
         plan = make_plan(profile, settings)
     else:
         first = profile
-        choice = choose_parts(lambda parts: first if parts == 1 else measure(parts), settings)
+        choice = choose_parts(lambda parts: first if parts == 1 else profiled(parts), settings)
         profile, plan = choice.profile, choice.plan
     return profile, strategy.of_first(lambda: compared(plan, profile, settings)), count == "auto"

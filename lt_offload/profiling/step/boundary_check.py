@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,27 +23,26 @@ from typing_extensions import override
 from lt_offload import limits
 from lt_offload.compat.torch import (
     BatchNorm,
-    TorchDispatchMode,
-    address_of,
-    backward_class_of,
-    has_storage,
-    schema_of,
     tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
 )
 from lt_offload.errors import OffloadError
-from lt_offload.machine.dispatch import OperationLog, called_unseen, calls_others, unseen_by_dynamo, writes
+from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import (
+    BlockNode,
     Call,
     FirstRun,
     StateBytes,
     bit_sums,
     edges,
     has_values,
+    is_block_node,
+    is_entry_node,
     kept_by_functions,
+    saved_by,
     tensors_of,
 )
 from lt_offload.model.objects import held_by
@@ -76,6 +75,12 @@ class BoundaryCheck:
         """Blocks that must not run a second time for their backward, nor without a graph, and why."""
         self._given: list[tuple[int, _Versions, Rest]] = []
         """Per run of a block: the tensors that it was called with, their versions, and what it has seen besides."""
+        self._uses: dict[int, list[int]] = {}
+        """By call that has run with a graph, by its identity: how often it uses each activation."""
+        self.unrecorded: set[int] = set()
+        """Calls of which a run has kept no graph, by their identity."""
+        self._kinds: dict[int, int] = {}
+        """By block: the identity of the call that it had."""
         self._compared: dict[int, Call] = {}
         """Calls that have run without a graph and with one, by their identity."""
         names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
@@ -89,30 +94,48 @@ class BoundaryCheck:
         """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
 
     def let_go(self) -> None:
-        """Let go of the model's graph, when all has been checked."""
+        """Let go of the model's graph and of the calls, when all has been checked."""
+        self._compared.clear()
+        self._uses.clear()
         self._inputs.clear()
         self._given.clear()
 
     def run(
-        self, index: int, call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        index: int,
+        call: Call,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entered: Sequence[Tensor] | None = None,
     ) -> Any:
         """Run a block on detached inputs; return its output, detached.
+
+        Args:
+            index: of the block.
+            call: what it is called with.
+            forward: runs it.
+            args: of the call.
+            kwargs: of the call.
+            entered: its activations in a private graph that is kept; the output is that graph's then. None: the graph
+                is dropped.
 
         Raises:
             UnsupportedError: if an argument makes the block hand out what it computes.
         """
-        # First of all: hooks for saved tensors would already be called in the runs below.
-        limits.check_call(self._blocks[index].name, kwargs)
+        if entered is None:  # first of all: hooks for saved tensors would already be called in the runs below
+            limits.check_call(self._blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         # Weak: what the model lets go of must die here as it does in training, where bytes are counted.
         given = [(weakref.ref(leaf), version(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
         origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
-        entered = []
-        for slot, need in zip(call.slots, call.needs_grad, strict=True):
-            leaves[slot] = leaves[slot].detach().requires_grad_(need)
-            entered.append(leaves[slot])
-            if need:
-                leaves[slot].register_hook(partial(_note, self._reached, index))
+        kept = entered is not None
+        if entered is None:
+            entered = [leaves[slot].detach() for slot in call.slots]
+            for tensor in (x for x, need in zip(entered, call.needs_grad, strict=True) if need):
+                tensor.requires_grad_().register_hook(partial(_note, self._reached, index))  # type: ignore[no-untyped-call]
+        for slot, tensor in zip(call.slots, entered, strict=True):
+            leaves[slot] = tensor
 
         def run() -> Any:
             # As training does it: without a graph no input requires grad, and some operations ask that before they
@@ -124,6 +147,10 @@ class BoundaryCheck:
             args, kwargs = tree_unflatten(given, spec)
             return forward(*args, **kwargs)
 
+        self._kinds[index] = id(call)
+        if kept and call.has_backward and not torch.is_grad_enabled():
+            self.unrecorded.add(id(call))
+            return self._run_unrecorded(index, call, run, given, origins)
         constant = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
         out = self._run_twice(index, call, run, given)
         # An argument that nothing was to reach the gradient of stays the caller's own: what was added would have none.
@@ -135,13 +162,33 @@ class BoundaryCheck:
         if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
             self._check_casts(index, out)
         self._check_hidden(index, leaves, out)
-        uses = _uses(entered, out)
+        uses = self._uses[id(call)] = _uses(entered, out)
         self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
-        used_here = [node for (node, _), used in zip(origins, uses, strict=True) if used and node is not None]
-        for node in (*used_here, *(node for node, _ in edges(used_here))):
-            if isinstance(node, backward_class_of(Interface)):
-                node.reached()  # by this block's backward, which comes in training only
-        return tree_map(_detached, out)
+        mark_reached(origin for origin, used in zip(origins, uses, strict=True) if used)
+        return out if kept else tree_map(_detached, out)
+
+    def repeats(self, index: int, call: Call) -> bool:
+        """Return whether a block may run again for its backward, as far as those of its kind have shown that."""
+        self.find_rewritten()
+        known = id(call) in self._uses and not call.kernels and not call.compiled
+        known = known and not any(self._kinds[other] == id(call) for other in self.once if other in self._kinds)
+        block = self._blocks[index]
+        return known and index not in self.once and InnerHooks(block.name, block.module).find() is None
+
+    def _run_unrecorded(
+        self,
+        index: int,
+        call: Call,
+        forward: Callable[[], Any],
+        given: _Versions,
+        origins: Sequence[tuple[Any, int]],
+    ) -> Any:
+        """Run a block without a graph, which another of its kind has had."""
+        out, uses = forward(), self._uses[id(call)]
+        self._given.append((index, given, Rest([])))
+        self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
+        mark_reached(origin for origin, used in zip(origins, uses, strict=True) if used)
+        return out
 
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any], arguments: _Versions) -> Any:
         """Run a block without a graph, and once more with one from the state that it had; return the second output.
@@ -280,7 +327,7 @@ class BoundaryCheck:
         own = {id(parameter) for parameter in block.module.parameters()}
         others = {id(parameter) for _, parameter in self._parameters()} - own
         for node, _ in edges(t.grad_fn for t in tensors_of(out)) if objects else ():
-            if isinstance(node, backward_class_of(Interface)) or id(getattr(node, "variable", None)) in others:
+            if is_block_node(node) or id(getattr(node, "variable", None)) in others:
                 raise limits.HIDDEN_TENSORS.error(f"block {block.name} uses tensors that a {objects[0]} holds")
         for leaf in tree_leaves(out):
             if not _is_plain(leaf) and any(isinstance(held, Tensor) and held.requires_grad for held in held_by(leaf)):
@@ -366,7 +413,7 @@ class BoundaryCheck:
         # A block has no edge from its output to its inputs, which were detached: behind each block the search begins
         # anew.
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
-        consumers = Counter((id(node), number) for node, number in edges(roots))
+        consumers = Counter((id(node), number) for node, number in edges(roots, outer=True))
         consumers.update((id(node), number) for node, number, _ in self._inputs)
         uses: Counter[tuple[int, int]] = Counter()
         blocks = Counter((id(node), number) for node, number, _ in self._inputs)
@@ -390,7 +437,26 @@ class BoundaryCheck:
             if parameter.grad is not None:
                 raise limits.SET_GRADIENT.error(f"weight {name} has a gradient before the backward")
 
-    def check_gradients(self) -> None:
+    def saved_outside(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield what operations outside the blocks save for the backward of ``loss``."""
+        roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
+        nodes = {id(node): node for node in (*roots, *(node for node, _ in edges(roots, outer=True)))}
+        for node in nodes.values():
+            if not is_block_node(node):
+                yield from saved_by(node)
+
+    def check_inside(self, loss: Tensor) -> None:
+        """Refuse a loss that leads into the private graph of a block, before any backward.
+
+        Raises:
+            UnsupportedError: naming the block.
+        """
+        for node, _ in edges([loss.grad_fn, *(node for node, _, _ in self._inputs)], outer=True):
+            if is_entry_node(node):
+                name = self._blocks[node.block].name
+                raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {name}")
+
+    def check_gradients(self, loss: Tensor) -> None:
         """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
 
         Raises:
@@ -400,7 +466,8 @@ class BoundaryCheck:
         for index in sorted(self._reached):
             raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._blocks[index].name}")
         # The backward of a block's output goes no further, so that what made its inputs has no gradients.
-        before = {id(getattr(node, "variable", None)) for node, _ in edges(node for node, _, _ in self._inputs)}
+        roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
+        before = {id(getattr(node, "variable", None)) for node, _ in edges(roots, outer=True)}
         used = {p: name for name, p in self._parameters() if p.grad is not None or id(p) in before}
         users = [block for block in self._blocks if not used.keys().isdisjoint(block.module.parameters())]
         if used:
@@ -430,12 +497,20 @@ class BoundaryCheck:
                 yield f"{block.name}.{name}", parameter
 
 
-class Interface(torch.autograd.Function):
+def mark_reached(outputs: Iterable[tuple[Any, int]]) -> None:
+    """Note that gradients come to outputs of blocks, behind which lie these ``outputs`` of nodes."""
+    outputs = [(node, number) for node, number in outputs if node is not None]
+    for node, number in (*outputs, *edges((node for node, _ in outputs), outer=True)):
+        if is_block_node(node):
+            node.reached(number)  # by a backward that comes in training only
+
+
+class Interface(BlockNode):
     """The node of a block in the outer graph: unlike a leaf, it does not hold the block's output."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], index: int, reached: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], index: int, reached: Callable[[int], None]) -> Tensor:
         ctx.box, ctx.index, ctx.reached = box, index, reached
         return box.pop()
 
@@ -443,14 +518,16 @@ class Interface(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None]:
         ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
-        ctx.reached()
+        ctx.reached(0)
         return None, None, None, None
 
 
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     """Return how often each input is used in the graph of a block's output."""
-    ends = Counter(id(getattr(node, "variable", None)) for node, _ in edges(t.grad_fn for t in tensors_of(out)))
-    return [ends[id(tensor)] for tensor in entered]
+    roots = [tensor.grad_fn for tensor in tensors_of(out)]
+    nodes = [*roots, *(node for node, _ in edges(roots))]
+    ends = Counter(id(getattr(node, "variable", node)) for node in nodes)
+    return [ends[id(x if x.grad_fn is None else x.grad_fn)] for x in entered]
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -485,65 +562,3 @@ def _note(reached: set[int], index: int, _gradient: Tensor) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-@unseen_by_dynamo
-class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses a step that writes weights, by ``.data`` as well, which moves no version.
-
-    Args:
-        structure: the model's blocks, and its parameters outside of them.
-    """
-
-    def __init__(self, structure: Structure) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._weights = dict([*structure.tensors, *structure.rest])
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if schema_of(func).is_mutable and not _sets_nothing(func, args):
-            for position, argument in enumerate((*args, *kwargs.values())):
-                if writes(func, position, len(args), kwargs):
-                    self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
-        return called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
-
-    def _check(self, func: Any, written: Sequence[Any]) -> None:
-        memory = {address_of(tensor.untyped_storage()) for tensor in written if type(tensor) in (Tensor, nn.Parameter)}
-        for name, weight in self._weights.items():
-            if has_storage(weight) and address_of(weight.untyped_storage()) in memory:
-                raise limits.WRITTEN_WEIGHTS.error(f"weight {name} is written by {func} within the step")
-
-
-def _sets_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation gives a tensor the memory that it has, as ``register_parametrization`` does.
-
-    PEFT registers one around each forward of experts that have adapters (``target_parameters``).
-    """
-    return func is torch.ops.aten.set_.source_Tensor and args[0].is_set_to(args[1])
-
-
-@contextmanager
-def runnable(structure: Structure) -> Iterator[None]:
-    """Refuse by name what torch itself does not let run with hooks, and TorchScript, within the steps enclosed."""
-    for block in structure.blocks:
-        for name, module in block.module.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                path = ".".join(filter(None, (block.name, name)))
-                raise limits.SCRIPTED.error(f"module {path}, a {type(module).__name__} of torch.jit")
-
-    def refuse(function: Any, *_args: Any, **_kwargs: Any) -> None:
-        name = function.qualified_name.removeprefix("__torch__.")
-        raise limits.SCRIPTED.error(f"function {name}, of torch.jit")
-
-    scripted: Any = torch.jit.ScriptFunction
-    call, scripted.__call__ = scripted.__call__, refuse
-    try:
-        yield
-    except RuntimeError as error:
-        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
-            raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
-        raise
-    finally:
-        scripted.__call__ = call

@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -31,10 +31,19 @@ BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
 
 
+_LOGGED = 256
+"""Bytes of the numbers that a step logs, which are not seen where it only tries."""
+
+
 def isolated(namespace: str) -> AbstractContextManager[None]:
     """Return a context that leaves all global generators as they were; ``namespace`` is that of the Trainer."""
     context: AbstractContextManager[None] = import_module(f"{namespace}.utilities.seed").isolate_rng()
     return context
+
+
+def names_batch(trainer: Any) -> bool:
+    """Return whether the module or the datamodule of ``trainer`` has a method that may return what to measure."""
+    return bool(_asked(trainer))
 
 
 def named_batch(trainer: Any) -> Any:
@@ -150,7 +159,7 @@ def measure(
 
     module, strategy = trainer.lightning_module, trainer.strategy
     with untouched(trainer):
-        return profile(
+        found = profile(
             module,
             # A copy, as the step may write to it, and this batch may be measured again.
             _moved(trainer, copy.deepcopy(sample.batch), strategy.root_device),
@@ -163,6 +172,7 @@ def measure(
             run=lambda batch: _step(strategy, batch, sample.index),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )
+    return replace(found, shared_bytes=found.shared_bytes + _LOGGED)
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""A step of training is refused that writes weights, or that torch itself does not let run in this way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload import limits
+from lt_offload.compat.torch import (
+    TorchDispatchMode,
+    address_of,
+    has_storage,
+    schema_of,
+)
+from lt_offload.machine.dispatch import called_unseen, calls_others, unseen_by_dynamo, writes
+from lt_offload.model.blocks import Structure
+
+
+@unseen_by_dynamo
+class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses a step that writes weights, by ``.data`` as well, which moves no version.
+
+    Args:
+        structure: the model's blocks, and its parameters outside of them.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = dict([*structure.tensors, *structure.rest])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if schema_of(func).is_mutable and not _sets_nothing(func, args):
+            for position, argument in enumerate((*args, *kwargs.values())):
+                if writes(func, position, len(args), kwargs):
+                    self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
+        return called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
+
+    def _check(self, func: Any, written: Sequence[Any]) -> None:
+        memory = {address_of(tensor.untyped_storage()) for tensor in written if type(tensor) in (Tensor, nn.Parameter)}
+        for name, weight in self._weights.items():
+            if has_storage(weight) and address_of(weight.untyped_storage()) in memory:
+                raise limits.WRITTEN_WEIGHTS.error(f"weight {name} is written by {func} within the step")
+
+
+def _sets_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation gives a tensor the memory that it has, as ``register_parametrization`` does.
+
+    PEFT registers one around each forward of experts that have adapters (``target_parameters``).
+    """
+    return func is torch.ops.aten.set_.source_Tensor and args[0].is_set_to(args[1])
+
+
+@contextmanager
+def runnable(structure: Structure) -> Iterator[None]:
+    """Refuse by name what torch itself does not let run with hooks, and TorchScript, within the steps enclosed."""
+    for block in structure.blocks:
+        for name, module in block.module.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                path = ".".join(filter(None, (block.name, name)))
+                raise limits.SCRIPTED.error(f"module {path}, a {type(module).__name__} of torch.jit")
+
+    def refuse(function: Any, *_args: Any, **_kwargs: Any) -> None:
+        name = function.qualified_name.removeprefix("__torch__.")
+        raise limits.SCRIPTED.error(f"function {name}, of torch.jit")
+
+    scripted: Any = torch.jit.ScriptFunction
+    call, scripted.__call__ = scripted.__call__, refuse
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+            raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
+        raise
+    finally:
+        scripted.__call__ = call

@@ -1,0 +1,316 @@
+"""One call of a model, as it is seen from between its blocks."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves, tree_map
+from lt_offload.model.blocks import Block
+from lt_offload.model.calls import BlockOutput, Call, edges, is_block_node
+from lt_offload.model.compiled import Forward, is_compiled
+from lt_offload.model.parts import Cutter, in_parts
+from lt_offload.model.saving import activations_of
+from lt_offload.model.state.contexts import ambient, within
+from lt_offload.model.state.handed import Containers
+
+if TYPE_CHECKING:
+    from lt_offload.profiling.step.capture import CallRecorder
+
+
+@dataclass(kw_only=True, slots=True)
+class Seam:
+    """What the model's own code does before a block, since the block before has returned."""
+
+    lingering: int = 0
+    """Bytes that earlier blocks have returned, which this one is not given and the model's own code still holds."""
+    forward: int = 0
+    """Bytes that it has had at most beyond what it has left."""
+    backward: int = 0
+    """Bytes that its backward has at most, with the gradients that it begins with."""
+    rest: list[nn.Parameter] = field(default_factory=list)
+    """Parameters outside the blocks that get gradients in it."""
+
+
+class ModelCall:
+    """One call of the model with gradients."""
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        self._recorder, self._account = recorder, recorder.account
+        self.calls: list[Call] = []
+        self.chained: list[bool] = []
+        self.seams: list[Seam] = []
+        self.between = self.below = self.output_bytes = 0
+        self.masks: set[int] = set()
+        """Storages that ``between`` is about."""
+        self.before_loss: set[int] = set()
+        """Storages that were there when the last block returned, but for what it returned."""
+        self._last_output = BlockOutput(())
+        self._shared: list[Tensor] = []
+        """Arguments that are no activations: they live until the backward."""
+        self._graph: list[Any] = []
+        """Nodes of operations between blocks: what those save lives until the backward, too."""
+        self._interfaces: set[int | None] = set()
+        """Storages of activations between blocks."""
+        self._users: Counter[int | None] = Counter()
+        """By storage, how many blocks were given it as an activation."""
+        self._sizes: dict[int | None, int] = {}
+        self._activations: list[weakref.ref[Tensor]] = []
+        """What blocks were given and have returned, as the model sees it."""
+        self._handed: list[Tensor] = []
+        """Those that were there when the last block was called, held until the loss's backward has been run."""
+        self._copies: set[int | None] = set()
+        """Storages that calls hold, which training would not have."""
+        self.boxes: list[list[Tensor]] = []
+        """Where gradients of outputs arrive that the loss itself uses, but for the last block's."""
+        self._ends: dict[GradientEdge, int] = {}
+        """Where gradients leave what comes between blocks: outputs of blocks, and their bytes."""
+        self._leaves: dict[int, Tensor] = {}
+        """Activations that no operation has made and that require gradients, as adapters have it of embeddings."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks have been called."""
+        return len(self.calls) == len(self._recorder.blocks)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs of all blocks."""
+        return sum(tensor.nbytes for call in self.calls for tensor in call.inputs)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of those inputs of blocks that are not what the block before has returned."""
+        pairs = zip(self.calls, self.chained, strict=True)
+        return sum(tensor.nbytes for call, chained in pairs if not chained for tensor in call.inputs)
+
+    @property
+    def several_bytes(self) -> int:
+        """Bytes of activations that several blocks are given: they stay until the first of these has its backward."""
+        return sum(self._sizes[storage] for storage, users in self._users.items() if users > 1)
+
+    def let_go(self) -> None:
+        """Let go of arguments, and of what operations between blocks save, whose backward is not run."""
+        self._graph.clear()
+        self._shared.clear()
+        self._handed.clear()
+        self.boxes.clear()
+
+    def saved_between(self, live: Mapping[int, int]) -> set[int | None]:
+        """Return the storages of ``live`` that blocks had in common with operations between them, which save them."""
+        alive = {self._account.serial(tensor) for held in self._activations if (tensor := held()) is not None}
+        others = {self._account.serial(tensor) for tensor in (*self._shared, *self._leaves.values())}
+        others |= {self._account.serial(tensor) for tensor in self._handed} - alive
+        return (self._interfaces & live.keys() & self.before_loss) - self._copies - others
+
+    def retained_bytes(self) -> int:
+        """Return the bytes of gradients that outputs of blocks retain, and of leaves with theirs.
+
+        A leaf lives as long as the graph, which the next forward begins beside: its caller still has the loss.
+        """
+        alive = {id(tensor): tensor for held in self._activations if (tensor := held()) is not None}
+        retained = sum(tensor.nbytes for tensor in alive.values() if tensor.retains_grad)
+        return retained + 2 * sum(leaf.nbytes for leaf in self._leaves.values())
+
+    def run(
+        self,
+        index: int,
+        block: Block,
+        original: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        containers: Containers,
+    ) -> Any:
+        """Run one block."""
+        recorder = self._recorder
+        cutter, known = recorder.cutters[index], len(recorder.by_signature)
+        call = self._enter(block, args, kwargs, cutter, containers)
+        if cutter is not None and len(recorder.by_signature) > known:
+            with recorder.stage(block.module), within(call.contexts):
+                recorder.boundary.check_samples(index, call, original)
+        original = original if cutter is None else in_parts(original, cutter)
+        last = self.complete
+        if last:
+            self._hold(args, kwargs)
+            self._note_before_last()
+        with recorder.stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
+            out = recorder.boundary.run(index, call, original, args, kwargs)
+        # What the model has let go of by now must be gone when memory in use is read below.
+        del args, kwargs
+        self._interfaces |= {self._account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+        if last:
+            self._note_after_last(out)
+            recorder.meter.lap()
+        if call.has_backward:
+            position = itertools.count()
+            boxes = [] if self.complete else self.boxes
+            out = tree_map(lambda leaf: recorder.connect(leaf, index, call.reached, position, boxes), out)
+        self._leave(out)
+        if last:
+            recorder.watch.begin(out)
+        else:
+            self._account.reset_peak()
+        return out
+
+    def _enter(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cutter: Cutter | None,
+        containers: Containers,
+    ) -> Call:
+        """Take note of a block's call, and of what came before it."""
+        current = self._account.current  # first: it takes off what has died
+        seam = Seam(forward=self._account.peak - current)
+        self.seams.append(seam)
+        call = self._call(block, args, kwargs, cutter, containers, seam)
+        self.calls.append(call)
+        return call
+
+    def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hold what the last block is called with, and what others have handed on, until the loss's backward has run.
+
+        They are blocks', even those that the model's own code has in its variables only: it is not the loss that gives
+        them back.
+        """
+        self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
+
+    def _note_before_last(self) -> None:
+        live = self._account.live()
+        self.masks = live.keys() - self._interfaces
+        self.between = sum(live[serial] for serial in self.masks)
+
+    def _note_after_last(self, out: Any) -> None:
+        outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
+        self.output_bytes = sum(outputs.values())
+        self.below = self._account.current - self.output_bytes
+        self.before_loss = self._account.live().keys() - outputs.keys()
+        self._account.reset_peak()
+
+    def _leave(self, out: Any) -> None:
+        """Take note of what a block has returned, as the model sees it."""
+        self._activations += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        self._ends |= {get_gradient_edge(tensor): tensor.nbytes for tensor in made}
+        self._last_output = BlockOutput(out)
+
+    def _call(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cutter: Cutter | None,
+        containers: Containers,
+        seam: Seam,
+    ) -> Call:
+        """Return the call, the same for blocks that cost the same; fill in what came before it."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [(slot, leaf) for slot, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        slots = activations_of(leaves, spec.child(0).num_leaves)
+        needs_grad = tuple(leaves[slot].requires_grad for slot in slots)
+        self.chained.append(self._last_output.sources([leaves[slot] for slot in slots]) is not None)
+        self._differentiate([leaves[slot] for slot in slots], seam)
+        for slot, leaf in tensors:
+            if slot in slots:
+                serial = self._account.serial(leaf)
+                self._interfaces.add(serial)
+                self._users[serial] += leaf.requires_grad
+                self._sizes[serial] = leaf.nbytes
+                self._graph.append(leaf.grad_fn)
+                self._activations.append(weakref.ref(leaf))
+            else:
+                self._shared.append(leaf)
+        given = {self._account.serial(leaf) for _, leaf in tensors}
+        elsewhere = self._interfaces - given - self._copies
+        seam.lingering = sum(size for serial, size in self._account.live().items() if serial in elsewhere)
+        parameters = list(block.module.parameters())
+        signature = (
+            repr(block.module),
+            is_compiled(block.module),
+            tuple(module.training for module in block.module.modules()),
+            tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
+            tuple(_describe(leaf) for leaf in leaves),
+            spec,
+            needs_grad,
+            ambient(),
+            cutter is None,
+        )
+        key = repr(signature)
+        if key not in self._recorder.by_signature:
+            self._recorder.by_signature[key] = Call(
+                module=block.module,
+                leaves=[self._own(leaf, copy=slot in slots) for slot, leaf in enumerate(leaves)],
+                spec=spec,
+                slots=slots,
+                needs_grad=needs_grad,
+                has_backward=any(needs_grad) or any(p.requires_grad for p in parameters),
+                contexts=ambient(),
+                reached={0},
+                cutter=cutter,
+                containers=containers.apart(),
+            )
+        return self._recorder.by_signature[key]
+
+    def _differentiate(self, inputs: Sequence[Tensor], seam: Seam) -> None:
+        """Run the backward of what came before a block, unless that is the users' own code, and count its bytes."""
+        roots = [leaf for leaf in inputs if leaf.requires_grad]
+        nodes = [get_gradient_edge(leaf).node for leaf in roots]
+        nodes += [node for node, _ in edges(nodes, outer=True)]
+        variables = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
+        rest = [p for p in self._recorder.rest if id(p) in variables]
+        leaves = {key: leaf for key, leaf in variables.items() if not any(leaf is p for p in rest)}
+        self._leaves |= leaves
+        between = [node for node in nodes if not hasattr(node, "variable") and not is_block_node(node)]
+        if self.chained[-1] or any(isinstance(node, BackwardCFunction) for node in between):
+            return
+        alive = [tensor for held in self._activations if (tensor := held()) is not None]
+        watched = [*roots, *rest, *leaves.values(), *alive]
+        if not between or any(map(tensor_hooks_of, watched)):
+            return
+        ends = {edge: nbytes for edge, nbytes in self._ends.items() if any(edge.node is node for node in nodes)}
+        # Blocks lie above what else these lead to, and would have their backward.
+        below = {id(node) for node, _ in edges(edge.node for edge in ends)}
+        seam.rest = rest
+        wanted = [tensor for tensor in (*rest, *leaves.values()) if id(get_gradient_edge(tensor).node) not in below]
+        reached = [edge for edge in ends if id(edge.node) not in below]
+        before = self._account.current
+        self._account.reset_peak()
+        if wanted or reached:
+            zeros = [torch.zeros_like(root) for root in roots]
+            torch.autograd.grad(roots, [*wanted, *reached], zeros, retain_graph=True, allow_unused=True)
+        seam.backward = self._account.peak - before + sum(ends.values()) - sum(ends[edge] for edge in reached)
+
+    def _own(self, leaf: Any, *, copy: bool) -> Any:
+        """Return an argument as a call keeps it: a copy of an activation, so that the model's own may be freed."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        given = leaf.detach()
+        own = given.clone() if copy else given
+        # A copy of a tensor with gaps or repeated rows lies in memory otherwise, and kernels are chosen by that.
+        if own is given or own.stride() != leaf.stride():
+            return given
+        self._copies.add(self._account.serial(own))
+        self._interfaces |= self._copies
+        return own
+
+
+def _numbers(out: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _describe(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride()
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

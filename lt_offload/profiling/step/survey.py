@@ -1,0 +1,433 @@
+"""The first step of a training, watched while it counts: which blocks it calls, and what happens outside them.
+
+Each call of a block is handed to whoever makes it a part of the outer graph. What the loss's backward costs is seen
+when it comes to the first block; there is no plan before that.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lt_offload import limits
+from lt_offload.compat.torch import tree_leaves
+from lt_offload.model.blocks import Block, CalledOtherwise, Structure, as_called
+from lt_offload.model.calls import Call, edges, is_block_node
+from lt_offload.model.compiled import Forward, called, intercept
+from lt_offload.model.state.contexts import ambient, within
+from lt_offload.model.state.handed import Containers, Handed
+from lt_offload.profiling.meters import Meter
+from lt_offload.profiling.step.allowed import WrittenWeights
+from lt_offload.profiling.step.boundary_check import mark_reached
+from lt_offload.profiling.step.capture import (
+    Aside,
+    CallRecorder,
+    Capture,
+    Stage,
+    find_loss,
+    in_turn,
+    whole_backwards,
+)
+from lt_offload.profiling.step.logits import Tail
+from lt_offload.profiling.step.model_call import ModelCall, Seam
+
+
+class Joins(Protocol):
+    """Runs a block and makes it a part of the outer graph."""
+
+    def __call__(
+        self,
+        index: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        body: Callable[..., Any],
+        *,
+        again: Callable[..., Any] | None,
+        reached: Callable[[int], None],
+    ) -> Any:
+        """Return the output of block ``index``; see ``execute/training/survey.py``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surveyed:
+    """What a step has shown."""
+
+    structure: Structure
+    """The blocks in the order of their calls."""
+    order: dict[int, int]
+    """Their indices, by those that they had before."""
+    forwards: list[list[int]]
+    """The calls of each forward of the model, as positions among all calls of blocks."""
+    capture: Capture
+    unrecorded: Set[int]
+    """Its calls of which a run has kept no graph, by their identity."""
+    others: list[tuple[int, Call]]
+    """Calls of what has turned out to be no block, in the largest forward, and which block follows each."""
+
+
+class StepRecorder(CallRecorder):
+    """Stands between the model and its blocks in the first step.
+
+    Args:
+        model: that is trained.
+        structure: what may be its blocks.
+        device: where they run.
+        stage: context in which a block's parameters are on the device.
+        meter: tells the time of the tail.
+        aside: encloses every run of a block beyond the one that the model asked for.
+        join: runs a block.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        device: torch.device,
+        stage: Stage,
+        meter: Meter,
+        aside: Aside,
+        join: Joins,
+    ) -> None:
+        super().__init__(structure, device, stage, meter, aside, [None] * len(structure.blocks))
+        self.join = join
+        self.calls = _StepCalls(self)
+        self._model, self._structure = model, structure
+        self._before = {p for p in model.parameters() if p.grad is not None}
+        self._tail: Tail | None = None
+        self._loss: Tensor | None = None
+        self.elsewhere: Structure | None = None
+        """What else may be the model's blocks, if the step has called none of the layers."""
+        self._layers: set[nn.Module] = set()
+        """What of that it has called."""
+        self._apart: set[int] = set()
+        """Blocks that the step uses in another way."""
+        self._in_graph: set[int | None] = set()
+        """Storages that operations outside the blocks save."""
+        self._kept: set[int | None] = set()
+        self._live: dict[int, int] = {}
+
+    @override
+    def wrap(self, index: int, block: Block) -> Forward:
+        original = called(block.module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            handed = Handed(args, kwargs)
+            if self.device.type != "cpu":
+                handed.bring(block, self.device)
+            args, kwargs = handed.args, handed.kwargs
+            run = handed.around(original)
+            if not torch.is_grad_enabled():
+                self._followed = bool(self._called)
+                with self._aside(), self.stage(block.module), within(ambient()):
+                    return handed.returned(run(*args, **kwargs))
+            again = index in self._called
+            if again and index == len(self.blocks) - 1:
+                self.watch.forgo()
+            self._called.append(index)
+            self._followed = False
+            with self._aside() if again else nullcontext():
+                return handed.returned(self.calls.visit(index, block, run, args, kwargs, containers=handed.containers))
+
+        return forward
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Enclose the forward of the step."""
+        with ExitStack() as stack:
+            for index, block in enumerate(self.blocks):
+                stack.callback(intercept(block.module, self.wrap(index, block)))
+            for other in _others(self._structure):
+                for module in (block.module for block in other.blocks if block.kind == "layer"):
+                    stack.callback(module.register_forward_pre_hook(self._note_layer).remove)
+            stack.callback(self.watch.install())
+            stack.enter_context(self.account)
+            stack.enter_context(WrittenWeights(self._structure))
+            stack.enter_context(whole_backwards())
+            yield
+
+    def _note_layer(self, module: nn.Module, _args: Any) -> None:
+        self._layers.add(module)
+
+    def _calls_layers(self, structure: Structure) -> bool:
+        return any(block.kind == "layer" and block.module in self._layers for block in structure.blocks)
+
+    def returned(self, result: Any) -> None:
+        """Take note of what the step has returned; refuse what could not be trained exactly.
+
+        Raises:
+            UnsupportedError: naming the block or weight, see ``boundary_check.py``.
+        """
+        lap, calls = self.meter.lap(), self.calls
+        self.watch.end(result)
+        self._live = live = self.account.live()
+        self._kept = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        forward, peak = self.after.end(lap, self._kept)
+        below = calls.below
+        self._tail = Tail(forward=forward, forward_peak=peak - below, saved=self.account.current - below)
+        self._saved = calls.saved_between(live)
+        self._loss = loss = find_loss(result)
+        if loss is None or not loss.requires_grad:
+            return
+        layers = {index for index, block in enumerate(self.blocks) if block.kind == "layer"}
+        if layers.isdisjoint(self._called):
+            self.elsewhere = next(filter(self._calls_layers, _others(self._structure)), None)
+            if self.elsewhere is None:
+                in_turn(self.blocks, self._called)  # says so
+            return
+        self.boundary.check_consumers(loss)
+        self._check_unset()
+        self.boundary.check_inside(loss)
+        try:
+            self.boundary.check_gradients(loss)
+        except CalledOtherwise as otherwise:
+            # These stay on the device, where the loss can use them.
+            kept = {block.module for block in otherwise.blocks}
+            self._apart |= {index for index, block in enumerate(self.blocks) if block.module not in kept}
+        self._in_graph = {self.account.serial(tensor) for tensor in self.boundary.saved_outside(loss)}
+        mark_reached([(loss.grad_fn, 0)])
+        ends = {(id(node), number) for node, number in edges([loss.grad_fn], outer=True) if is_block_node(node)}
+        self._arrived = sum(calls.bytes_of.get(end, 0) for end in ends - calls.last_ends)
+
+    def _check_unset(self) -> None:
+        for name, parameter in self._structure.tensors:
+            if parameter.grad is not None and parameter not in self._before:
+                raise limits.SET_GRADIENT.error(f"weight {name} has a gradient before the backward")
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Enclose the backward of the step."""
+        with self.account:
+            self.account.reset_peak()
+            self.meter.lap()
+            yield
+
+    def reached(self) -> Surveyed:
+        """Return what the step has shown, when its backward has come to the first block.
+
+        Raises:
+            ModelError: if it calls its blocks in no order, or in another one in each forward.
+            UnsupportedError: if a block that must run once is in a forward that waits for others.
+        """
+        tail, calls = self._tail, self.calls
+        assert tail is not None
+        tail.backward = self.meter.lap()
+        tail.backward_peak, tail.left = self.account.peak - calls.below, self.account.current - calls.below
+        self.after.share(tail)
+        self.boundary.find_rewritten()
+        self.boundary.let_go()
+        structure, order, forwards = self._sequence()
+        # What the loss has made, or blocks have returned, and is still there: somebody holds it beyond the step.
+        left = self._outliving() - {self.account.serial(p.grad) for p in self.rest if p.grad is not None}
+        held = (left | self._kept) - calls.before_loss
+        lasting = (left & calls.before_loss & calls.interfaces) - calls.masks - self._saved - self._in_graph
+        waiting = forwards if self._followed else forwards[:-1]
+        once = {order[index]: why for index, why in self.boundary.once.items() if index in order}
+        if waiting and once:
+            index, why = min(once.items())
+            raise limits.FORWARDS.error(
+                f"block {structure.blocks[index].name}, which must run once {why}, is in a forward that waits"
+            )
+        largest = max(forwards, key=lambda visits: sum(map(calls.input_bytes_of, visits)))
+        others = {at for at, index in enumerate(self._called) if index not in order}
+        begin = max((visits[-1] + 1 for visits in forwards if visits[-1] < largest[0]), default=0)
+        return Surveyed(
+            structure=structure,
+            order=order,
+            forwards=forwards,
+            unrecorded=self.boundary.unrecorded,
+            others=[
+                (min(bisect_left(largest, at), len(largest) - 1), calls.calls[at])
+                for at in sorted(others)
+                if begin <= at <= largest[-1]
+            ],
+            capture=Capture(
+                calls=tuple(calls.calls[at] for at in largest),
+                chained=tuple(calls.chained[at] for at in largest),
+                seams=tuple(calls.seam_before(at, others) for at in largest),
+                between=calls.between + self._bytes(self._saved - self._kept),
+                once=tuple(index in once for index in range(len(structure.blocks))),
+                held=self._bytes(held),
+                lasting=self._bytes(lasting) + calls.retained_bytes(),
+                tail=tail,
+                after=self.after.tail,
+                with_loss=self.watch.calls(calls.calls[largest[-1]]),
+                forwards=len(forwards),
+                deferred=len(waiting),
+                waiting=sum(calls.waiting_bytes(visits) for visits in waiting)
+                + 2 * sum(calls.several_bytes_of(visits) for visits in forwards),
+                arrived=self._arrived,
+            ),
+        )
+
+    def _bytes(self, serials: Set[int | None]) -> int:
+        """Return the bytes of what was there when the step returned."""
+        return sum(nbytes for serial, nbytes in self._live.items() if serial in serials)
+
+    def let_go(self) -> None:
+        """Let go of the arguments of blocks, which have been measured, and of the graph, which leads back to here."""
+        self.by_signature.clear()
+        self.calls.forget()
+        self.boundary.let_go()
+        self._loss = None
+
+    @override
+    def _outliving(self) -> set[int]:
+        own = [leaf for call in self.by_signature.values() for leaf in call.leaves if isinstance(leaf, Tensor)]
+        own += [draw for call in self.by_signature.values() for first in call.given for draw in first.draws]
+        self.calls.let_go()
+        gc.collect()  # an error that was caught holds what was there when it was raised
+        return self._live.keys() & self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
+
+    def _sequence(self) -> tuple[Structure, dict[int, int], list[list[int]]]:
+        """Return the blocks in the order of their calls, where each of them is now, and the calls of each forward."""
+        blocks = self.blocks
+        visits, turn = in_turn(blocks, self._called, self._apart)
+        each = len(turn)
+        same = turn == list(range(len(blocks)))
+        structure = self._structure if same else as_called(self._model, [blocks[index] for index in turn])
+        order = {index: at for at, index in enumerate(turn)}
+        return structure, order, [visits[at : at + each] for at in range(0, len(visits), each)]
+
+
+def _others(structure: Structure) -> Iterator[Structure]:
+    """Yield what else may be a model's blocks, in the order of preference."""
+    other = structure.other
+    while other is not None and (found := other()) is not None:
+        yield found
+        other = found.other
+
+
+class _StepCalls(ModelCall):
+    """The calls of blocks in a whole step, each of which may turn out to be the last."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__(recorder)
+        self._step = recorder
+        self.bytes_of: dict[tuple[int, int], int] = {}
+        """By node and number of an output: its bytes."""
+        self.last_ends: set[tuple[int, int]] = set()
+        """The outputs of the last call."""
+        self._nodes: list[Any] = []
+        self._given: list[list[tuple[int | None, bool, int]]] = []
+        """By call: storage, need of a gradient and bytes of each activation."""
+        self._returned: list[int] = []
+
+    @property
+    def interfaces(self) -> set[int]:
+        """Storages of activations between blocks."""
+        return {serial for serial in self._interfaces if serial is not None}
+
+    def visit(
+        self,
+        index: int,
+        block: Block,
+        original: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        containers: Containers,
+    ) -> Any:
+        """Run one block, which others of the step may follow."""
+        recorder, account = self._step, self._account
+        call, given = self._enter(block, args, kwargs, None, containers), [(args, kwargs)]
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaves[slot] for slot in call.slots]
+        self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
+        del inputs, leaves
+        self.let_go_of_last()
+        if index == len(recorder.blocks) - 1:
+            self._hold(args, kwargs)
+        self._note_before_last()
+
+        def body(*inner: Any, **named: Any) -> Any:
+            leaves = tree_leaves((inner, named))
+            entered = [leaves[slot] for slot in call.slots]
+            (args, kwargs), *_ = given
+            return recorder.boundary.run(index, call, original, args, kwargs, entered)
+
+        positions: list[int] = []
+        with recorder.stage(block.module):
+            repeats = recorder.boundary.repeats(index, call)
+            reached = partial(_reached, call.reached, positions)
+            out = recorder.join(index, args, kwargs, body, again=original if repeats else None, reached=reached)
+        given.clear()
+        del args, kwargs
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        floating = iter(range(len(tensors)))
+        positions += [next(floating) if tensor.is_floating_point() else -1 for tensor in tensors]
+        self._interfaces |= {account.serial(tensor) for tensor in tensors}
+        self._note_after_last(out)
+        self._returned.append(self.output_bytes)
+        recorder.meter.lap()
+        made = [tensor for tensor in tensors if tensor.requires_grad]
+        self._nodes += [tensor.grad_fn for tensor in made]  # or their identity could be another's
+        self.last_ends = {(id(tensor.grad_fn), int(tensor.output_nr)) for tensor in made}
+        self.bytes_of |= {(id(tensor.grad_fn), int(tensor.output_nr)): tensor.nbytes for tensor in made}
+        self._leave(out)
+        if index == len(recorder.blocks) - 1:
+            recorder.watch.begin(out)
+        return out
+
+    def let_go_of_last(self) -> None:
+        """Let go of what is held for the call before, which was not the last one."""
+        if self._handed:
+            self._handed.clear()
+            self._shared.clear()
+
+    @override
+    def let_go(self) -> None:
+        super().let_go()
+        self._nodes.clear()
+
+    def forget(self) -> None:
+        """Let go of all calls and of the graph."""
+        self.let_go()
+        self.calls.clear()
+        self._ends.clear()
+        self._leaves.clear()
+
+    def input_bytes_of(self, at: int) -> int:
+        """Return the bytes of the activations of one call."""
+        return sum(nbytes for _, _, nbytes in self._given[at])
+
+    def waiting_bytes(self, visits: Sequence[int]) -> int:
+        """Return the bytes that a forward of these calls keeps until its backward, if others follow it."""
+        inputs = sum(self.input_bytes_of(at) for at in visits if not self.chained[at])
+        return inputs + self._returned[visits[-1]]
+
+    def several_bytes_of(self, visits: Sequence[int]) -> int:
+        """Return the bytes of activations that several blocks of a forward are given."""
+        given = [item for at in visits for item in self._given[at]]
+        users = Counter(serial for serial, needs, _ in given if needs)
+        sizes = {serial: nbytes for serial, _, nbytes in given}
+        return sum(sizes[serial] for serial, count in users.items() if count > 1)
+
+    def seam_before(self, at: int, others: Collection[int]) -> Seam:
+        """Return the seam before a call, with those of ``others`` before it, which are of no block."""
+        seam = self.seams[at]
+        while at - 1 in others:
+            at -= 1
+            other = self.seams[at]
+            seam = replace(
+                seam,
+                forward=max(seam.forward, other.forward),
+                backward=max(seam.backward, other.backward),
+                rest=[*seam.rest, *other.rest],
+            )
+        return seam
+
+
+def _reached(reached: set[int], positions: Sequence[int], number: int) -> None:
+    if number < len(positions) and positions[number] >= 0:
+        reached.add(positions[number])

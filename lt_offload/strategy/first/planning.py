@@ -1,0 +1,209 @@
+"""The first plan of a run under a Trainer: for the first step, which trains and shows what to plan, or made before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_offload import limits
+from lt_offload.errors import OffloadError, ProcessError, because
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.engine import Engine
+from lt_offload.execute.memory.groups import move_rest
+from lt_offload.execute.training.passes import Passes
+from lt_offload.model.blocks import Structure
+from lt_offload.plan import Settings
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.strategy import replay
+from lt_offload.strategy.first import sample
+from lt_offload.strategy.first.parts import known_machine, profile_and_plan, surveyable
+from lt_offload.strategy.first.sample import SampleBatch
+from lt_offload.strategy.first.survey import Carried, FirstIteration
+from lt_offload.strategy.replan import Replanning, follow, planning, warn_of_unfreezing
+from lt_offload.strategy.replay import Before
+from lt_offload.strategy.several.processes import Processes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class FirstPlanning(Processes):
+    """The part of the strategy that plans before there is a plan."""
+
+    model: nn.Module | None
+    settings: Settings
+    plan_path: str | Path | None
+    profile: Profile | None
+    plan: Plan | None
+    engine: Engine | None
+    sample: SampleBatch | None
+    run_before: Before
+    """The run that this one goes on with, until there is a plan."""
+    _first: tuple[Any, int] | None
+    _replanning: Replanning | None
+    _device: Device | None
+    _watch: ExitStack
+    _signature: object
+
+    _step: ExitStack
+    """Encloses an iteration."""
+    _how: dict[str, Any]
+    """How that is to begin."""
+    _survey: FirstIteration | None
+    """Present from the first step's forward until it is planned."""
+    _known: Profile | None
+    """What was measured before that step."""
+    _carried: Carried | None
+    """What that step goes on with, if weights were frozen or unfrozen before it."""
+
+    if TYPE_CHECKING:
+        _module: Any
+        _trainer: Any
+        micro_batches: Any
+
+        @property
+        def _budget(self) -> int: ...
+        def _structure(self) -> Structure: ...
+        def _close_engine(self) -> None: ...
+        def _begin(self, optimizer: Optimizer) -> None: ...
+        def _make_plan(self, profile: Profile, settings: Settings) -> Plan: ...
+        def _open_device(self, budget: int, threads: int) -> Device: ...
+        def check_copies(self) -> None: ...  # noqa: D102
+
+    def _plan_early(self, trainer: Any, why: OffloadError) -> None:
+        """Plan before training, where not even forwards fit without a plan: mostly that says how much memory would do.
+
+        A step that needs what later hooks make is planned with its first batch: there is no engine until then.
+
+        Raises:
+            OffloadError: what planning says, or ``why``.
+        """
+        self._close_engine()
+        move_rest(self._module, self._structure(), torch.device("cpu"))
+        try:
+            with sample.isolated(self.namespace):
+                batch = sample.SampleBatch.early(trainer)
+            self._plan_for(batch)
+        except ProcessError as error:
+            raise error from why  # it says what others found, which have left
+        except Exception as error:
+            self._close_engine()
+            if isinstance(error, OffloadError):
+                raise
+
+    def _plan_first_batch(self) -> None:
+        """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""
+        if self._first is None or self._surveys:
+            return
+        first, self._first, trainer = self._first, None, self._trainer
+        # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
+        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
+        with planning(trainer):
+            if self.engine is not None:
+                self.engine.handover.take_in()
+            self._close_engine()
+            gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+            with sample.isolated(self.namespace):
+                batch = sample.SampleBatch.of(trainer, *first)
+            del first
+            self._plan_for(batch)
+        self.check_copies()
+
+    def _plan_for(self, batch: SampleBatch) -> None:
+        """Measure a step, plan, and be ready for it."""
+        (optimizer,) = self.optimizers
+        budget = min(self.together(lambda: self._budget))
+        self.run_before.warn_of_frozen(self._module)
+        known = known_machine(self, self.run_before)
+
+        def measure(parts: int) -> Profile:
+            with sample.isolated(self.namespace):
+                machine = replay.as_measured(known, optimizer)
+                return sample.measure(self._trainer, optimizer, batch, **machine, micro_batches=parts)
+
+        self._plan_by(measure, known, budget)
+        self.sample = batch
+        assert self.profile is not None
+        if self.plan_path is None:
+            with sample.isolated(self.namespace):
+                settings = replace(self.settings, memory=budget)
+                warn_of_unfreezing(self._trainer, optimizer, batch, self.profile, settings)
+        self._begin(optimizer)
+
+    def _plan_by(self, measure: Callable[[int], Profile], known: Profile | None, budget: int) -> None:
+        found = profile_and_plan(self, measure, known, self.run_before, budget, self._make_plan)
+        self.profile, self.plan, follows = found
+        if follows:
+            self._replanning = follow(self.settings, self.profile)
+
+    # -- the first step, which shows what to plan --------------------------------------------------------------------
+
+    @property
+    def _surveys(self) -> bool:
+        """Whether the present step is to show what to plan."""
+        return self.plan is None and self._first is not None and surveyable(self, self._trainer)
+
+    def _begin_survey(self) -> FirstIteration:
+        """Be ready for a step without a plan, whose hooks before it have all been called by now."""
+        self._first = None
+        # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
+        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
+        (optimizer,) = self.optimizers
+        if self.engine is not None:
+            self.engine.handover.take_in()
+        structure = self._survey.elsewhere if self._survey is not None else None
+        self._close_engine()
+        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        self.run_before.warn_of_frozen(self._module)
+        self._known = self.profile or known_machine(self, self.run_before)
+        budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
+        self._survey = FirstIteration(
+            self,
+            self._module,
+            structure or self._structure(),
+            optimizer,
+            self._known,
+            self._plan_surveyed,
+            open_device=lambda threads: self._open_device(budget, threads),
+            say=lambda message: rank_zero_info(f"offmate: {message}"),
+        )
+        self._device = self._survey.device
+        self._watch.enter_context(self._device.between())
+        return self._survey
+
+    def _plan_surveyed(self, first: FirstIteration) -> Passes:
+        """Plan for the step whose backward has come to the first block, and let the plan's engine go on with that."""
+        (optimizer,) = self.optimizers
+        carried, self._carried = self._carried, None
+        with planning(self._trainer), because(carried.change) if carried is not None else nullcontext():
+            self._plan_by(lambda parts: first.measured(), self._known, first.device.budget)
+            self.run_before = Before()
+            self._begin(optimizer)
+        assert self.engine is not None
+        self._survey = None
+        if carried is not None:
+            self.engine.handover.enter_window(carried.window)
+        self._step.enter_context(self.engine.iteration(**self._how))
+        first.planned(self.engine.passes)
+        self.check_copies()
+        return self.engine.passes
+
+    def _begin_step(self) -> None:
+        """The step of the optimizer follows, within which there may be an engine by now."""
+        if self.plan is not None and self.engine is not None:
+            self.engine.passes.begin_step()
+
+    def _iterate(self, step: ExitStack, **how: Any) -> None:
+        """Begin an iteration, which ``step`` encloses, or be ready to begin it when there is a plan."""
+        self._how = {"signature": self._signature, **how}
+        if self.plan is not None and self.engine is not None:
+            step.enter_context(self.engine.iteration(**self._how))

@@ -1,0 +1,147 @@
+"""The first step of a run under a Trainer: it trains, and shows what to plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.memory.groups import move_rest
+from lt_offload.execute.training.passes import Passes
+from lt_offload.execute.training.survey import Survey
+from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.model.location import located
+from lt_offload.profiling.step.first import FirstStep
+from lt_offload.strategy import replay
+
+if TYPE_CHECKING:
+    from lt_offload.model.blocks import Structure
+    from lt_offload.schema.profile import Profile
+    from lt_offload.strategy.first.planning import FirstPlanning
+
+
+_MOST_KEPT = 1 << 30
+"""Bytes of activations that wait on the host at most, where blocks may run again: to lock more takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What an engine has left for the one of another plan."""
+
+    window: CarriedWindow
+    memory: int
+    """Bytes of the device."""
+    change: str
+    """Why there is another plan."""
+
+
+@contextmanager
+def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]:
+    """Within the context ``begin`` is called when the closure of a step of ``optimizer`` has returned."""
+
+    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs["closure"]
+
+        def run() -> Any:
+            found = closure()
+            begin()
+            return found
+
+        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": run})
+
+    hook = optimizer.register_step_pre_hook(before)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class FirstIteration:
+    """A step without a plan.
+
+    Args:
+        strategy: whose step it is.
+        module: that is trained.
+        structure: what may be the model's blocks.
+        optimizer: that it uses.
+        known: the machine, and what updates cost, as far as they have been measured.
+        device: opened for the budget that plans will have.
+        plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
+        say: is told what is being measured.
+    """
+
+    def __init__(
+        self,
+        strategy: FirstPlanning,
+        module: nn.Module,
+        structure: Structure,
+        optimizer: Optimizer,
+        known: Profile | None,
+        plan: Callable[[FirstIteration], Passes],
+        *,
+        open_device: Callable[[int], Device],
+        say: Callable[[str], None],
+    ) -> None:
+        self._module = module
+        self.step = FirstStep(
+            module, structure, optimizer, strategy.root_device, say=say, **replay.as_measured(known, optimizer)
+        )
+        move_rest(module, structure, strategy.root_device)
+        self.device = open_device(self.step.updates.host_threads)
+        room = min(_MOST_KEPT, self.step.host_room(strategy.settings.host_budget(self.step.machine)))
+        self.survey = Survey(structure, self.device, lambda: plan(self), room)
+        self._located = ExitStack()
+        self._located.enter_context(located(module, strategy.root_device))
+        self._accounting = ExitStack()
+        """Of the memory that the step takes: there is no plan that could say how much that may be."""
+        self._structure = structure
+        self.elsewhere: Structure | None = None
+        """What may be the model's blocks, if the step has called none of the layers."""
+
+    @contextmanager
+    def forward(self, batch: Any) -> Iterator[Callable[[Any], None]]:
+        """Enclose the user's step; yields what is to be told the result."""
+        self.device.enforce(False)
+        self._accounting.enter_context(self.device.accounting())
+        with self.survey.noting(), self.step.watching(batch, self.survey.forward):
+            yield self._returned
+
+    def _returned(self, result: Any) -> None:
+        self.elsewhere = self.step.returned(result)
+        self.survey.unplanned = self.elsewhere is not None
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Enclose the backward."""
+        with self.step.in_backward():
+            yield
+
+    def measured(self) -> Profile:
+        """Return the profile of the step, whose backward has come to the first block."""
+        self._accounting.close()
+        return self.step.profile()
+
+    def leave(self) -> Survey:
+        """Let an engine take over the device and the model; return what has run."""
+        self._located.close()
+        self.device.enforce(True)
+        return self.survey
+
+    def planned(self, passes: Passes) -> None:
+        """Be carried out by a plan's engine, from within whose iteration this is called."""
+        self.survey.planned(self.step.order, self.step.forwards, passes)
+
+    def close(self) -> None:
+        """Give the device back; to be called where no plan has taken it over."""
+        self._accounting.close()
+        self._located.close()
+        self.step.let_go()
+        self.survey.close()
+        move_rest(self._module, self._structure, torch.device("cpu"))
+        self.device.close()
