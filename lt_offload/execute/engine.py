@@ -73,7 +73,7 @@ class Engine(LoopCalls):
             same time: updates use the sums of all their gradients, and host copies are in memory that all of a machine
             have together. Updates have to wait (``delayed=True``), unless all are on the host and all processes on one
             machine. None: this process is alone.
-        survey: what ran before the plan was made, and has no backward yet; see :meth:`take_survey`.
+        survey: what ran before the plan was made, and has no backward yet; see ``training/survey.py``.
 
     Raises:
         PlanError: if the plan belongs to another model.

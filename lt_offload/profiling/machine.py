@@ -1,4 +1,4 @@
-"""What is measured before a step: the machine, with what has been loaded by then, and updates by the optimizer."""
+"""Measurements before the first step: the machine, with what has been loaded by then, and updates by the optimizer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload.machine.accounting import storage_bytes
-from lt_offload.machine.driver import (
-    current,
-)
+from lt_offload.machine.driver import current
 from lt_offload.model import optimizers as states
 from lt_offload.model.quantized import tensors_of
 from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
 from lt_offload.profiling.optimizer import measure_optimizer
-from lt_offload.schema.profile import (
-    Contention,
-    HardwareProfile,
-    OptimizerProfile,
-)
+from lt_offload.schema.profile import Contention, HardwareProfile, OptimizerProfile
 
 
 def measure_machine(

@@ -41,7 +41,7 @@ from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.first import sample
-from lt_offload.strategy.first.parts import check_micro_batches
+from lt_offload.strategy.first.parts import check_micro_batches, surveyable
 from lt_offload.strategy.first.planning import FirstPlanning
 from lt_offload.strategy.first.survey import Carried, following
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
@@ -159,6 +159,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         """The first batch of training and its number, until it is planned."""
         self.run_before = Before()
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
+        self._aside = False
         self._step, self._how, self._survey, self._known, self._carried = ExitStack(), {}, None, None, None
         self._undo = ExitStack()  # what ``teardown`` puts back
         self._watch = ExitStack()  # holds the budget between iterations, too
@@ -402,8 +403,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         try:
             if engine is not None:
                 engine.close()
-            elif survey is not None:
-                survey.close()
+            if survey is not None:
+                survey.close() if engine is None else survey.survey.close()
         finally:
             if device is not None:
                 device.close()
@@ -419,6 +420,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self._keep_trace(batch)
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
+            self._aside = not surveyable(self, self._trainer, self._structure())
 
     def optimizer_step(
         self,
@@ -467,6 +469,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self.divide(closure_loss)
         with self._micro_batch, self._survey.backward() if self._survey is not None else nullcontext():
             loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            self._plan_unreached()
         return loss
 
     def on_train_start(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +156,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         present: returns its engine.
     """
     plugin, module = trainer.precision_plugin, trainer.lightning_module
+    plain_clip = plugin.clip_gradients
 
     def engine() -> Engine:
         # Asked each time: a plan that takes over brings another engine.
@@ -163,7 +164,14 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         assert found is not None
         return found
 
+    def shows(*, final: bool) -> AbstractContextManager[None]:
+        # After a step that no plan carries out, gradients are where everybody looks for them.
+        return nullcontext() if present() is None else _shown(engine(), final=final)
+
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if present() is None:
+            plain_clip(optimizer, clip_val, gradient_clip_algorithm)
+            return
         if not clip_val > 0:
             return
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm":
@@ -179,12 +187,12 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
     post_backward, after_closure = plugin.post_backward, getattr(plugin, AFTER_CLOSURE)
 
     def shown(*args: Any, **kwargs: Any) -> Any:
-        with _shown(engine(), final=False):
+        with shows(final=False):
             return post_backward(*args, **kwargs)
 
     def shown_before_the_step(*args: Any, **kwargs: Any) -> Any:
         # Final if nothing clips afterwards: updates then use what these hooks have left.
-        with _shown(engine(), final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val)):
+        with shows(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val)):
             return after_closure(*args, **kwargs)
 
     def shown_before_zeroing(*args: Any, **kwargs: Any) -> None:
@@ -195,11 +203,12 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
         """The hooks that look at gradients are over; they are clipped where they are."""
-        engine().window_gradients.hide(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
+        if present() is not None:
+            engine().window_gradients.hide(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
         return clips(*args, **kwargs)
 
     def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:
-        with _shown(engine(), final=True):
+        with shows(final=True):
             hooked(*args, **kwargs)
 
     with ExitStack() as undo:

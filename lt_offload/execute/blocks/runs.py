@@ -186,9 +186,9 @@ class BlockRuns:
         """Take over what blocks of forwards that ran before the plan was made have in common."""
         self._shared = shared
 
-    def take_surveyed(self, runs: Mapping[int, BlockRun]) -> None:
+    def take_surveyed(self, runs: Mapping[int, weakref.ref[BlockRun]]) -> None:
         """Take the runs of a forward that ran before the plan was made, for their backward."""
-        self._runs = {index: weakref.ref(run) for index, run in runs.items()}
+        self._runs = dict(runs)
         self.surveyed = True
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ prefetches, runs its computation, then issues what follows, exactly in the order
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,12 +48,17 @@ Lookup = tuple[Tensor, Tensor]
 class SurveyedForward:
     """A forward that ran before the plan was made."""
 
-    runs: dict[int, BlockRun]
-    """By block."""
+    runs: dict[int, weakref.ref[BlockRun]]
+    """By block. Weakly: a loss that is dropped takes them with it, as in every other step."""
     lookups: list[Lookup]
     """Of the first block."""
     begun: bool = False
     """Its backward has begun."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its backward may still come."""
+        return any(run() is not None for run in self.runs.values())
 
 
 class Passes:
@@ -127,7 +133,8 @@ class Passes:
     @property
     def waiting(self) -> int:
         """Forwards that wait for others before their backward."""
-        return self._deferred.waiting + sum(not forward.begun for forward in self._surveyed)
+        surveyed = sum(not forward.begun and forward.alive for forward in self._surveyed)
+        return self._deferred.waiting + surveyed
 
     def join(self, of_all: SumsOfAll, common: CommonUpdates | None) -> None:
         """Other processes train the same model."""
@@ -274,9 +281,9 @@ class Passes:
         # Before its runs are known: what they have saved left when they ran, and nothing is to be recomputed.
         self._walk.skip_to(self._walk.timeline.backward(run.index))
         self._runs.take_surveyed(forward.runs)
-        for index, surveyed in forward.runs.items():
+        for index in forward.runs:
             for weight in self._blocks[index]:
-                weight.uses += len(surveyed.parts) * weight.param.requires_grad
+                weight.uses += weight.param.requires_grad
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 

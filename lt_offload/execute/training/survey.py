@@ -5,11 +5,13 @@ The plan is made when the backward comes to the first of them, and its engine ca
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +85,7 @@ class Survey:
         self._backward = Backward(self.anchor)
         self._plan = plan
         self._passes: Passes | None = None
-        self._forwards: dict[BlockRun, SurveyedForward] = {}
+        self._forwards: WeakKeyDictionary[BlockRun, SurveyedForward] = WeakKeyDictionary()
 
     def weight(self, index: int, name: str, param: nn.Parameter) -> Weight:
         """Return a weight for the plan's engine: what graphs have saved refers to the same object."""
@@ -188,8 +190,10 @@ class Survey:
             run.planned_as(others[run.index], passes.uses, passes.gradients)
         for calls in forwards:
             present = [known for at in calls if (known := self.runs[at]) is not None]
-            forward = SurveyedForward({run.index: run for run in present}, self._lookups.get(present[0], []))
-            self._forwards |= dict.fromkeys(present, forward)
+            runs = {run.index: weakref.ref(run) for run in present}
+            forward = SurveyedForward(runs, [lookup for run in present[:1] for lookup in self._lookups[run]])
+            for known in present:
+                self._forwards[known] = forward
         passes.take_survey(self.shared, list(dict.fromkeys(self._forwards.values())))
         self.runs, self._lookups = [], {}
 

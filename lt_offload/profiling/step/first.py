@@ -127,7 +127,12 @@ class FirstStep:
     def in_backward(self) -> Iterator[None]:
         """Enclose the backward of the step."""
         with self._recorder.in_backward():
-            yield
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                if self._batch is None:  # there is a plan, whose engine says what it needs
+                    raise
+                raise OverBudget(too_large(self._batch, self._device)) from error
 
     def let_go(self) -> None:
         """Let go of a step that has no backward."""

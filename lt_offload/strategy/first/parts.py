@@ -24,6 +24,7 @@ from lt_offload.strategy.replay import Before
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
+    from lt_offload.model.blocks import Structure
     from lt_offload.schema.profile import Profile
     from lt_offload.strategy.first.planning import FirstPlanning
 
@@ -42,8 +43,14 @@ def check_micro_batches(value: object, batch_size: object) -> None:
         )
 
 
-def surveyable(strategy: FirstPlanning, trainer: Any) -> bool:
-    """Return whether the first step of ``trainer`` may run before there is a plan, and count."""
+def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure) -> bool:
+    """Return whether the first step of ``trainer`` may run before there is a plan, and count.
+
+    Args:
+        strategy: of the Trainer.
+        trainer: about to train.
+        structure: what may be the model's blocks.
+    """
     before, path = strategy.run_before, strategy.plan_path
     plans = [Plan.load(path)] if path is not None else []
     if before.plan is not None and path is None:
@@ -52,7 +59,10 @@ def surveyable(strategy: FirstPlanning, trainer: Any) -> bool:
     parts = any(plan.parts != 1 or "chunked" in plan.options for plan in plans)
     unfreezes = any(map(may_unfreeze, trainer.callbacks))
     whole = strategy.micro_batches == 1 and not strategy.settings.chunked_loss
-    return whole and not (parts or unfreezes or sample.names_batch(trainer))
+    # A step that calls other layers trains without a plan, by which nobody adds up its gradients to those of others.
+    adds_up = strategy.is_distributed or strategy.settings.accumulate > 1
+    guessed = adds_up and structure.other is not None and structure.other() is not None
+    return whole and not (parts or unfreezes or guessed or sample.names_batch(trainer))
 
 
 def known_machine(strategy: FirstPlanning, before: Before) -> Profile | None:

@@ -14,18 +14,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import OffloadError, ProcessError, because
+from lt_offload.errors import OffloadError, ProcessError, UnsupportedError, because
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
-from lt_offload.model.blocks import Structure
+from lt_offload.model.blocks import Structure, as_called
 from lt_offload.plan import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
 from lt_offload.strategy.first import sample
-from lt_offload.strategy.first.parts import known_machine, profile_and_plan, surveyable
+from lt_offload.strategy.first.parts import known_machine, profile_and_plan
 from lt_offload.strategy.first.sample import SampleBatch
 from lt_offload.strategy.first.survey import Carried, FirstIteration
 from lt_offload.strategy.replan import Replanning, follow, planning, warn_of_unfreezing
@@ -49,6 +49,8 @@ class FirstPlanning(Processes):
     run_before: Before
     """The run that this one goes on with, until there is a plan."""
     _first: tuple[Any, int] | None
+    _aside: bool
+    """The first step is measured aside."""
     _replanning: Replanning | None
     _device: Device | None
     _watch: ExitStack
@@ -150,7 +152,7 @@ class FirstPlanning(Processes):
     @property
     def _surveys(self) -> bool:
         """Whether the present step is to show what to plan."""
-        return self.plan is None and self._first is not None and surveyable(self, self._trainer)
+        return self.plan is None and self._first is not None and not self._aside
 
     def _begin_survey(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
@@ -161,6 +163,8 @@ class FirstPlanning(Processes):
         if self.engine is not None:
             self.engine.handover.take_in()
         structure = self._survey.elsewhere if self._survey is not None else None
+        if self.profile is not None:  # what has turned out to be no block is called as it always is
+            structure = as_called(self._module, self.profile.blocks)
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         self.run_before.warn_of_frozen(self._module)
@@ -198,9 +202,23 @@ class FirstPlanning(Processes):
         return self.engine.passes
 
     def _begin_step(self) -> None:
-        """The step of the optimizer follows, within which there may be an engine by now."""
+        """The step of the optimizer follows, within which there may be an engine by now.
+
+        Raises:
+            UnsupportedError: if gradients of a window were to be used, and its last step had no loss to plan for.
+        """
         if self.plan is not None and self.engine is not None:
             self.engine.passes.begin_step()
+        elif self._carried is not None and self._carried.window.added:
+            raise UnsupportedError(
+                f"{self._carried.change} after {self._carried.window.added} micro-batches, and no training_step of the "
+                "window has returned a loss since; change weights at the beginning of a window"
+            )
+
+    def _plan_unreached(self) -> None:
+        """Plan for a step whose backward is over and has come to no block, as where all of them are frozen."""
+        if self._survey is not None and self._survey.elsewhere is None:
+            self._plan_surveyed(self._survey)
 
     def _iterate(self, step: ExitStack, **how: Any) -> None:
         """Begin an iteration, which ``step`` encloses, or be ready to begin it when there is a plan."""

@@ -16,6 +16,7 @@ from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.location import located
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.strategy import replay
@@ -46,7 +47,10 @@ def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]
     """Within the context ``begin`` is called when the closure of a step of ``optimizer`` has returned."""
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs["closure"]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            begin()
+            return None
 
         def run() -> Any:
             found = closure()
@@ -55,11 +59,11 @@ def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]
 
         return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": run})
 
-    hook = optimizer.register_step_pre_hook(before)
+    hooks = StepHooks(optimizer, before, lambda *_: None)
     try:
         yield
     finally:
-        hook.remove()
+        hooks.remove()
 
 
 class FirstIteration:
@@ -71,8 +75,8 @@ class FirstIteration:
         structure: what may be the model's blocks.
         optimizer: that it uses.
         known: the machine, and what updates cost, as far as they have been measured.
-        device: opened for the budget that plans will have.
         plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
+        open_device: opens the device with the budget that plans will have, for so many threads of updates.
         say: is told what is being measured.
     """
 
