@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -456,8 +456,12 @@ class BoundaryCheck:
                 name = self._blocks[node.block].name
                 raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {name}")
 
-    def check_gradients(self, loss: Tensor) -> None:
+    def check_gradients(self, loss: Tensor, known: Collection[nn.Parameter] = ()) -> None:
         """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
+
+        Args:
+            loss: of the step.
+            known: weights that had a gradient before the step.
 
         Raises:
             CalledOtherwise: if none of these blocks is a layer: without them, which stay on the device.
@@ -468,7 +472,7 @@ class BoundaryCheck:
         # The backward of a block's output goes no further, so that what made its inputs has no gradients.
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
         before = {id(getattr(node, "variable", None)) for node, _ in edges(roots, outer=True)}
-        used = {p: name for name, p in self._parameters() if p.grad is not None or id(p) in before}
+        used = {p: n for n, p in self._parameters() if (p.grad is not None and p not in known) or id(p) in before}
         users = [block for block in self._blocks if not used.keys().isdisjoint(block.module.parameters())]
         if used:
             refused = limits.OUTSIDE_USE.error(f"the loss uses weight {next(iter(used.values()))} outside its block")

@@ -189,7 +189,7 @@ class StepRecorder(CallRecorder):
         self._check_unset()
         self.boundary.check_inside(loss)
         try:
-            self.boundary.check_gradients(loss)
+            self.boundary.check_gradients(loss, self._before)
         except CalledOtherwise as otherwise:
             # These stay on the device, where the loss can use them.
             kept = {block.module for block in otherwise.blocks}
