@@ -1,4 +1,4 @@
-"""Private names of torch: what each gives, and what breaks without it.
+"""Private names of torch: the use of each, and the failure without it.
 
 All of them are in torch 2.11.0 (the oldest that is supported), 2.13.0 (which the tests run with) and 2.14.1, those
 that are written in Python with the same parameters. Names are torch's own objects where that is possible, and

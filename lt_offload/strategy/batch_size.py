@@ -1,4 +1,4 @@
-"""The batch size of a run: where it is kept, and which one is best.
+"""The batch size of a run: its place in the module or datamodule, and the choice of the best one.
 
 The size must be known before the loaders and the optimizers' schedules are made, because schedules count batches. To
 profile a training step at several sizes, an optimizer is made for that purpose and thrown away. Like everything in

@@ -1,4 +1,4 @@
-"""The strategy ``"offmate"``: which hook in a Trainer's life calls which part of profiling, plan and execute.
+"""The strategy ``"offmate"``: calls of profiling, plan and execute from the hooks of a Trainer's life.
 
 The class is written without Lightning; :func:`strategy_class` puts it on the ``Strategy`` of a namespace. A Trainer of
 one namespace takes an object that was made for the other, too: the class counts as a virtual subclass of that other

@@ -1,4 +1,4 @@
-"""A table that is updated in two parts: rows that a batch looks up, and all others (tied embeddings).
+"""A table of tied embeddings, updated in two parts: rows of the batch's tokens, and all others.
 
 The last block's gradient arrives first, with the tokens of the batch. The host sets aside what it has for the rows of
 these tokens and updates all other rows. At the end come the first block's gradients, as one row per token. They are

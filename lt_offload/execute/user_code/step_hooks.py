@@ -1,4 +1,4 @@
-"""Hooks around ``optimizer.step()``: the user's own optimizer beside the plan, and a training loop that users wrote.
+"""Hooks around ``optimizer.step()``: for the user's own optimizer beside the plan, and for a user's own training loop.
 
 The optimizer's own step finds nothing left to do (:class:`OptimizerStepHook`), its states are complete when they are
 saved (:class:`SavedStates`), and in a loop of one's own its step ends an iteration (:class:`ManualLoop`).

@@ -28,7 +28,7 @@ from lt_offload.model.calls import Call
 from lt_offload.model.compiled import Forward, intercept, uncompiled
 from lt_offload.model.parts import Cutter, cutters
 from lt_offload.model.state.contexts import ambient, within
-from lt_offload.model.state.handed import Handed
+from lt_offload.model.state.handed import Containers, Handed
 from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.step.allowed import WrittenWeights
 from lt_offload.profiling.step.boundary_check import BoundaryCheck, Interface
@@ -161,7 +161,7 @@ class CallRecorder:
 
     def wrap(self, index: int, block: Block) -> Forward:
         """Return what is called instead of the block."""
-        original = uncompiled(block.module)  # what a block returns looks the same, and nothing is compiled too early
+        original = self._code(block)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             handed = Handed(args, kwargs)
@@ -170,21 +170,38 @@ class CallRecorder:
             args, kwargs = handed.args, handed.kwargs
             run = handed.around(original)
             if not torch.is_grad_enabled():
-                self._followed = bool(self._forwards)
+                self._followed = bool(self._called)
                 with self._aside(), self.stage(block.module), within(ambient()):
                     return handed.returned(run(*args, **kwargs))
+            again = index in self._called
             self._called.append(index)
-            if not self._in_turn(index):
-                self._otherwise = True
-                return handed.returned(self._pass_by(index, block, run, args, kwargs))
-            if not self._forwards or (index == 0 and self._forwards[-1].complete):
-                self._begin()
-            with nullcontext() if len(self._forwards) == 1 else self._aside():
-                return handed.returned(
-                    self._forwards[-1].run(index, block, run, args, kwargs, containers=handed.containers)
-                )
+            with self._aside() if again else nullcontext():
+                return handed.returned(self._run(index, block, run, args, kwargs, handed.containers, again=again))
 
         return forward
+
+    def _code(self, block: Block) -> Forward:
+        """Return what runs a block: what it returns looks the same uncompiled, and nothing is compiled too early."""
+        return uncompiled(block.module)
+
+    def _run(
+        self,
+        index: int,
+        block: Block,
+        run: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        containers: Containers,
+        *,
+        again: bool,
+    ) -> Any:
+        """Run a block with gradients; ``again``: not for the first time."""
+        if not self._in_turn(index):
+            self._otherwise = True
+            return self._pass_by(index, block, run, args, kwargs)
+        if not self._forwards or (index == 0 and self._forwards[-1].complete):
+            self._begin()
+        return self._forwards[-1].run(index, block, run, args, kwargs, containers=containers)
 
     def _in_turn(self, index: int) -> bool:
         known = len(self._forwards[-1].calls) if self._forwards else 0

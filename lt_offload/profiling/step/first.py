@@ -37,7 +37,7 @@ from lt_offload.profiling.meters import Stopwatch
 from lt_offload.profiling.optimizer import UpdateSizes
 from lt_offload.profiling.step.allowed import runnable
 from lt_offload.profiling.step.capture import Capture
-from lt_offload.profiling.step.survey import Joins, StepRecorder, Surveyed
+from lt_offload.profiling.step.survey import Join, StepRecorder, Surveyed
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, OptionProfile, Profile
 
 
@@ -92,7 +92,7 @@ class FirstStep:
         return self._machine
 
     @contextmanager
-    def watching(self, batch: Any, join: Joins) -> Iterator[None]:
+    def watching(self, batch: Any, join: Join) -> Iterator[None]:
         """Enclose the forward of the step.
 
         Args:

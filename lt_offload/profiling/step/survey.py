@@ -10,10 +10,10 @@ import gc
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from lt_offload.compat.torch import tree_leaves
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure, as_called
 from lt_offload.model.calls import Call, edges, is_block_node
 from lt_offload.model.compiled import Forward, called, intercept
-from lt_offload.model.state.contexts import ambient, within
-from lt_offload.model.state.handed import Containers, Handed
+from lt_offload.model.state.handed import Containers
 from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.step.allowed import WrittenWeights
 from lt_offload.profiling.step.boundary_check import mark_reached
@@ -41,22 +40,8 @@ from lt_offload.profiling.step.capture import (
 from lt_offload.profiling.step.logits import Tail
 from lt_offload.profiling.step.model_call import ModelCall, Seam
 
-
-class Joins(Protocol):
-    """Runs a block and makes it a part of the outer graph."""
-
-    def __call__(
-        self,
-        index: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        body: Callable[..., Any],
-        *,
-        again: Callable[..., Any] | None,
-        reached: Callable[[int], None],
-    ) -> Any:
-        """Return the output of block ``index``; see ``execute/training/survey.py``."""
-        ...
+Join = Callable[..., Any]
+"""Runs a block and makes it a part of the outer graph: see ``Survey.forward`` in ``execute/training/survey.py``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +82,7 @@ class StepRecorder(CallRecorder):
         stage: Stage,
         meter: Meter,
         aside: Aside,
-        join: Joins,
+        join: Join,
     ) -> None:
         super().__init__(structure, device, stage, meter, aside, [None] * len(structure.blocks))
         self.join = join
@@ -118,28 +103,25 @@ class StepRecorder(CallRecorder):
         self._live: dict[int, int] = {}
 
     @override
-    def wrap(self, index: int, block: Block) -> Forward:
-        original = called(block.module)
+    def _code(self, block: Block) -> Forward:
+        return called(block.module)  # the step counts
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            handed = Handed(args, kwargs)
-            if self.device.type != "cpu":
-                handed.bring(block, self.device)
-            args, kwargs = handed.args, handed.kwargs
-            run = handed.around(original)
-            if not torch.is_grad_enabled():
-                self._followed = bool(self._called)
-                with self._aside(), self.stage(block.module), within(ambient()):
-                    return handed.returned(run(*args, **kwargs))
-            again = index in self._called
-            if again and index == len(self.blocks) - 1:
-                self.watch.forgo()
-            self._called.append(index)
-            self._followed = False
-            with self._aside() if again else nullcontext():
-                return handed.returned(self.calls.visit(index, block, run, args, kwargs, containers=handed.containers))
-
-        return forward
+    @override
+    def _run(
+        self,
+        index: int,
+        block: Block,
+        run: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        containers: Containers,
+        *,
+        again: bool,
+    ) -> Any:
+        if again and index == len(self.blocks) - 1:
+            self.watch.forgo()
+        self._followed = False
+        return self.calls.visit(index, block, run, args, kwargs, containers=containers)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

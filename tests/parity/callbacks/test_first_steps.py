@@ -124,7 +124,7 @@ def seeded(kind: type[Module]) -> Module:
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("case", sampling.some(CASES, 5))
+@pytest.mark.parametrize("case", sampling.some([*CASES], 5))
 def test_they_equal_stock_and_lead_to_a_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, settings = CASES[case]
     made: list[FirstStep] = []
