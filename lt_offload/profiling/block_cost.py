@@ -21,6 +21,7 @@ from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.calls import Call, bit_sums, has_values
 from lt_offload.model.parts import Joint
 from lt_offload.model.saving import CacheCostly, ReplayCostly, SparseParts, travels
+from lt_offload.model.snapshot import version
 from lt_offload.profiling.meters import AHEAD, Lap, Meter, Watch, fastest, scatter
 from lt_offload.schema.profile import RECORDED, OptionName, OptionProfile
 
@@ -446,7 +447,10 @@ class _PartTrial:
         """The edge of each output: what that needs stays until the backward, whether or not the loss uses it."""
         self._noted: list[_Noted] = []
         """Per saved tensor: whether it still is there, the key of its storage, its bytes, and whether it may travel."""
-        self._cache = CacheCostly(partial(_note, self._noted))
+        self._kept: list[tuple[Tensor, object]] = []
+        """Results that a second run is to be given, and what tells that they have been written to."""
+        # Not a method: in a cycle this object and all that it holds would wait for Python's collector.
+        self._cache = CacheCostly(partial(_keep_costly, self._noted, self._kept, call))
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
@@ -459,6 +463,9 @@ class _PartTrial:
         elif self.option == "mixed":
             with torch.no_grad(), self._cache:
                 outputs = _numbers(self.call.run(self.call.inputs))
+            if any(_written(self.call, result) != known for result, known in self._kept):
+                raise _OtherOperations  # an operation in place has written to one, which the engine would refuse
+            self._kept.clear()
         else:
             graphed = self.call.graphed
             with torch.set_grad_enabled(graphed):
@@ -532,8 +539,19 @@ def _unpack(saved: Any) -> Any:
     return saved.unpack(_unpack) if isinstance(saved, SparseParts) else saved
 
 
+def _keep_costly(noted: list[_Noted], kept: list[tuple[Tensor, object]], call: Call, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        kept.append((leaf, _written(call, leaf)))
+    return _note(noted, leaf)
+
+
+def _written(call: Call, tensor: Tensor) -> object:
+    """Return what differs once somebody has written to ``tensor``, perhaps through a view with versions of its own."""
+    return version(tensor), [int(total) for total in bit_sums([tensor])] if has_values(call) else []
+
+
 class _OtherOperations(Exception):  # noqa: N818 - not an error of anybody's
-    """The second run of a block did not call the operations whose results the first has kept."""
+    """The results that a first run of a block has kept are of no use to the second."""
 
 
 def _numbers(out: Any) -> list[Tensor]:

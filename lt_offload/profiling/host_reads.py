@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lt_offload.errors import UnsupportedError
 from lt_offload.machine.zero_copy import locked, measure_speeds, refusal, zero_copy_of, zero_copy_view
 from lt_offload.model.blocks import Structure
+from lt_offload.model.compiled import intercept, is_compiled, uncompiled
 from lt_offload.profiling.meters import Meter, fastest
 from lt_offload.schema.profile import HardwareProfile, ReadProfile, ZeroCopyProfile
 from lt_offload.units import format_bytes
@@ -76,7 +77,7 @@ class Readers:
     """Within the context, notes which layers of the blocks read which parameters, and how much of them."""
 
     def __init__(self, structure: Structure) -> None:
-        self._tensors = structure.tensors
+        self._structure, self._tensors = structure, structure.tensors
         blocks = list(enumerate(structure.blocks))
         self._count = len(blocks)
         self._uses = [[index for index, block in blocks if i in block.tensors] for i in range(len(self._tensors))]
@@ -92,9 +93,26 @@ class Readers:
         self._counts = True
 
     def __enter__(self) -> Self:
-        owners = [module for module in self._blocks if next(module.parameters(recurse=False), None) is not None]
-        self._hooks = [module.register_forward_hook(self._called, with_kwargs=True) for module in owners]
+        # Hooks inside a compiled block would be compiled with it.
+        compiled = {m for block in self._structure.blocks if is_compiled(block.module) for m in block.module.modules()}
+        self._hook(module for module in self._blocks if module not in compiled)
         return self
+
+    def _hook(self, modules: Iterable[nn.Module]) -> None:
+        owners = [module for module in modules if next(module.parameters(recurse=False), None) is not None]
+        self._hooks = [module.register_forward_hook(self._called, with_kwargs=True) for module in owners]
+
+    @contextmanager
+    def run_uncompiled(self, block: nn.Module) -> Iterator[None]:
+        """Within the context calls of a compiled block run uncompiled, and what they read is noted."""
+        undo, self._counts = intercept(block, uncompiled(block)), True
+        self._hook(block.modules())
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.__exit__()
+            undo()
 
     def __exit__(self, *error: object) -> None:
         self._counts = False  # blocks are measured with the hooks that they had when they were called, these among them
@@ -175,6 +193,8 @@ class Readers:
         """
         if self._uses[tensor] != [0, self._count - 1] or not self._tensors[tensor][1].requires_grad:
             return 0
+        if is_compiled(self._structure.blocks[0].module):
+            return 0  # nobody sees what is looked up inside
         calls = self._reads.get((tensor, 0), [])
         if not all(isinstance(read.module, nn.Embedding) and not read.module.sparse for read in calls):
             return 0

@@ -177,7 +177,7 @@ MUTANTS = (
         "                self._copy(buffer.memory[: piece.numel()], piece)\n                buffer.record(stream)\n",
         "                self._copy(buffer.memory[: piece.numel()], piece)\n",
     ),
-    _one("the guard is one for all threads", GUARD, "class _Suspended(threading.local):", "class _Suspended:"),
+    _one("the guard is one for all threads", GUARD, "class Suspended(threading.local):", "class Suspended:"),
 )
 
 

@@ -27,7 +27,7 @@ from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.training.passes import Lookup, Passes, SurveyedForward
 from lt_offload.execute.user_code.checks import Backward, OwnParameters
-from lt_offload.execute.user_code.guard import GuardModes
+from lt_offload.execute.user_code.guard import GuardModes, Suspended
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import called, intercept, is_compiled
 from lt_offload.model.state.effects import Effects
@@ -50,6 +50,7 @@ class Survey:
         """By class of blocks: bytes that one has saved at most."""
         self.modes = GuardModes()
         """Of the guard to come."""
+        self._suspended = Suspended(lambda: self.modes)  # compiled code is not entered within them
         self._weights = {param: Weight(i, name, param) for i, (name, param) in enumerate(structure.tensors)}
         for weight in self._weights.values():
             weight.host = NO_BYTES  # or it would seem that somebody holds the memory, when the engine takes it over
@@ -127,7 +128,7 @@ class Survey:
         run.reached = reached
         assert run.offloader is not None
         run.offloader.everything = True
-        with _present(weights):
+        with self._suspended, _present(weights):
             if not run.needs_backward:
                 self.runs.append(None)
                 return run.run_frozen()
@@ -148,7 +149,7 @@ class Survey:
     def noting(self) -> Iterator[None]:
         """Within the context, note which rows of tables the blocks look up."""
         with ExitStack() as stack:
-            for block in self._structure.blocks:
+            for block in (block for block in self._structure.blocks if not is_compiled(block.module)):
                 layers = [module for module in block.module.modules() if isinstance(module, nn.Embedding)]
                 for layer in layers:
                     stack.callback(intercept(layer, self._noted(layer, called(layer))))

@@ -108,7 +108,7 @@ class Guard:
         self._common, self._modes = common, modes
         self._weights, self._residency, self._updates = weights, residency, updates
         self._check_read, self._check_write = check_read, check_write
-        self.suspended = _Suspended(self)
+        self.suspended = Suspended(lambda: self._modes)
         """Context in which the engine itself works, and blocks run."""
         self._of_weights: dict[int | None, TrackedTensor] = {
             address_of(w.host.untyped_storage()): TrackedTensor(w) for w in weights
@@ -510,29 +510,32 @@ def _tensors(argument: Any) -> Iterator[Tensor]:
                 yield item
 
 
-class _Suspended(threading.local):
+class Suspended(threading.local):
     """A context without the modes of a guard; does nothing in threads that do not have them.
 
     Its state is each thread's own. A GPU's backward runs in a thread of autograd, which gets a copy of the stacks of
     the thread that called ``backward``: there the modes are lifted from the copy.
+
+    Args:
+        modes: returns them, or None before there are any.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, modes: Callable[[], GuardModes | None]) -> None:
+        self._modes = modes
         self._depth = 0
         self._above: tuple[int | None, int | None] = (None, None)
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            modes = self._guard._modes
+            modes = self._modes()
             if modes is not None:
                 self._above = DISPATCH_MODES.lift(modes.operations), modes.calls.lift()
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            modes, (operations, calls), self._above = self._guard._modes, self._above, (None, None)
+            modes, (operations, calls), self._above = self._modes(), self._above, (None, None)
             if modes is not None and calls is not None:
                 modes.calls.place(calls)
             if modes is not None and operations is not None:

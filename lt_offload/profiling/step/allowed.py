@@ -32,6 +32,11 @@ class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = dict([*structure.tensors, *structure.rest])
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run: otherwise the blocks of a step that counts would run uncompiled."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

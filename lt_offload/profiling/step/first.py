@@ -177,6 +177,10 @@ class FirstStep:
             costs = [_run_again(cost) if runs else cost for cost, runs in zip(costs, again, strict=True)]
             with_loss = costs_with_loss(captured, device, self._meter, self._say, silenced)
             readers = self._readers.of(structure)
+            for module, call in zip((block.module for block in structure.blocks), captured.calls, strict=True):
+                if call.compiled:
+                    with _stage(device, module), _unnoticed(module), silenced(module), readers.run_uncompiled(module):
+                        replace(call, module=module).run(call.inputs)
             if device.type == "cuda":
                 readers.measure_on(device, self._meter, self._say)
         machine = self._machine

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_offload
@@ -118,6 +119,21 @@ def test_blocks_that_call_the_same_operations_run_without(
     profile = profiled(layer, context)
     assert not any(block.graphed for block in profile.blocks)
     assert all("mixed" in names(block) for block in profile.blocks[1:-1])
+
+
+def test_a_costly_result_that_is_written_to_is_kept_for_no_second_run() -> None:
+    """The engine would refuse it: what it copies to the host is to be what the operation has returned."""
+
+    class Writing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            z = F.linear(y, torch.eye(y.shape[-1]))
+            z += y
+            return z.relu_()
+
+    (block, *_) = [block for block in profiled(Writing, nullcontext).blocks if block.kind == "layer"]
+    assert "recompute" in names(block)
+    assert "mixed" not in names(block)
 
 
 def test_a_frozen_block_that_differs_runs_with_gradients_switched_on() -> None:
