@@ -23,6 +23,7 @@ from lt_offload.hf import batches, head, others, report
 from lt_offload.hf.planning import profile_and_plan
 from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.step import kept
+from lt_offload.model.batch import Size, shape
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan import Settings
 from lt_offload.profiling.hardware import free_memory
@@ -59,7 +60,7 @@ class Run:
         self.model: nn.Module
         self.optimizer: Optimizer
         self._loader: Any = None
-        self._size = batches.Size(0, 0, False)
+        self._size = Size(0, 0, False)
         """The size of the largest batch that the plan has room for."""
         self._planned: Any = None
         """The batch that the plan was made for."""
@@ -143,7 +144,7 @@ class Run:
         self._close()
         self._around.close()
         self.plan = self.profile = None
-        self._size = batches.Size(0, 0, False)
+        self._size = Size(0, 0, False)
         self.model, self._loader = self.trainer.accelerator.unwrap_model(model), loader
         self.optimizer = self._innermost_optimizer()
         self._around.enter_context(self._beside(self.model))
@@ -177,7 +178,7 @@ class Run:
         """Plan for the micro-batches of the update that is ``coming``, unless the present plan serves."""
         if not coming:
             return
-        largest = max(coming, key=batches.Size.of)
+        largest = max(coming, key=Size.of)
         self._speed.trains(coming)
         if self.plan is None:
             self._plan_for(batches.largest(self.trainer, self._loader, largest, self.settings.sample_batch))
@@ -186,12 +187,12 @@ class Run:
         change = self.engine.handover.changed(self.optimizer)
         if change is None and all(map(self._size.covers, coming)):
             return
-        why = change or f"a batch of {batches.shape(largest)} comes, and none as large was planned for"
+        why = change or f"a batch of {shape(largest)} comes, and none as large was planned for"
         if self.settings.plan is not None:
             raise PlanError(f"{why}; leave plan={str(self.settings.plan)!r} out")
         report.say(f"{why}: the run is planned again")
         with because(why):
-            self._plan_for(max([largest, self._planned], key=batches.Size.of))
+            self._plan_for(max([largest, self._planned], key=Size.of))
 
     def show_gradients(self) -> None:
         """Show what the update will use, if a callback looks at it before or after; it is brought to the host."""
@@ -215,7 +216,7 @@ class Run:
         with kept(self.trainer):
             self.profile, self.plan, structure = profile_and_plan(self, batch, self._budget)
         self.before = Before()
-        self._size = self._size.beside(batches.Size.of(batch))
+        self._size = self._size.beside(Size.of(batch))
         self._planned = batches.on_host(batch)
         report.save_plan(self)
         report.say(headline(self.plan) if again else brief(self.plan))

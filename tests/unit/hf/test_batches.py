@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from lt_offload.hf import batches
-from lt_offload.hf.batches import Size
+from lt_offload.model.batch import Size, shape
 from scripts.hf import cases
 
 ROWS = cases.rows(20)
@@ -70,4 +70,4 @@ def test_of_two_columns_of_tokens_the_longer_one_counts() -> None:
     assert known.covers(answers(4, 9))
     assert not known.covers(answers(3, 10))
     assert max([answers(8, 5), answers(3, 10)], key=Size.of)["rejected_input_ids"].shape == (2, 10)
-    assert batches.shape(answers(3, 10)) == "2 x 10, padded"
+    assert shape(answers(3, 10)) == "2 x 10, padded"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lt_offload.hf import planning
-from lt_offload.hf.batches import Size
 from lt_offload.hf.run import Run
+from lt_offload.model.batch import Size
 
 
 def test_a_batch_that_the_plan_has_no_room_for_leads_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
