@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from lt_offload.compat.torch import tree_leaves
 from lt_offload.model.parts import extent
 
 
@@ -18,25 +20,35 @@ class Size:
     squares: int
     """Rows times the square of their length: masks and scores. Of the longest column."""
     tokens: int
-    """Of all columns."""
+    """Of all columns. Of what is not made of tokens: numbers."""
     padded: bool
     """Whether rows are filled up, so that attention has a mask; models leave one out that hides nothing."""
 
     @classmethod
-    def of(cls, batch: Any) -> Size:
-        """Return the size of ``batch``."""
+    def of(cls, batch: Any, padded: bool | None = None) -> Size:
+        """Return the size of ``batch``.
+
+        Args:
+            batch: of a training.
+            padded: whether it has padding, if that is known: on a GPU looking would wait for the device.
+        """
         columns = _extents(batch)
         return cls(
-            squares=max(rows * length * length for rows, length in columns),
+            squares=max((rows * length * length for rows, length in columns), default=0),
             tokens=sum(rows * length for rows, length in columns),
-            padded=_is_padded(batch),
+            padded=is_padded(batch) if padded is None else padded,
         )
 
     def covers(self, batch: Any) -> bool:
         """Return whether a batch of this size is larger than ``batch``, or as large."""
-        other = Size.of(batch)
-        fits = other.squares <= self.squares and other.tokens <= self.tokens
-        return fits and (self.padded or not other.padded)
+        return self.ratio(Size.of(batch)) <= 1
+
+    def ratio(self, other: Size) -> float:
+        """Return how many times the memory of this size a batch of the ``other`` may need; infinite if unknown."""
+        if other.padded and not self.padded:
+            return math.inf  # attention takes another way
+        pairs = (self.squares, other.squares), (self.tokens, other.tokens)
+        return max(theirs / max(own, 1) for own, theirs in pairs)
 
     def beside(self, other: Size) -> Size:
         """Return the larger of each."""
@@ -46,13 +58,16 @@ class Size:
 def _extents(batch: Any) -> list[tuple[int, int]]:
     """Return rows and length of every column of tokens: chosen and rejected answers are several."""
     named = _columns(batch, "input_ids")
-    return [extent({"input_ids": column}) for column in named] or [extent(batch)]
+    if named:
+        return [extent({"input_ids": column}) for column in named]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()]
+    return [(len(tensor), tensor.numel() // len(tensor)) if tensor.ndim else (1, 1) for tensor in tensors]
 
 
-def _is_padded(batch: Any) -> bool:
+def is_padded(batch: Any) -> bool:
     """Return whether rows are filled up, or will be where columns are put below one another."""
-    masks = _columns(batch, "attention_mask")
-    return not all(bool(mask.all()) for mask in masks) or len({length for _, length in _extents(batch)}) > 1
+    masks, lengths = _columns(batch, "attention_mask"), {column.shape[-1] for column in _columns(batch, "input_ids")}
+    return not all(bool(mask.all()) for mask in masks) or len(lengths) > 1
 
 
 def _columns(batch: Any, kind: str) -> list[Tensor]:
@@ -62,6 +77,7 @@ def _columns(batch: Any, kind: str) -> list[Tensor]:
 
 
 def shape(batch: Any) -> str:
-    """Return what people call the size of ``batch``."""
-    rows, length = max(_extents(batch), key=lambda column: column[1])
-    return f"{rows} x {length}" + ", padded" * _is_padded(batch)
+    """Return what people call the size of ``batch``: the shape of its longest column, or of its largest tensor."""
+    named, tensors = _columns(batch, "input_ids"), [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    of = max(named, key=lambda column: column.shape[-1]) if named else max(tensors, key=Tensor.numel)
+    return " x ".join(map(str, of.shape)) + ", padded" * is_padded(batch)

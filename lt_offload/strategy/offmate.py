@@ -27,6 +27,7 @@ from lt_offload.errors import ConfigError, InfeasibleError, OverBudget, because
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
+from lt_offload.model.batch import is_padded
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, make_plan
@@ -159,7 +160,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         """The first batch of training and its number, until it is planned."""
         self.run_before = Before()
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
-        self._aside = False
+        self._aside = self._padded = False
+        self._size = None
         self._step, self._how, self._survey, self._known, self._carried = ExitStack(), {}, None, None, None
         self._undo = ExitStack()  # what ``teardown`` puts back
         self._watch = ExitStack()  # holds the budget between iterations, too
@@ -245,7 +247,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self.same_start()
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
-            self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
+            self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = self._size = None
             self.run_before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
             if self.batch_size == "auto":
                 self._set_batch_size(trainer)
@@ -349,11 +351,12 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
                 self._take_over(found.plan)
         self._save_plan(self._folder(self._trainer))
 
-    def _follow_changes(self) -> None:
-        """Between two passes: plan again if there are other trainable tensors, or another optimizer, than before."""
+    def _follow_changes(self, batch: Any) -> None:
+        """Between two passes: plan again if other tensors are trained than before, or a larger batch than any comes."""
         engine, profile, trainer = self.engine, self.profile, self._trainer
         (optimizer,) = self.optimizers
         change = engine.handover.changed(optimizer) if engine is not None else None
+        change = change or self._outgrown(batch)
         if engine is None or profile is None or change is None:
             return
         replay.check_no_plan(self.plan_path, change)
@@ -409,6 +412,11 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             if device is not None:
                 device.close()
 
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a batch, after a look whether it has padding, which would wait for the device there."""
+        self._padded = is_padded(batch)
+        return super().batch_to_device(batch, *args, **kwargs)
+
     # -- training and evaluation -------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -416,7 +424,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
         self.begins_batch(self._trainer, batch_idx)
         if self.plan is not None:
-            self._follow_changes()
+            self._follow_changes(batch)
             self._keep_trace(batch)
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped

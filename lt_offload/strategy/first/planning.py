@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
+from lt_offload.model.batch import Size, shape
 from lt_offload.model.blocks import Structure, as_called
 from lt_offload.plan import Settings
 from lt_offload.schema.plan import Plan
@@ -65,7 +67,11 @@ class FirstPlanning(Processes):
     _known: Profile | None
     """What was measured before that step."""
     _carried: Carried | None
-    """What that step goes on with, if weights were frozen or unfrozen before it."""
+    """What that step goes on with, if there was a plan before it."""
+    _padded: bool
+    """Whether the present batch has padding."""
+    _size: Size | None
+    """Of the largest batch that a step has shown what to plan for."""
 
     if TYPE_CHECKING:
         _module: Any
@@ -106,7 +112,7 @@ class FirstPlanning(Processes):
         """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""
         if self._first is None or self._surveys:
             return
-        first, self._first, trainer = self._first, None, self._trainer
+        first, self._first, self._size, trainer = self._first, None, None, self._trainer
         # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         with planning(trainer):
@@ -154,9 +160,28 @@ class FirstPlanning(Processes):
         """Whether the present step is to show what to plan."""
         return self.plan is None and self._first is not None and not self._aside
 
+    def _outgrown(self, batch: Any) -> str | None:
+        """Return why the present plan may have no room for ``batch``, if it was made for smaller ones."""
+        plan, known = self.plan, self._size
+        if plan is None or known is None or self.plan_path is not None or self.is_distributed:
+            return None
+        ratio, found = known.ratio(Size.of(batch, self._padded)), plan.predicted
+        if (
+            ratio <= 1
+            or math.isfinite(ratio)
+            and (
+                found.device_peak_bytes * ratio <= plan.budget_bytes
+                and found.host_peak_bytes * ratio <= plan.host_budget_bytes
+            )
+        ):
+            return None
+        return f"a batch of {shape(batch)} comes, and none as large was planned for"
+
     def _begin_survey(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
-        self._first = None
+        assert self._first is not None
+        size = Size.of(self._first[0], self._padded)
+        self._first, self._size = None, size if self._size is None else size.beside(self._size)
         # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         (optimizer,) = self.optimizers
