@@ -22,7 +22,7 @@ class Size:
     tokens: int
     """Of all columns. Of what is not made of tokens: numbers."""
     padded: bool
-    """Whether rows are filled up, so that attention has a mask; models leave one out that hides nothing."""
+    """Whether attention has a mask, as rows are filled up or hold several texts; what hides nothing is left out."""
 
     @classmethod
     def of(cls, batch: Any, padded: bool | None = None) -> Size:
@@ -65,9 +65,10 @@ def _extents(batch: Any) -> list[tuple[int, int]]:
 
 
 def is_padded(batch: Any) -> bool:
-    """Return whether rows are filled up, or will be where columns are put below one another."""
+    """Return whether rows are filled up, or will be where columns are put below one another, or hold several texts."""
     masks, lengths = _columns(batch, "attention_mask"), {column.shape[-1] for column in _columns(batch, "input_ids")}
-    return not all(bool(mask.all()) for mask in masks) or len(lengths) > 1
+    begins_again = any(bool((ids.diff() < 0).any()) for ids in _columns(batch, "position_ids"))
+    return not all(bool(mask.all()) for mask in masks) or len(lengths) > 1 or begins_again
 
 
 def _columns(batch: Any, kind: str) -> list[Tensor]:

@@ -27,7 +27,7 @@ from lt_offload.errors import ConfigError, InfeasibleError, OverBudget, because
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
-from lt_offload.model.batch import is_padded
+from lt_offload.model.batch import Size, is_padded
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, make_plan
@@ -428,7 +428,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self._keep_trace(batch)
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
-            self._aside = not surveyable(self, self._trainer, self._structure())
+            self._aside = not surveyable(self, self._trainer, self._structure(), Size.of(batch, self._padded))
 
     def optimizer_step(
         self,

@@ -24,6 +24,7 @@ from lt_offload.strategy.replay import Before
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
+    from lt_offload.model.batch import Size
     from lt_offload.model.blocks import Structure
     from lt_offload.schema.profile import Profile
     from lt_offload.strategy.first.planning import FirstPlanning
@@ -43,13 +44,14 @@ def check_micro_batches(value: object, batch_size: object) -> None:
         )
 
 
-def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure) -> bool:
+def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure, size: Size) -> bool:
     """Return whether the first step of ``trainer`` may run before there is a plan, and count.
 
     Args:
         strategy: of the Trainer.
         trainer: about to train.
         structure: what may be the model's blocks.
+        size: of the batch that comes.
     """
     before, path = strategy.run_before, strategy.plan_path
     plans = [Plan.load(path)] if path is not None else []
@@ -62,7 +64,7 @@ def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure) -> b
     # A step that calls other layers trains without a plan, by which nobody adds up its gradients to those of others.
     adds_up = strategy.is_distributed or strategy.settings.accumulate > 1
     guessed = adds_up and structure.other is not None and structure.other() is not None
-    return whole and not (parts or unfreezes or guessed or sample.names_batch(trainer))
+    return whole and not (parts or unfreezes or guessed or sample.wants_larger(trainer, size))
 
 
 def known_machine(strategy: FirstPlanning, before: Before) -> Profile | None:

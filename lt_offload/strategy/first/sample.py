@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from lt_offload.compat.lightning import before_transfer, data_source
 from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
+from lt_offload.model.batch import Size
 from lt_offload.model.snapshot import untouched as kept
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
 
@@ -41,9 +42,13 @@ def isolated(namespace: str) -> AbstractContextManager[None]:
     return context
 
 
-def names_batch(trainer: Any) -> bool:
-    """Return whether the module or the datamodule of ``trainer`` has a method that may return what to measure."""
-    return bool(_asked(trainer))
+def wants_larger(trainer: Any, size: Size) -> bool:
+    """Return whether the module or the datamodule of ``trainer`` wants a larger batch to be measured than ``size``."""
+    if not _asked(trainer):
+        return False
+    with isolated(trainer.strategy.namespace), untouched(trainer):
+        wanted = named_batch(trainer)
+    return wanted is not None and size.ratio(Size.of(wanted)) > 1
 
 
 def named_batch(trainer: Any) -> Any:
