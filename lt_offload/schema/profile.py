@@ -326,6 +326,8 @@ class Profile:
     them, 0.02 being 2 %; more on a machine that is busy with something else."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
+    iterations: tuple[int, ...] = ()
+    """Of the training, counted from 1, in which it was measured, and by whose times it was corrected; empty: aside."""
     flops_per_token: float = 0.0
     """What training on one token takes, as :mod:`lt_offload.profiling.flops` counts it; 0: not known."""
     peak_flops_per_s: float = 0.0

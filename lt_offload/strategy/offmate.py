@@ -339,7 +339,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         if engine is None or replanning is None or not replanning.due(engine):
             return
         with sample.isolated(self.namespace):
-            found = replanning.correct(engine, steps_left(self._trainer))
+            found = replanning.correct(engine, steps_left(self._trainer), self._trainer.global_step)
             if replanning.over:
                 self._replanning = None
             if found is None:

@@ -104,12 +104,13 @@ class Replanning:
         self._traces.append(engine.trace())
         return len(self._traces) == _MEASURED
 
-    def correct(self, engine: Engine, steps_left: float) -> Correction | None:
+    def correct(self, engine: Engine, steps_left: float, done: int = 0) -> Correction | None:
         """Compare what was recorded with the plan of ``engine``; return what follows from it, None if nothing does.
 
         Args:
             engine: between two iterations.
             steps_left: how many iterations are to come.
+            done: how many there have been, those included that were recorded.
         """
         plan, traces = engine.plan, self._traces
         assert plan is not None
@@ -122,7 +123,9 @@ class Replanning:
                 _log.warning("offmate: %s", sentence)
             return None
         self._corrections += 1
-        self._profile = correct(self._profile, plan, traces)
+        seen = range(done - len(traces) + 1, done + 1)
+        corrected = correct(self._profile, plan, traces)
+        self._profile = replace(corrected, iterations=(*corrected.iterations, *seen))
         plan = _kept(plan, timed(plan, self._profile), sentence)
         if self._corrections == 1:  # of those that follow, only what changes the plan is of interest
             rank_zero_info(f"offmate: {sentence}; the profile is corrected")

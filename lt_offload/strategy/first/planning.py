@@ -214,7 +214,8 @@ class FirstPlanning(Processes):
         (optimizer,) = self.optimizers
         carried, self._carried = self._carried, None
         with planning(self._trainer), because(carried.change) if carried is not None else nullcontext():
-            self._plan_by(lambda parts: first.measured(), self._known, first.device.budget)
+            done = self._trainer.global_step
+            self._plan_by(lambda parts: first.measured(done + 1), self._known, first.device.budget)
             self.run_before = Before()
             self._begin(optimizer)
         assert self.engine is not None

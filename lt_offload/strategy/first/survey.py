@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,10 +126,10 @@ class FirstIteration:
         with self.step.in_backward():
             yield
 
-    def measured(self) -> Profile:
-        """Return the profile of the step, whose backward has come to the first block."""
+    def measured(self, iteration: int) -> Profile:
+        """Return the profile of the step, the training's ``iteration``, whose backward has come to the first block."""
         self._accounting.close()
-        return self.step.profile()
+        return replace(self.step.profile(), iterations=(iteration,))
 
     def leave(self) -> Survey:
         """Let an engine take over the device and the model; return what has run."""

@@ -82,6 +82,8 @@ def test_each_that_is_larger_is_planned_for(window: dict[str, Any], activation_o
     assert shown == [index for index in SHOW if index in shown]
     assert strategy.plan is not None
     assert (strategy.plan.batch_size, strategy.plan.sequence_length) == LENGTHS[shown[-1]]
+    assert strategy.profile is not None
+    assert strategy.profile.iterations[0] == shown[-1] // window.get("accumulate_grad_batches", 1) + 1
 
 
 def test_without_another_plan_the_largest_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,10 @@ def test_three_iterations_count_after_two_that_do_not(asked: list[Settings]) -> 
     replanning, engine = Replanning(Settings(), PROFILE), FakeEngine()
     assert not replanning.due(engine), "none has been run"  # type: ignore[arg-type]
     assert due_after(replanning, engine) == 5
-    found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+    found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
     assert found is not None
     assert found.takes_over
+    assert found.profile.iterations == (5, 6, 7), "the training's, which has had others before this engine"
     assert asked == [Settings(memory=PLAN.budget_bytes, time_limit=30.0)]
     another = FakeEngine()
     another.plan = timed(found.plan, found.profile)
