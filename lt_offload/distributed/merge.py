@@ -1,13 +1,13 @@
-"""One profile for all processes of a run: what the slowest one takes, and the most that any of them needs."""
+"""One profile of several, of all processes of a run or of several batches: the longest times, and the largest sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from lt_offload.distributed.sums import BUCKET_BYTES
-from lt_offload.schema.profile import Profile
+from lt_offload.schema.profile import BlockProfile, Profile
 
 _LEAST = ("device_bytes", "host_bytes", "pinnable_bytes")
 """Of these the smallest counts, as of speeds: what there is, not what is needed."""
@@ -73,9 +73,30 @@ def merged(
     )
 
 
+def largest(profiles: Sequence[Profile]) -> Profile:
+    """Return the profile of a plan that has room for the batches of all ``profiles``, which are of one model."""
+    kept = [set.intersection(*({o.name for o in block.options} for block in same)) for same in _by_block(profiles)]
+    alike = []
+    for profile in profiles:
+        options = [
+            tuple(o for o in b.options if o.name in names) for b, names in zip(profile.blocks, kept, strict=True)
+        ]
+        blocks = (replace(block, options=of) for block, of in zip(profile.blocks, options, strict=True))
+        alike.append(replace(profile, blocks=tuple(blocks)))
+    base = max(alike, key=lambda profile: profile.batch_size * profile.sequence_length)
+    found: Profile = _merged("", [base, *alike])
+    return replace(found, iterations=tuple(iteration for profile in profiles for iteration in profile.iterations))
+
+
+def _by_block(profiles: Sequence[Profile]) -> Iterator[tuple[BlockProfile, ...]]:
+    return zip(*(profile.blocks for profile in profiles), strict=True)
+
+
 def _merged(name: str, values: Sequence[Any]) -> Any:
     """Return what is put in the place of ``values``, the first of which is the base."""
     base = values[0]
+    if name in ("graphed", "chained"):  # what restricts plans
+        return any(values) if name == "graphed" else all(values)
     if name in _ALONE or any(type(value) is not type(base) for value in values):
         return base
     if is_dataclass(base) and not isinstance(base, type):

@@ -356,6 +356,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         engine, profile, trainer = self.engine, self.profile, self._trainer
         (optimizer,) = self.optimizers
         change = engine.handover.changed(optimizer) if engine is not None else None
+        if change is not None:
+            self._size = None
         change = change or self._outgrown(batch)
         if engine is None or profile is None or change is None:
             return
@@ -428,7 +430,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self._keep_trace(batch)
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
-            self._aside = not surveyable(self, self._trainer, self._structure(), Size.of(batch, self._padded))
+            self._coming = Size.of(batch, self._padded)
+            self._aside = not surveyable(self, self._trainer, self._structure(), self._coming)
 
     def optimizer_step(
         self,

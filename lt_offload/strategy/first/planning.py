@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.distributed.merge import largest
 from lt_offload.errors import OffloadError, ProcessError, UnsupportedError, because
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
@@ -70,8 +71,10 @@ class FirstPlanning(Processes):
     """What that step goes on with, if there was a plan before it."""
     _padded: bool
     """Whether the present batch has padding."""
+    _coming: Size
+    """Of the present batch, where there is no plan."""
     _size: Size | None
-    """Of the largest batch that a step has shown what to plan for."""
+    """Of the largest batch that the plan has room for, if steps have shown that."""
 
     if TYPE_CHECKING:
         _module: Any
@@ -179,9 +182,7 @@ class FirstPlanning(Processes):
 
     def _begin_survey(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
-        assert self._first is not None
-        size = Size.of(self._first[0], self._padded)
-        self._first, self._size = None, size if self._size is None else size.beside(self._size)
+        self._first = None
         # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         (optimizer,) = self.optimizers
@@ -214,8 +215,7 @@ class FirstPlanning(Processes):
         (optimizer,) = self.optimizers
         carried, self._carried = self._carried, None
         with planning(self._trainer), because(carried.change) if carried is not None else nullcontext():
-            done = self._trainer.global_step
-            self._plan_by(lambda parts: first.measured(done + 1), self._known, first.device.budget)
+            self._plan_by(lambda parts: self._measured(first), self._known, first.device.budget)
             self.run_before = Before()
             self._begin(optimizer)
         assert self.engine is not None
@@ -226,6 +226,15 @@ class FirstPlanning(Processes):
         first.planned(self.engine.passes)
         self.check_copies()
         return self.engine.passes
+
+    def _measured(self, first: FirstIteration) -> Profile:
+        """Return what to plan for: the step that has run, and the larger batches before it."""
+        found, before, size = first.measured(self._trainer.global_step + 1), self._known, self._size
+        self._size = self._coming
+        if before is None or size is None or before.fingerprint != found.fingerprint:
+            return found
+        self._size = self._coming.beside(size)
+        return largest([before, found])
 
     def _begin_step(self) -> None:
         """The step of the optimizer follows, within which there may be an engine by now.
