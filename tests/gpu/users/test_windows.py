@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from tests.gpu.users.runs import USERS, Bench, check_way, in_both_ways, module
-from tests.support.trainers import Run, differences
+from tests.support.trainers import Run, Tokens, differences
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
 
@@ -49,6 +50,29 @@ def test_accumulation_with_a_short_last_window(window: int, clip: str, way: str,
     assert differences(expected, found) == []
     assert found.trainer.global_step == 4
     assert found.trainer.strategy.plan.window == window
+
+
+@in_both_ways
+@pytest.mark.parametrize("window", [1, 2])
+def test_batches_that_grow(window: int, way: str, bench: Bench) -> None:
+    """The second micro-batch is too large for the first plan: it shows anew what to plan."""
+
+    def grown(*rows: list[int]) -> Any:
+        made = module(batch_size=1)
+        made.train_dataloader = lambda: DataLoader(Tokens(made.model, 8, 0), batch_sampler=rows)
+        return made
+
+    def scene(strategy: Any) -> Run:
+        made = grown([1], [0, 2, 3, 4, 5, 6], [7], [0, 1])
+        return bench.fit(strategy, made, accumulate_grad_batches=window, max_epochs=1)
+
+    def largest(strategy: Any) -> Run:
+        return bench.fit(strategy, grown([0, 2, 3, 4, 5, 6]), accumulate_grad_batches=window, max_epochs=1)
+
+    expected, found = bench.compare(way, scene, largest, share=0.1)
+    assert differences(expected, found) == []
+    shown = 1 if way == "resident" else 2
+    assert found.trainer.strategy.profile.iterations[:2] == (1, 3 - window)[:shown]
 
 
 @in_both_ways
