@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from lt_offload.profiling.step.capture import Run
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.strategy.first.survey import FirstIteration
 
 _log = logging.getLogger(__name__)
 
@@ -174,13 +177,25 @@ def streamed(model: nn.Module, budget: int, structure: Structure, torch_device: 
 
 @contextmanager
 def installed(
-    model: nn.Module, optimizer: Optimizer, plan: Plan, structure: Structure, torch_device: torch.device
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    structure: Structure,
+    torch_device: torch.device,
+    first: FirstIteration | None = None,
 ) -> Iterator[Engine]:
-    """Carry out ``plan`` in every iteration within the context."""
-    device = open_device(
-        plan.budget_bytes, str(torch_device), host_threads=plan.host_threads or None, context=plan.context_bytes
-    )
-    engine = Engine(model, optimizer, plan, device, structure=structure)
+    """Carry out ``plan`` in every iteration within the context, from that of a ``first`` step that has shown it."""
+    watch: AbstractContextManager[Any]
+    if first is None:
+        threads = plan.host_threads or None
+        device = open_device(plan.budget_bytes, str(torch_device), host_threads=threads, context=plan.context_bytes)
+        watch = device.between()
+    else:
+        device, watch = first.device, first.watch
+        device.expect(plan.context_bytes)
+    survey, first = None if first is None else first.leave(), None  # what it held goes when the step is over
+    engine = Engine(model, optimizer, plan, device, structure=structure, survey=survey)
+    begun, survey = survey is not None, None
     iteration = ExitStack()
     larger: list[tuple[int, int]] = []
     """What the plan is for, and the batch that came, if that is larger."""
@@ -204,7 +219,9 @@ def installed(
             engine.install()
             engine.follow(optimizer, iteration.close)
             hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))
-            with device.between(), iteration:
+            if begun:
+                iteration.enter_context(device.accounting())
+            with watch, iteration:
                 yield engine
     except BaseException as error:
         engine.abort()

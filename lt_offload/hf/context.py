@@ -71,9 +71,8 @@ def hf_trainer(
         solver_time_limit: seconds that planning may take.
         report_dir: folder for profile.json, plan.json, trace.json and report.html; None: ``lt_offload`` in the
             Trainer's ``output_dir``.
-        sample_batch: a batch of the largest shape that will come, as the data collator returns it; None: it is made of
-            the longest rows of the dataset where their lengths can be read (``datasets``, lists), else the first one.
-            A larger batch that comes nevertheless is planned for when it comes.
+        sample_batch: a batch of the largest shape that will come, as the data collator returns it: a step of it runs on
+            trial, to be planned for. None: the first training step shows what to plan, and so does each that is larger.
 
     Raises:
         ConfigError: if a setting cannot be used as given.

@@ -10,6 +10,7 @@ from torch import Tensor
 from lt_offload.compat.torch import tree_leaves
 from lt_offload.errors import OverBudget
 from lt_offload.hf import batches
+from lt_offload.hf.step import kept
 from lt_offload.model.batch import Size
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.hardware import free_memory
@@ -28,10 +29,11 @@ def device_bytes(run: Run) -> int:
     if not wanted or run.trainer.eval_dataset is None:
         return 0
     most = 0
-    for loader in _loaders(run.trainer):
-        found = batches.of_rows(loader, args.eval_batch_size) or batches.first(loader)
-        if found:
-            most = max(most, _measured(run, loader, max(found, key=Size.of)))
+    with kept(run.trainer):
+        for loader in _loaders(run.trainer):
+            found = batches.of_rows(loader, args.eval_batch_size) or batches.first(loader)
+            if found:
+                most = max(most, _measured(run, loader, max(found, key=Size.of)))
     return most
 
 

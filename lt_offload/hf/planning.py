@@ -1,4 +1,4 @@
-"""The plan for a Trainer's steps: profiled with its own step, with room for its evaluations."""
+"""The plan for a Trainer's steps, with room for its evaluations: of a step that counts, or of one aside."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lt_offload.distributed.merge import largest
 from lt_offload.errors import InfeasibleError
-from lt_offload.hf import evaluation
 from lt_offload.hf.step import TrainingStep
 from lt_offload.model.blocks import Structure, as_called
 from lt_offload.plan.iteration.memory import room_within
@@ -27,57 +27,78 @@ _TRIES = 12
 """Plans that are made to find out what has to be left free for evaluations."""
 
 
-def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan, Structure]:
-    """Measure a step with ``batch``, plan for ``budget``, and return the blocks that the plan is for, too.
+def prepared(run: Run) -> Structure:
+    """Refuse what cannot be trained, and return what may be the model's blocks.
 
     Raises:
-        InfeasibleError: if it is too small; says what is needed.
-        UnsupportedError, ModelError: if the model cannot be trained exactly.
+        UnsupportedError, ModelError, ConfigError, OverBudget: naming the setting.
     """
-    settings, trainer = run.settings, run.trainer
+    settings = run.settings
     check_memory(settings.budget, run.device)
     check_host_memory(Budget.of(settings.host_memory, setting="host_memory").nbytes)
-    structure, device = prepare(run.model, run.optimizer, blocks=settings.blocks, accelerator=str(run.device))
-    step = TrainingStep(trainer, run.model)
+    return prepare(run.model, run.optimizer, blocks=settings.blocks, accelerator=str(run.device))[0]
+
+
+def plan_aside(run: Run, structure: Structure, batch: Any) -> tuple[Profile | None, Plan, Structure]:
+    """Run a step with ``batch`` to be measured, plan, and return the blocks that the plan is for, too.
+
+    Raises:
+        InfeasibleError: if memory is too small; says what is needed.
+        UnsupportedError, ModelError: if the model cannot be trained exactly.
+    """
+    settings = run.settings
+    options: dict[str, Any] = {"optimizer": run.optimizer, "device": run.device, "structure": structure}
+    options["run"] = TrainingStep(run.trainer, run.model)
     if settings.plan is not None:
         plan = Plan.load(settings.plan)
         check_replay(plan, settings.budget, {}, settings.micro_batches)
-        structure = check_use(
-            run.model,
-            batch,
-            device=device,
-            optimizer=run.optimizer,
-            structure=structure,
-            run=step,
-            micro_batches=plan.parts,
-        )
-        return None, plan, structure
+        return None, plan, check_use(run.model, batch, **options, micro_batches=plan.parts)
+
+    known = run.known()
+
+    def profile(parts: int) -> Profile:
+        return measure(run.model, batch, **options, micro_batches=parts, **as_measured(known, run.optimizer))
+
+    return profile_and_plan(run, profile, known, run.budget)
+
+
+def profile_and_plan(
+    run: Run, step: Callable[[int], Profile], known: Profile | None, budget: int
+) -> tuple[Profile, Plan, Structure]:
+    """Plan for a step, and return its profile, the plan, and the blocks that this is for.
+
+    Args:
+        run: that is planned.
+        step: returns the profile of a step whose batch goes through each block in so many parts.
+        known: what has been measured of the machine before.
+        budget: bytes of the device.
+
+    Raises:
+        InfeasibleError: if that is too small; says what is needed.
+    """
     measured: dict[int, Profile] = {}
-    # States are in RAM by now where the run goes on, from a checkpoint or by another plan.
-    known = run.profile or run.before.measured(run.device, processes=1, machines=1)
 
     def profile(parts: int) -> Profile:
         # Solving again, with more in reserve, asks for the same figures.
         if parts not in measured:
-            found = measure(
-                run.model,
-                batch,
-                optimizer=run.optimizer,
-                device=device,
-                structure=structure,
-                run=step,
-                micro_batches=parts,
-                **as_measured(known, run.optimizer),
-            )
+            found = step(parts)
             measured[parts] = found if known is None else replace(found, contention=known.contention)
         return measured[parts]
 
-    planning, count = run.planning, run.before.parts(settings.micro_batches)
-    evaluated = evaluation.device_bytes(run)
+    planning, evaluated, count = run.planning, run.evaluated, run.before.parts(run.settings.micro_batches)
     if count != "auto":
-        own = run.before.own_plan(profile(count), planning, budget, evaluated=evaluated)
+        found = profile(count)
+        if (
+            known is not None
+            and run.before.plan is not None
+            and (known.fingerprint, known.parts) == (found.fingerprint, found.parts)
+        ):
+            # The run that goes on may have been planned for larger batches.
+            found = largest([known, found])
+        own = run.before.own_plan(found, planning, budget, evaluated=evaluated)
         if own is not None:
-            return profile(count), own, as_called(run.model, profile(count).blocks)
+            run.growth.sizes += run.before.shown
+            return found, own, as_called(run.model, found.blocks)
 
     def solve(memory: int, reserved: int) -> tuple[Profile, Plan]:
         return solved(
@@ -93,10 +114,10 @@ def profile_and_plan(run: Run, batch: Any, budget: int) -> tuple[Profile | None,
         if reserved:
             error.add_note(
                 f"{format_bytes(reserved)} of it are for evaluations while training; they need less with a smaller "
-                f"per_device_eval_batch_size (it is {trainer.args.per_device_eval_batch_size})"
+                f"per_device_eval_batch_size (it is {run.trainer.args.per_device_eval_batch_size})"
             )
         raise
-    return profiled, plan, as_called(run.model, profiled.blocks)
+    return _with_reserve(profiled, -reserved), plan, as_called(run.model, profiled.blocks)
 
 
 def _with_reserve(profile: Profile, nbytes: int) -> Profile:

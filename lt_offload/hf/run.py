@@ -1,8 +1,8 @@
 """The life of a training under a Trainer: when it is planned, which engine there is, what is put back.
 
-There is no plan before the micro-batches of the first update have come: all callbacks before them have been called by
-then. A Trainer fetches the batches of an update before it begins, so that a larger one than was planned for, and
-weights that were frozen meanwhile, are seen in time: between two updates another engine takes over.
+The first training step counts, and shows what to plan: when its backward comes to the first block the plan's engine
+takes over. So does a later one whose batch is larger than was planned for, or before which weights were frozen. Where a
+step has to be measured aside instead, that is before an update begins, for the largest of its micro-batches.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_offload import limits
 from lt_offload.errors import PlanError, because
+from lt_offload.execute import open_device
 from lt_offload.execute.engine import Engine
-from lt_offload.hf import batches, head, others, report
-from lt_offload.hf.planning import profile_and_plan
+from lt_offload.execute.training.passes import Passes
+from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.hf import batches, evaluation, head, others, report
+from lt_offload.hf.planning import plan_aside, prepared, profile_and_plan
 from lt_offload.hf.settings import HFSettings
-from lt_offload.hf.step import kept
-from lt_offload.model.batch import Size, shape
-from lt_offload.model.blocks import find_blocks
+from lt_offload.hf.step import at_backward, kept, without_backward
+from lt_offload.machine.driver import current
+from lt_offload.model.batch import Size
+from lt_offload.model.blocks import Structure, as_called, find_blocks
+from lt_offload.model.calls import plainly
 from lt_offload.plan import Settings
 from lt_offload.profiling.hardware import free_memory
 from lt_offload.schema.explain import brief, headline
@@ -32,6 +39,9 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.session import installed, streamed
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
+from lt_offload.strategy.first.growing import Growth
+from lt_offload.strategy.first.parts import one_list, whole_batches
+from lt_offload.strategy.first.survey import FirstIteration
 from lt_offload.strategy.replay import Before, record
 
 if TYPE_CHECKING:
@@ -59,11 +69,18 @@ class Run:
         """While something is trained or evaluated."""
         self.model: nn.Module
         self.optimizer: Optimizer
+        self.evaluated = 0
+        """Bytes of the device that evaluations while training take."""
         self._loader: Any = None
-        self._size = Size(0, 0, False)
-        """The size of the largest batch that the plan has room for."""
+        self._structure: Structure
+        """What may be the model's blocks."""
+        self._aside = False
+        """Steps are measured aside."""
+        self._first: FirstIteration | None = None
+        """While a step shows what to plan, until it is planned."""
+        self.growth = Growth()
         self._planned: Any = None
-        """The batch that the plan was made for."""
+        """The batch that was measured aside."""
         self.interrupts = Interrupts()
         self._others: list[nn.Module] = []
         """Models beside the one that is trained."""
@@ -119,7 +136,8 @@ class Run:
         return device
 
     @property
-    def _budget(self) -> int:
+    def budget(self) -> int:
+        """Device bytes that may be taken now."""
         return self.settings.device.resolved(lambda: free_memory(self.device))
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -144,7 +162,7 @@ class Run:
         self._close()
         self._around.close()
         self.plan = self.profile = None
-        self._size = Size(0, 0, False)
+        self.growth, self.evaluated = Growth(), 0
         self.model, self._loader = self.trainer.accelerator.unwrap_model(model), loader
         self.optimizer = self._innermost_optimizer()
         self._around.enter_context(self._beside(self.model))
@@ -167,32 +185,82 @@ class Run:
         """Note in the folder of a checkpoint how this run trains."""
         if self.plan is not None:
             found = record(self.model, self.profile, self.plan, self.planning)
-            report.save_record(checkpoint, found)
+            report.save_record(checkpoint, found | {"shown": [astuple(size) for size in self.growth.sizes]})
 
     @property
     def planning(self) -> Settings:
         """The settings of plans."""
         return self.settings.planning(self.trainer.args.gradient_accumulation_steps)
 
+    def known(self) -> Profile | None:
+        """Return what has been measured of the machine: states are in RAM by now if the run goes on from others."""
+        return self.profile or self.before.measured(self.device, processes=1, machines=1)
+
     def expect(self, coming: Sequence[Any]) -> None:
-        """Plan for the micro-batches of the update that is ``coming``, unless the present plan serves."""
+        """Be ready for the micro-batches of the update that is ``coming``, of which the first may show what to plan."""
         if not coming:
             return
-        largest = max(coming, key=Size.of)
         self._speed.trains(coming)
         if self.plan is None:
-            self._plan_for(batches.largest(self.trainer, self._loader, largest, self.settings.sample_batch))
+            self._prepare(coming[0])
+        if not self._aside:
             return
-        assert self.engine is not None
+        largest = max(coming, key=Size.of)
+        if self.plan is None:
+            self._plan_aside(batches.largest(self.trainer, self._loader, largest, self.settings.sample_batch))
+        elif (why := self._outdated(coming)) is not None:
+            if self.settings.plan is not None:
+                raise PlanError(f"{why}; leave plan={str(self.settings.plan)!r} out")
+            with because(why):
+                self._plan_aside(max([largest, self._planned], key=Size.of), why)
+
+    def _prepare(self, first: Any) -> None:
+        """Find out what does not need a training step, of which the ``first`` batch has come."""
+        self._structure, settings = prepared(self), self.settings
+        self._aside = (
+            settings.plan is not None
+            or (settings.sample_batch is not None and Size.of(first).ratio(Size.of(settings.sample_batch)) > 1)
+            or not whole_batches(self.planning, settings.micro_batches, None, self.before)
+            or not one_list(self._structure)
+        )
+        if settings.plan is None:
+            self.evaluated = evaluation.device_bytes(self)
+
+    def _outdated(self, coming: Sequence[Any]) -> str | None:
+        """Return why the present plan does not serve the micro-batches that are ``coming``; None if it does."""
+        assert self.engine is not None and self.plan is not None
         change = self.engine.handover.changed(self.optimizer)
-        if change is None and all(map(self._size.covers, coming)):
+        if change is not None:
+            self.growth = Growth()
+        return change or next(filter(None, (self.growth.outgrown(self.plan, batch) for batch in coming)), None)
+
+    @contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """Enclose a training step on ``batch``; it shows what to plan if there is no plan that serves.
+
+        Raises:
+            ConfigError: if it is to show that, and has no backward.
+        """
+        why = self._outdated([batch]) if self.plan is not None and not self._aside else None
+        if self._aside or (self.plan is not None and why is None):
+            yield
             return
-        why = change or f"a batch of {shape(largest)} comes, and none as large was planned for"
-        if self.settings.plan is not None:
-            raise PlanError(f"{why}; leave plan={str(self.settings.plan)!r} out")
-        report.say(f"{why}: the run is planned again")
-        with because(why):
-            self._plan_for(max([largest, self._planned], key=Size.of))
+        first = self._begin_survey(batch, why)
+        with ExitStack() as forward:
+            returned = forward.enter_context(first.forward(batch))
+
+            def run(loss: Tensor, backward: Callable[[], None]) -> None:
+                returned(loss)
+                forward.close()
+                with first.backward():
+                    backward()
+                if self._first is not None:  # it has come to no block, as where all of them are frozen
+                    first.plan()
+
+            with at_backward(run):
+                yield
+        if self._first is not None:
+            raise without_backward(self.trainer)
 
     def show_gradients(self) -> None:
         """Show what the update will use, if a callback looks at it before or after; it is brought to the host."""
@@ -207,27 +275,89 @@ class Run:
         methods = (getattr(callback, hook, None) for callback in self.trainer.callback_handler.callbacks)
         return any(not getattr(method, "__module__", "").startswith("transformers.") for method in methods)
 
-    def _plan_for(self, batch: Any) -> None:
-        """Measure a step with ``batch``, plan, and let the engine of that plan take over."""
-        again = self.plan is not None
-        self.before.warn_of_frozen(self.model)
+    def _leave(self, why: str | None) -> CarriedWindow | None:
+        """Close the engine, if there is one; return what the present window leaves for the next."""
+        engine, window = self.engine, None
+        if engine is not None:
+            report.say(f"{why}: the run is planned again")
+            engine.handover.take_in()
+            window = engine.handover.leave_window(self.optimizer)
+        del engine
         self._close()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        self.before.warn_of_frozen(self.model)
+        limits.check("optimizer", limits.Setup(model=self.model, optimizers=[self.optimizer]))
+        return window
+
+    def _plan_aside(self, batch: Any, why: str | None = None) -> None:
+        """Run a step with ``batch`` to be measured, plan, and let the engine of that plan take over."""
+        window, size = self._leave(why), Size.of(batch)
         with kept(self.trainer):
-            self.profile, self.plan, structure = profile_and_plan(self, batch, self._budget)
-        self.before = Before()
-        self._size = self._size.beside(Size.of(batch))
+            self.profile, plan, structure = plan_aside(self, self._structure, batch)
         self._planned = batches.on_host(batch)
-        report.save_plan(self)
-        report.say(headline(self.plan) if again else brief(self.plan))
-        self.engine = self._installed.enter_context(
-            installed(self.model, self.optimizer, self.plan, structure, self.device)
+        self.growth.sizes = [size]
+        self._install(plan, structure, window)
+
+    def _begin_survey(self, batch: Any, why: str | None) -> FirstIteration:
+        """Be ready for a step without a plan, for the reason ``why`` if there was one."""
+        window, size, before, known, budget = self._leave(why), Size.of(batch), self.profile, self.known(), self.budget
+        if window is not None:
+            for param, gradient in window.rest.items():
+                param.grad = gradient
+            window = replace(window, rest={})
+
+        def plan(first: FirstIteration) -> Passes:
+            if not first.over:
+                raise without_backward(self.trainer)
+
+            def measured(_parts: int) -> Profile:
+                return self.growth.add(size, first.measured(self.trainer.state.global_step + 1), before)
+
+            with because(why) if why is not None else nullcontext():
+                self.profile, plan, structure = profile_and_plan(self, measured, known, budget)
+            passes = self._install(plan, structure, window, first).passes
+            first.planned(passes)
+            return passes
+
+        self._installed.enter_context(current(self.device))
+        self._installed.enter_context(plainly(self.model))
+        self._first = FirstIteration(
+            self.device,
+            self.planning,
+            self.model,
+            self._structure if self.profile is None else as_called(self.model, self.profile.blocks),
+            self.optimizer,
+            known,
+            plan,
+            open_device=lambda threads: open_device(budget, str(self.device), host_threads=threads or None),
+            say=report.say,
         )
+        return self._first
+
+    def _install(
+        self, plan: Plan, structure: Structure, window: CarriedWindow | None, first: FirstIteration | None = None
+    ) -> Engine:
+        """Let the engine of ``plan`` take over, in a ``window`` that has begun; from a ``first`` step that counts."""
+        again, self.plan = self.plan is not None, plan
+        self.before = Before()
+        report.save_plan(self)
+        report.say(headline(plan) if again else brief(plan))
+        self.engine = self._installed.enter_context(
+            installed(self.model, self.optimizer, plan, structure, self.device, first)
+        )
+        self._first = None
+        if window is not None:
+            self.engine.handover.enter_window(window)
         self._speed.restart()
+        return self.engine
 
     def _close(self) -> None:
-        self.engine = None
-        self._installed.close()
+        first, self._first, self.engine = self._first, None, None
+        try:
+            if first is not None:
+                first.close()
+        finally:
+            self._installed.close()
 
     @contextmanager
     def _beside(self, model: nn.Module) -> Iterator[None]:
@@ -255,7 +385,7 @@ class Run:
             return
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         structure = find_blocks(model, self.settings.blocks)
-        with self._beside(model), streamed(model, budget or self._budget, structure, self.device) as engine:
+        with self._beside(model), streamed(model, budget or self.budget, structure, self.device) as engine:
             self.engine = engine
             try:
                 yield engine

@@ -1,22 +1,66 @@
-"""A training step of a Trainer, run to be measured, without a trace in the run that follows."""
+"""A training step of a Trainer: where its backward begins; or run to be measured, without a trace in what follows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from lt_offload.compat.hugging_face import items_in_batch
-from lt_offload.compat.torch import pop_function_mode, push_function_mode
 from lt_offload.errors import ConfigError
 from lt_offload.model.snapshot import untouched
 
 _ASIDE = ("model", "model_wrapped", "ref_model", "optimizer", "train_dataset", "eval_dataset", "callback_handler")
 """Attributes that a step leaves alone, or that the code which measures it looks after."""
+
+Instead = Callable[[Tensor, Callable[[], None]], None]
+"""Is called with a tensor whose backward was to begin, and with what runs it."""
+
+_changing = threading.Lock()
+_open: list[Callable[..., None]] = []
+"""The method of tensors, once per context that is open."""
+_instead: dict[int, Instead] = {}
+"""By thread."""
+
+
+@contextmanager
+def at_backward(run: Instead) -> Iterator[None]:
+    """Let ``run`` be called instead of the first backward within the context, whoever calls that.
+
+    The method is another one meanwhile: a mode of torch would be on a stack from which ``run`` could take no others.
+    """
+    kind: Any = Tensor
+    with _changing:
+        _open.append(_open[-1] if _open else kind.backward)
+        kind.backward = _backward
+    _instead[threading.get_ident()] = run
+    try:
+        yield
+    finally:
+        _instead.pop(threading.get_ident(), None)
+        with _changing:
+            original = _open.pop()
+            if not _open:
+                kind.backward = original
+
+
+@wraps(Tensor.backward)
+def _backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    backward = partial(_open[-1], tensor, *args, **kwargs)
+    run = _instead.pop(threading.get_ident(), None)
+    backward() if run is None else run(tensor, backward)
+
+
+def without_backward(trainer: Any) -> ConfigError:
+    """Return the error of a step of ``trainer`` in which no backward was seen."""
+    return ConfigError(
+        f"{type(trainer).__name__}.training_step returned without a backward, when it was to show what to plan; call "
+        "self.accelerator.backward(loss) in it, or loss.backward()"
+    )
 
 
 class _Reached(BaseException):
@@ -26,28 +70,8 @@ class _Reached(BaseException):
         self.loss = loss
 
 
-class _UntilBackward(TorchFunctionMode):
-    """Ends what runs below it where the backward of a tensor is called, whoever calls it."""
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:
-            raise _Reached(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _until_backward() -> Iterator[None]:
-    mode, above = _UntilBackward(), list[Any]()
-    push_function_mode(mode)
-    try:
-        yield
-    finally:
-        # What measures the step has put modes on top meanwhile, which are to stay.
-        while (top := pop_function_mode()) is not mode:
-            above.append(top)
-        for other in reversed(above):
-            push_function_mode(other)
+def _end(loss: Tensor, _backward: Callable[[], None]) -> None:
+    raise _Reached(loss)
 
 
 class TrainingStep:
@@ -72,14 +96,11 @@ class TrainingStep:
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         items = items_in_batch(trainer, [batch], trainer.args.device)
         try:
-            with _until_backward():
+            with at_backward(_end):
                 trainer.training_step(self._model, batch, items)
         except _Reached as reached:
             return reached.loss
-        raise ConfigError(
-            f"{type(trainer).__name__}.training_step returned without a backward for the batch that is measured; call "
-            "self.accelerator.backward(loss) in it, or loss.backward()"
-        )
+        raise without_backward(trainer)
 
 
 @contextmanager

@@ -59,10 +59,15 @@ class Offloaded:
         return model, loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Plan for the micro-batches of the coming update, if there is no plan that is large enough."""
+        """Take note of the micro-batches of the coming update."""
         batches, items = self._theirs.get_batch_samples(*args, **kwargs)
         self.offmate.expect(batches)
         return batches, items
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step, which shows what to plan if no plan serves it."""
+        with self.offmate.step(inputs):
+            return self._theirs.training_step(model, inputs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Save and stop here, at the end of an update, after Ctrl-C or a SIGTERM."""

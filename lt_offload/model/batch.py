@@ -39,20 +39,12 @@ class Size:
             padded=is_padded(batch) if padded is None else padded,
         )
 
-    def covers(self, batch: Any) -> bool:
-        """Return whether a batch of this size is larger than ``batch``, or as large."""
-        return self.ratio(Size.of(batch)) <= 1
-
     def ratio(self, other: Size) -> float:
         """Return how many times the memory of this size a batch of the ``other`` may need; infinite if unknown."""
         if other.padded and not self.padded:
             return math.inf  # attention takes another way
         pairs = (self.squares, other.squares), (self.tokens, other.tokens)
         return max(theirs / max(own, 1) for own, theirs in pairs)
-
-    def beside(self, other: Size) -> Size:
-        """Return the larger of each."""
-        return Size(max(self.squares, other.squares), max(self.tokens, other.tokens), self.padded or other.padded)
 
 
 def _extents(batch: Any) -> list[tuple[int, int]]:

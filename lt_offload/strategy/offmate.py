@@ -42,6 +42,7 @@ from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.first import sample
+from lt_offload.strategy.first.growing import Growth
 from lt_offload.strategy.first.parts import check_micro_batches, surveyable
 from lt_offload.strategy.first.planning import FirstPlanning
 from lt_offload.strategy.first.survey import Carried, following
@@ -161,7 +162,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self.run_before = Before()
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
         self._aside = self._padded = False
-        self._size = None
+        self._growth = Growth()
         self._step, self._how, self._survey, self._known, self._carried = ExitStack(), {}, None, None, None
         self._undo = ExitStack()  # what ``teardown`` puts back
         self._watch = ExitStack()  # holds the budget between iterations, too
@@ -247,7 +248,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self.same_start()
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
-            self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = self._size = None
+            self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
+            self._growth = Growth()
             self.run_before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
             if self.batch_size == "auto":
                 self._set_batch_size(trainer)
@@ -357,7 +359,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         (optimizer,) = self.optimizers
         change = engine.handover.changed(optimizer) if engine is not None else None
         if change is not None:
-            self._size = None
+            self._growth = Growth()
         change = change or self._outgrown(batch)
         if engine is None or profile is None or change is None:
             return

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute.memory.common import check_beside
+from lt_offload.model.batch import Size
 from lt_offload.plan import Settings, check
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import measured_before
@@ -137,6 +138,8 @@ class Before:
     settings: Mapping[str, object] = field(default_factory=dict)
     profile: str | None = None
     plan: str | None = None
+    shown: tuple[Size, ...] = ()
+    """Of batches that it was planned for."""
     say: Callable[[str], None] = _say
 
     @classmethod
@@ -152,6 +155,7 @@ class Before:
             settings=noted.get("settings", {}),
             profile=noted.get("profile"),
             plan=noted.get("plan"),
+            shown=tuple(Size(*size) for size in noted.get("shown", ())),
             say=say,
         )
 

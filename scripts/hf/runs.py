@@ -16,7 +16,7 @@ import torch
 from transformers import PrinterCallback
 
 import lt_offload
-from lt_offload.errors import InfeasibleError
+from lt_offload.errors import InfeasibleError, OverBudget
 from lt_offload.machine import driver
 from scripts.hf.cases import OF_BITSANDBYTES, Make
 from tests import fake_cuda
@@ -109,19 +109,27 @@ def train(make: Make, folder: Path, context: Any = None, **options: Any) -> Any:
 
 @cache
 def least(make: Make, folder: Path, **settings: Any) -> int:
-    """Return the smallest budget that there is a plan for."""
+    """Return the smallest budget that there is a plan for, and on a GPU a first step that shows it."""
     with quiet(), lt_offload.hf_trainer(**settings):
         trainer = make(folder)
     context = driver.context_bytes(trainer.args.device) if torch.cuda.is_available() else 0
-    trainer.offmate.settings = replace(trainer.offmate.settings, memory=1 + context * 21 // 20)
-    try:
-        with quiet():
-            trainer.train()
-    except InfeasibleError as error:
-        # Where what the context takes is measured anew, it may be another page or two; the fake GPU's never is.
-        spare = 0 if not torch.cuda.is_available() or fake_cuda.enabled() else _SPARE
-        return (error.needed_bytes or 0) + spare
-    raise AssertionError("a byte was enough")
+    memory = 1 + context * 21 // 20
+    while True:
+        trainer.offmate.settings = replace(trainer.offmate.settings, memory=memory)
+        try:
+            with quiet():
+                trainer.train()
+        except InfeasibleError as error:
+            # Where what the context takes is measured anew, it may be another page or two; the fake GPU's never is.
+            spare = 0 if not torch.cuda.is_available() or fake_cuda.enabled() else _SPARE
+            return (error.needed_bytes or 0) + spare
+        except OverBudget:
+            if not torch.cuda.is_available():
+                raise
+            memory += memory // 8
+        else:
+            assert memory > 1, "a byte was enough"
+            return memory
 
 
 @cache
@@ -147,14 +155,25 @@ def offloaded(make: Make, budget: str, folder: Path, least_bytes: int = 0) -> An
     return lt_offload.hf_trainer(memory=max(memory, least_bytes), **settings)
 
 
+def trained(make: Make, budget: str, folder: Path) -> Any:
+    """Return the Trainer of a run with one of :data:`BUDGETS`; with more, if it needs more later."""
+    needed = 0
+    while True:
+        try:
+            return train(make, folder, offloaded(make, budget, folder, needed))
+        except InfeasibleError as error:  # a later batch is larger, or weights are unfrozen
+            if (error.needed_bytes or 0) <= needed:
+                raise
+            needed = error.needed_bytes or 0
+        except OverBudget:
+            if not torch.cuda.is_available():
+                raise
+            needed = (needed or least(make, folder)) * 9 // 8  # that batch has to fit on a GPU when it shows something
+
+
 def within(make: Make, budget: str, folder: Path) -> Outcome:
     """Return what a run leaves with one of :data:`BUDGETS`."""
-    if budget == "resident":
-        return resident(make, folder)
-    try:
-        return Outcome.of(train(make, folder, offloaded(make, budget, folder)))
-    except InfeasibleError as error:  # weights that a callback unfreezes later need more
-        return Outcome.of(train(make, folder, offloaded(make, budget, folder, error.needed_bytes or 0)))
+    return resident(make, folder) if budget == "resident" else Outcome.of(trained(make, budget, folder))
 
 
 def compare(make: Make, budget: str, folder: Path, plain: Outcome | None = None) -> tuple[Outcome, list[str]]:

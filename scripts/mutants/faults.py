@@ -25,6 +25,7 @@ HEAD, PARTS, SAVING = "model/head.py", "model/parts.py", "model/saving.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
 PACKING, LOSS, ROWS = "finetune/data/batches/packing.py", "finetune/loss.py", "finetune/data/rows.py"
 BATCHES, RUN = "hf/batches.py", "hf/run.py"
+GROWING, HANDOVER = "strategy/first/growing.py", "execute/training/handover.py"
 
 VERIFY, PLANS = "unit/verify", "unit/assembly"
 ENGINE, TRAPS = "parity/engine/test_engine.py", "parity/engine/test_traps.py"
@@ -499,7 +500,7 @@ AROUND = (
         "unit/finetune/data/test_rows.py",
     ),
     mutant(
-        "a Trainer is planned for its first batch",
+        "a Trainer whose steps are measured aside is planned for its first batch",
         BATCHES,
         "return max([first, *of_rows(loader, train_batch_size(trainer))], key=Size.of)",
         "return first",
@@ -509,15 +510,29 @@ AROUND = (
     mutant(
         "a larger batch does not lead to another plan",
         RUN,
-        "if change is None and all(map(self._size.covers, coming)):",
-        "if change is None:",
+        "        return change or next(",
+        "        return change if change else None and next(",
         "unit/hf/test_planning.py",
+    ),
+    mutant(
+        "a plan for the batch that came last has no room for those before",
+        GROWING,
+        "return largest([before, found])",
+        "return found",
+        "unit/hf/test_planning.py",
+    ),
+    mutant(
+        "what was put in place of a gradient is lost where another plan goes on",
+        HANDOVER,
+        "self._view.use_shown_sums()",
+        "pass",
+        "parity/hf/test_same_calls.py",
     ),
     mutant(
         "a Trainer that trains again keeps its plan",
         RUN,
-        "        self.plan = self.profile = None\n        self._size",
-        "        self._size",
+        "        self.plan = self.profile = None\n        self.growth",
+        "        self.growth",
         "parity/hf/test_trainer.py",
         "unit/hf",
     ),

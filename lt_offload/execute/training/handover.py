@@ -80,6 +80,9 @@ class Handover:
         self._iteration.enter(Transition.LEAVE, "another plan was to go on")
         added = self._window.added
         with self._guard.suspended:
+            cleared = self._view.cleared
+            if added:
+                self._view.use_shown_sums()
             self._residency.complete_host()
             sums = {param: total.clone() for param, total in self._sums().items()}
             members = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
@@ -87,7 +90,6 @@ class Handover:
             for frozen in (weight for weight in self._weights if weight.param in gone):
                 raise limits.FROZEN_HALFWAY.error(f"{frozen.label} was frozen after {added} micro-batches")
             rest = {param: param.grad.cpu() for _, param in self._structure.rest if param.grad is not None}
-            cleared = self._view.cleared
             self._view.drop()  # the other engine puts its own there
             for param in rest:
                 param.grad = None

@@ -193,6 +193,10 @@ class Passes:
         if self._walk.begun or self._runs:
             self._restart()
         self._guard.check_thread()
+        self._enter()
+
+    def _enter(self) -> None:
+        """Find the model as users have left it."""
         self._setup.check()
         self._guard.begin()
         if self.common is not None:
@@ -247,14 +251,11 @@ class Passes:
             shared: what several of these were called with.
             forwards: in the order of their calls.
         """
-        self._surveyed = list(forwards)
-        self._runs.take_shared(shared)
         with self._guard.suspended:
             self._iteration.check(Transition.FORWARD)
-            self._setup.check()
-            self._guard.begin()
-            if self.common is not None:
-                self.common.begin_pass()
+            self._enter()
+        self._surveyed = list(forwards)
+        self._runs.take_shared(shared)
 
     def begin_step(self) -> None:
         """Begin the optimizer's step, within which the engine was installed."""

@@ -49,7 +49,7 @@ class GradientView:
     def begin_iteration(self) -> None:
         """An iteration begins: gradients are what others have made of them by now."""
         if self._window.added:
-            self._use_shown_sums()
+            self.use_shown_sums()
         elif self.cleared:
             self.shown.drop()
             self.shown.use(())
@@ -60,10 +60,10 @@ class GradientView:
             if self.cleared:
                 self._clear()
                 self.shown.drop()
-            self._use_shown_sums()
+            self.use_shown_sums()
 
-    def _use_shown_sums(self) -> None:
-        """Before a forward, in which sums cannot be written any more, adopt what was assigned to those shown."""
+    def use_shown_sums(self) -> None:
+        """Before sums cannot be written any more, as in a forward, adopt what was assigned to those shown."""
         if self.shown.present:
             self.shown.take(final=False)
             self.shown.put()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -24,6 +24,8 @@ from lt_offload.strategy.replay import Before
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lt_offload.model.batch import Size
     from lt_offload.model.blocks import Structure
     from lt_offload.schema.profile import Profile
@@ -53,18 +55,35 @@ def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure, size
         structure: what may be the model's blocks.
         size: of the batch that comes.
     """
-    before, path = strategy.run_before, strategy.plan_path
+    whole = whole_batches(strategy.settings, strategy.micro_batches, strategy.plan_path, strategy.run_before)
+    unfreezes = any(map(may_unfreeze, trainer.callbacks))
+    # A step that calls other layers trains without a plan, by which nobody adds up its gradients to those of others.
+    adds_up = strategy.is_distributed or strategy.settings.accumulate > 1
+    return whole and not unfreezes and (one_list(structure) or not adds_up) and not sample.wants_larger(trainer, size)
+
+
+def whole_batches(
+    settings: Settings, micro_batches: int | Literal["auto"], path: str | Path | None, before: Before
+) -> bool:
+    """Return whether blocks and losses take batches as a whole, as a first step that counts does.
+
+    Args:
+        settings: of plans.
+        micro_batches: parts that are wanted.
+        path: of a saved plan that is to be used.
+        before: the run that this one continues.
+    """
     plans = [Plan.load(path)] if path is not None else []
     if before.plan is not None and path is None:
         with suppress(PlanError):  # the run is planned again, and says why
             plans.append(from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA))
     parts = any(plan.parts != 1 or "chunked" in plan.options for plan in plans)
-    unfreezes = any(map(may_unfreeze, trainer.callbacks))
-    whole = strategy.micro_batches == 1 and not strategy.settings.chunked_loss
-    # A step that calls other layers trains without a plan, by which nobody adds up its gradients to those of others.
-    adds_up = strategy.is_distributed or strategy.settings.accumulate > 1
-    guessed = adds_up and structure.other is not None and structure.other() is not None
-    return whole and not (parts or unfreezes or guessed or sample.wants_larger(trainer, size))
+    return micro_batches == 1 and not settings.chunked_loss and not parts
+
+
+def one_list(structure: Structure) -> bool:
+    """Return whether nothing else of the model may be its blocks."""
+    return structure.other is None or structure.other() is None
 
 
 def known_machine(strategy: FirstPlanning, before: Before) -> Profile | None:

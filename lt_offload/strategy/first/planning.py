@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -15,19 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.distributed.merge import largest
 from lt_offload.errors import OffloadError, ProcessError, UnsupportedError, because
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
-from lt_offload.model.batch import Size, shape
+from lt_offload.model.batch import Size
 from lt_offload.model.blocks import Structure, as_called
 from lt_offload.plan import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
 from lt_offload.strategy.first import sample
+from lt_offload.strategy.first.growing import Growth
 from lt_offload.strategy.first.parts import known_machine, profile_and_plan
 from lt_offload.strategy.first.sample import SampleBatch
 from lt_offload.strategy.first.survey import Carried, FirstIteration
@@ -73,8 +72,7 @@ class FirstPlanning(Processes):
     """Whether the present batch has padding."""
     _coming: Size
     """Of the present batch, where there is no plan."""
-    _size: Size | None
-    """Of the largest batch that the plan has room for, if steps have shown that."""
+    _growth: Growth
 
     if TYPE_CHECKING:
         _module: Any
@@ -115,7 +113,7 @@ class FirstPlanning(Processes):
         """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""
         if self._first is None or self._surveys:
             return
-        first, self._first, self._size, trainer = self._first, None, None, self._trainer
+        first, self._first, self._growth, trainer = self._first, None, Growth(), self._trainer
         # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         with planning(trainer):
@@ -165,20 +163,9 @@ class FirstPlanning(Processes):
 
     def _outgrown(self, batch: Any) -> str | None:
         """Return why the present plan may have no room for ``batch``, if it was made for smaller ones."""
-        plan, known = self.plan, self._size
-        if plan is None or known is None or self.plan_path is not None or self.is_distributed:
+        if self.plan is None or self.plan_path is not None or self.is_distributed:
             return None
-        ratio, found = known.ratio(Size.of(batch, self._padded)), plan.predicted
-        if (
-            ratio <= 1
-            or math.isfinite(ratio)
-            and (
-                found.device_peak_bytes * ratio <= plan.budget_bytes
-                and found.host_peak_bytes * ratio <= plan.host_budget_bytes
-            )
-        ):
-            return None
-        return f"a batch of {shape(batch)} comes, and none as large was planned for"
+        return self._growth.outgrown(self.plan, batch, self._padded)
 
     def _begin_survey(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
@@ -197,7 +184,8 @@ class FirstPlanning(Processes):
         self._known = self.profile or known_machine(self, self.run_before)
         budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
         self._survey = FirstIteration(
-            self,
+            self.root_device,
+            self.settings,
             self._module,
             structure or self._structure(),
             optimizer,
@@ -207,7 +195,7 @@ class FirstPlanning(Processes):
             say=lambda message: rank_zero_info(f"offmate: {message}"),
         )
         self._device = self._survey.device
-        self._watch.enter_context(self._device.between())
+        self._watch.enter_context(self._survey.watch)
         return self._survey
 
     def _plan_surveyed(self, first: FirstIteration) -> Passes:
@@ -229,12 +217,7 @@ class FirstPlanning(Processes):
 
     def _measured(self, first: FirstIteration) -> Profile:
         """Return what to plan for: the step that has run, and the larger batches before it."""
-        found, before, size = first.measured(self._trainer.global_step + 1), self._known, self._size
-        self._size = self._coming
-        if before is None or size is None or before.fingerprint != found.fingerprint:
-            return found
-        self._size = self._coming.beside(size)
-        return largest([before, found])
+        return self._growth.add(self._coming, first.measured(self._trainer.global_step + 1), self._known)
 
     def _begin_step(self) -> None:
         """The step of the optimizer follows, within which there may be an engine by now.
@@ -253,7 +236,7 @@ class FirstPlanning(Processes):
     def _plan_unreached(self) -> None:
         """Plan for a step whose backward is over and has come to no block, as where all of them are frozen."""
         if self._survey is not None and self._survey.elsewhere is None:
-            self._plan_surveyed(self._survey)
+            self._survey.plan()
 
     def _iterate(self, step: ExitStack, **how: Any) -> None:
         """Begin an iteration, which ``step`` encloses, or be ready to begin it when there is a plan."""

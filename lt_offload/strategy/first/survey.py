@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,8 @@ from lt_offload.strategy import replay
 
 if TYPE_CHECKING:
     from lt_offload.model.blocks import Structure
+    from lt_offload.plan import Settings
     from lt_offload.schema.profile import Profile
-    from lt_offload.strategy.first.planning import FirstPlanning
 
 
 _MOST_KEPT = 1 << 30
@@ -70,7 +71,8 @@ class FirstIteration:
     """A step without a plan.
 
     Args:
-        strategy: whose step it is.
+        root_device: where blocks run.
+        settings: of plans.
         module: that is trained.
         structure: what may be the model's blocks.
         optimizer: that it uses.
@@ -82,7 +84,8 @@ class FirstIteration:
 
     def __init__(
         self,
-        strategy: FirstPlanning,
+        root_device: torch.device,
+        settings: Settings,
         module: nn.Module,
         structure: Structure,
         optimizer: Optimizer,
@@ -94,19 +97,25 @@ class FirstIteration:
     ) -> None:
         self._module = module
         self.step = FirstStep(
-            module, structure, optimizer, strategy.root_device, say=say, **replay.as_measured(known, optimizer)
+            module, structure, optimizer, root_device, say=say, **replay.as_measured(known, optimizer)
         )
-        move_rest(module, structure, strategy.root_device)
+        move_rest(module, structure, root_device)
         self.device = open_device(self.step.updates.host_threads)
-        room = min(_MOST_KEPT, self.step.host_room(strategy.settings.host_budget(self.step.machine)))
-        self.survey = Survey(structure, self.device, lambda: plan(self), room)
+        room = min(_MOST_KEPT, self.step.host_room(settings.host_budget(self.step.machine)))
+        self.plan = partial(plan, self)
+        self.survey = Survey(structure, self.device, self.plan, room)
         self._located = ExitStack()
-        self._located.enter_context(located(module, strategy.root_device))
+        self._located.enter_context(located(module, root_device))
         self._accounting = ExitStack()
         """Of the memory that the step takes: there is no plan that could say how much that may be."""
         self._structure = structure
         self.elsewhere: Structure | None = None
         """What may be the model's blocks, if the step has called none of the layers."""
+        self.over = False
+        """Its forward is."""
+        self.watch = ExitStack()
+        """Holds the budget between iterations, too."""
+        self.watch.enter_context(self.device.between())
 
     @contextmanager
     def forward(self, batch: Any) -> Iterator[Callable[[Any], None]]:
@@ -117,6 +126,7 @@ class FirstIteration:
             yield self._returned
 
     def _returned(self, result: Any) -> None:
+        self.over = True
         self.elsewhere = self.step.returned(result)
         self.survey.unplanned = self.elsewhere is not None
 
@@ -144,6 +154,7 @@ class FirstIteration:
     def close(self) -> None:
         """Give the device back; to be called where no plan has taken it over."""
         self._accounting.close()
+        self.watch.close()
         self._located.close()
         self.step.let_go()
         self.survey.close()

@@ -11,7 +11,7 @@ import pytest
 
 import lt_offload
 from scripts.hf import cases
-from scripts.hf.runs import Outcome, home, offloaded, quiet, train
+from scripts.hf.runs import Outcome, home, quiet, train, trained
 from tests.gpu.target import Target
 
 CASES = {
@@ -46,7 +46,7 @@ def test_a_run_is_the_plain_one(
     library, budget = CASES[case]
     make = getattr(cases, library)[case]
     plain = Outcome.of(train(make, folder))
-    trainer = train(make, folder, offloaded(make, budget, folder))
+    trainer = trained(make, budget, folder)
     assert plain.differs(Outcome.of(trainer)) == []
     reference = getattr(trainer, "ref_model", None)  # TRL loads it to the GPU
     assert reference is None or {parameter.device.type for parameter in reference.parameters()} == {"cpu"}

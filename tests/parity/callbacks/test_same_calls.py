@@ -6,13 +6,7 @@ in one list, by name and with a digest of what it was called with, and the whole
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
-import json
-import os
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,12 +25,12 @@ from lt_offload import OffmateStrategy
 from lt_offload.execute.blocks.part_run import PartRun
 from lt_offload.model.blocks import find_blocks
 from lt_offload.profiling.step.first import FirstStep
+from tests.parity.callbacks.calls import Noted, drawn, note, noting
 from tests.support.engines import equal
 from tests.support.trainers import BATCHES, Module, Run, Tokens, budgets, differences, fit, tight
 from tests.support.user_nets import HIDDEN, VOCAB, Net
 
 Batch = dict[str, Tensor]
-Noted = tuple[str, str, str]
 
 OWN_METRICS = ("tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb", "grad_norm")
 """What the strategy logs of itself, beside what the user logs."""
@@ -44,8 +38,6 @@ OWN_METRICS = ("tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host
 RESIDENT = 200_000_000
 OPTIONS: dict[str, Any] = {"layers": 3, "dropout": 0.1}
 
-trace = -1
-"""The file where calls are noted: a list would be put back by a run aside that is to leave nothing behind."""
 steps = 0
 
 
@@ -58,36 +50,7 @@ class Tally:
 tally = Tally()
 
 
-def note(kind: str, name: object, *values: Any) -> None:
-    os.write(trace, (json.dumps([kind, str(name), " ".join(map(digest, values))]) + "\n").encode())
-
-
-def digest(value: Any) -> str:
-    """Return a name of a value that differs where a bit of it does."""
-    if isinstance(value, Tensor):
-        numbers = value.detach().contiguous().numpy().tobytes()
-        return f"{tuple(value.shape)}:{value.dtype}:{hashlib.sha1(numbers).hexdigest()[:12]}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {digest(held)}' for key, held in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(digest, value))})"
-    return repr(value)
-
-
-def drawn() -> tuple[float, ...]:
-    """Draw from every global generator."""
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
 # -- what users have ---------------------------------------------------------------------------------------------------
-
-
-class Printed(io.StringIO):
-    """Stands for the terminal."""
-
-    def write(self, text: str) -> int:
-        note("print", text)
-        return len(text)
 
 
 class Rows(Dataset[Batch]):
@@ -249,19 +212,14 @@ class Traced(Module):  # type: ignore[misc]
 
 def recorded(strategy: Any, kind: type[Traced], **settings: Any) -> tuple[Run, list[Noted]]:
     """Train, and return what was called from the Trainer's ``fit`` to its end."""
-    global steps, trace
+    global steps
     L.seed_everything(7, verbose=False)
     module = kind()
     steps = tally.steps = tally.served = 0
-    with tempfile.TemporaryFile() as file, contextlib.redirect_stdout(Printed()):
-        trace = file.fileno()
-        try:
-            run = fit(strategy, module, logger=Noting(), log_every_n_steps=1, **settings)
-            note("counted", "steps", steps, tally.steps, tally.served)
-        finally:
-            trace = -1
-        file.seek(0)
-        return run, [tuple(json.loads(line)) for line in file]
+    with noting() as noted:
+        run = fit(strategy, module, logger=Noting(), log_every_n_steps=1, **settings)
+        note("counted", "steps", steps, tally.steps, tally.served)
+        return run, noted()
 
 
 def compared(

@@ -34,10 +34,16 @@ def unmeasured(patch: pytest.MonkeyPatch) -> None:
         )
 
 
+def shrinking() -> list[Any]:
+    """Rows of which the first batch is the largest, and has padding."""
+    shortest, *others, longest = sorted(cases.rows(8), key=lambda row: len(row["input_ids"]))
+    return [longest, shortest, *others]
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_it_has_the_plan_of_its_run(evaluates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluation = {"eval_strategy": "steps", "eval_steps": 3, "_eval_dataset": cases.rows(5)} if evaluates else {}
-    make = cases.plain(**SAVING, **evaluation)
+    make = cases.plain(kind=cases.InOrder, _train_dataset=shrinking(), **SAVING, **evaluation)
     context = partial(lt_offload.hf_trainer, host_memory="4GB", planner="stream")
     whole = train(make, tmp_path, context(memory="150kB"))
     monkeypatch.setattr("lt_offload.profiling.hardware.available_host_bytes", lambda: 8 * 10**9)

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 import lt_offload
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.profiling.step.first import FirstStep
 from scripts.hf import cases
 from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
 from tests.sampling import grid
@@ -63,9 +64,45 @@ class WithoutBackward(Trainer):  # type: ignore[misc]
         return self.compute_loss(model, inputs).detach()
 
 
-def test_a_step_without_a_backward_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"WithoutBackward\.training_step .*; call self\.accelerator\.backward"):
-        train(cases.plain(kind=WithoutBackward), tmp_path, lt_offload.hf_trainer(memory="1GB", planner="resident"))
+class OtherBackward(Trainer):  # type: ignore[misc]
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, inputs)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", [WithoutBackward, OtherBackward])
+def test_a_step_without_a_backward_is_refused_before_training(kind: type[Trainer], tmp_path: Path) -> None:
+    makes: list[Any] = []
+
+    def make(folder: Path) -> Any:
+        makes.append(cases.plain(kind=kind)(folder))
+        return makes[-1]
+
+    said = rf"{kind.__name__}\.training_step .*; call self\.accelerator\.backward"
+    with pytest.raises(ConfigError, match=said):
+        train(make, tmp_path, lt_offload.hf_trainer(memory="1GB", planner="resident"))
+    (trainer,) = makes
+    expected = cases.llama().state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in trainer.model.state_dict().items())
+    trainer.model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()  # it is an ordinary model again
+
+
+def test_with_a_batch_or_a_plan_that_is_given_a_step_is_measured_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FirstStep, "returned", lambda *_: pytest.fail("a step of the training shows what to plan"))
+    make = cases.plain(gradient_accumulation_steps=2)
+    plain = Outcome.of(train(make, tmp_path / "plain"))
+    shortest, *_, longest = sorted(cases.rows(), key=lambda row: len(row["input_ids"]))
+    batch = cases.collate([longest, shortest])
+    context = lt_offload.hf_trainer(memory="200kB", planner="stream", sample_batch=batch)
+    found = train(make, tmp_path, context)
+    assert plain.differs(Outcome.of(found)) == []
+    path = tmp_path / "out" / "lt_offload" / "plan.json"
+    again = train(make, tmp_path / "again", lt_offload.hf_trainer(plan=path))
+    assert plain.differs(Outcome.of(again)) == []
+    assert again.offmate.plan == found.offmate.plan
 
 
 @pytest.mark.slow

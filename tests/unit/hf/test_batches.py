@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +54,10 @@ def test_a_larger_batch_and_the_first_with_padding_are_not_covered() -> None:
     full = {"input_ids": torch.ones(2, 8), "attention_mask": torch.ones(2, 8)}
     padded = {"input_ids": torch.ones(2, 6), "attention_mask": torch.ones(2, 6).triu()}
     longer = {"input_ids": torch.ones(1, 9)}
-    assert Size.of(full).covers(full)
-    assert not Size.of(full).covers(padded)
-    assert Size.of(full).beside(Size.of(padded)).covers(padded)
-    assert Size.of(full).covers(longer) == (81 <= 128 and 9 <= 16)
+    assert Size.of(full).ratio(Size.of(full)) == 1
+    assert Size.of(full).ratio(Size.of(padded)) == math.inf
+    assert Size.of(padded).ratio(Size.of(full)) == (2 * 8 * 8) / (2 * 6 * 6)
+    assert Size.of(full).ratio(Size.of(longer)) == max(81 / 128, 9 / 16)
 
 
 def test_of_two_columns_of_tokens_the_longer_one_counts() -> None:
@@ -67,7 +68,7 @@ def test_of_two_columns_of_tokens_the_longer_one_counts() -> None:
         return {f"{name}_{kind}": ids for name, ids in made.items() for kind in ("input_ids", "attention_mask")}
 
     known = Size.of(answers(9, 4))
-    assert known.covers(answers(4, 9))
-    assert not known.covers(answers(3, 10))
+    assert known.ratio(Size.of(answers(4, 9))) == 1
+    assert known.ratio(Size.of(answers(3, 10))) > 1
     assert max([answers(8, 5), answers(3, 10)], key=Size.of)["rejected_input_ids"].shape == (2, 10)
     assert shape(answers(3, 10)) == "2 x 10, padded"
