@@ -51,9 +51,9 @@ def test_data_whose_lengths_nobody_knows_are_not_read() -> None:
 
 
 def test_a_larger_batch_and_the_first_with_padding_are_not_covered() -> None:
-    full = {"input_ids": torch.ones(2, 8), "attention_mask": torch.ones(2, 8)}
-    padded = {"input_ids": torch.ones(2, 6), "attention_mask": torch.ones(2, 6).triu()}
-    longer = {"input_ids": torch.ones(1, 9)}
+    full = {"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.ones(2, 8)}
+    padded = {"input_ids": torch.ones(2, 6).long(), "attention_mask": torch.ones(2, 6).triu()}
+    longer = {"input_ids": torch.ones(1, 9).long()}
     assert Size.of(full).ratio(Size.of(full)) == 1
     assert Size.of(full).ratio(Size.of(padded)) == math.inf
     assert Size.of(padded).ratio(Size.of(full)) == (2 * 8 * 8) / (2 * 6 * 6)
