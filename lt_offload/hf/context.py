@@ -72,7 +72,8 @@ def hf_trainer(
         report_dir: folder for profile.json, plan.json, trace.json and report.html; None: ``lt_offload`` in the
             Trainer's ``output_dir``.
         sample_batch: a batch of the largest shape that will come, as the data collator returns it: a step of it runs on
-            trial, to be planned for. None: the first training step shows what to plan, and so does each that is larger.
+            trial, to be planned for. None: the first training step shows what to plan, and so does each that is larger
+            than there is room for.
 
     Raises:
         ConfigError: if a setting cannot be used as given.

@@ -71,8 +71,6 @@ def collate(rows: Any) -> Any:
 class Watched(Trainer):  # type: ignore[misc]
     """Notes what is called of it, and of its model's blocks."""
 
-    collator: Any = staticmethod(collate)
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
@@ -125,8 +123,6 @@ class Editing(Watched):
 
 class Twice(Watched):
     """Calls the model twice in a step."""
-
-    hooked = False
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         first, second = (super(Twice, self).compute_loss(model, dict(inputs), *args, **kwargs) for _ in range(2))
