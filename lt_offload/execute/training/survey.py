@@ -148,11 +148,11 @@ class Survey:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Within the context, note which rows of tied tables the blocks look up, which holds their numbers."""
-        uses: Counter[Weight | None] = Counter(weight for members in self._members for weight in members)
+        uses: Counter[Tensor] = Counter(weight.param for members in self._members for weight in members)
         with ExitStack() as stack:
             for block in (block for block in self._structure.blocks if not is_compiled(block.module)):
                 layers = [module for module in block.module.modules() if isinstance(module, nn.Embedding)]
-                layers = [layer for layer in layers if uses[self._weights.get(layer.weight)] > 1]
+                layers = [layer for layer in layers if uses[layer.weight] > 1]
                 for layer in layers:
                     stack.callback(intercept(layer, self._noted(layer, called(layer))))
                 if layers:
