@@ -54,14 +54,23 @@ SIZES: dict[str, Any] = {
 }
 """Values of settings that a configuration may have, whatever the model."""
 OWN: dict[str, dict[str, Any]] = {
-    "donut-swin": {"patch_size": 4, "window_size": 2},
+    "bit": {"num_groups": 4},
+    "cvt": {"depth": [1, 2, 3], "embed_dim": [16, 48, 96]},
+    "donut-swin": {"embed_dim": 24, "patch_size": 4, "window_size": 2},
     "efficientnet": {"width_coefficient": 0.1, "hidden_dim": 128},
     "encoder-decoder": {"encoder": {"is_decoder": False}, "decoder": {"add_cross_attention": True}},
     "esm": {"vocab_size": VOCAB, "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
+    "focalnet": {"embed_dim": 24},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "hgnet_v2": {
+        "hidden_sizes": [32, 128, 256, 512],
+        "stage_in_channels": [48, 32, 128, 256],
+        "stage_mid_channels": [12, 24, 48, 96],
+        "stage_out_channels": [32, 128, 256, 512],
+    },
     "hiera": {"embed_dim": 16, "image_size": [IMAGE, IMAGE]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "levit": {"patch_size": 16},
@@ -70,8 +79,9 @@ OWN: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4},
     "reformer": {"axial_pos_embds": False},
-    "swin": {"patch_size": 4, "window_size": 2},
-    "swinv2": {"patch_size": 4, "window_size": 2},
+    "swin": {"embed_dim": 24, "patch_size": 4, "window_size": 2},
+    "swinv2": {"embed_dim": 24, "patch_size": 4, "window_size": 2},
+    "textnet": {"stem_out_channels": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_head_dim": 16, "attention_hidden_size": 64},
     "zamba2": {"attention_head_dim": 16, "attention_hidden_size": 64, "mamba_headdim": 8},
@@ -82,6 +92,8 @@ COMPUTED = ("head_dim", "num_key_value_heads", "num_experts_per_tok")
 """Sizes that are set where the default is None, which not every model makes a number of."""
 LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 """Settings of as many entries as there are layers."""
+STAGES: dict[str, Callable[[int], int]] = {"depths": partial(min, 2), "hidden_sizes": lambda width: width // 4}
+"""Settings of as many entries as there are stages of other images."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +158,8 @@ def _smaller(settings: dict[str, Any]) -> dict[str, Any]:
             found[name] = SIZES[name]
         elif name in LISTS and isinstance(value, list):
             found[name] = _thinned(value)
+        elif name in STAGES and isinstance(value, list):
+            found[name] = list(map(STAGES[name], value))
     if settings.get("kv_lora_rank") and "num_key_value_heads" in settings:  # latent attention has one for each head
         found["num_key_value_heads"] = SIZES["num_attention_heads"]
     return found
