@@ -1,13 +1,13 @@
-"""Trains every architecture of the installed transformers for a task, of four tiny layers, plainly and offloaded.
+"""Trains every architecture of the installed transformers for a task, tiny, under Lightning, plainly and offloaded.
 
     python -m scripts.breadth                        causal ones (40 minutes of processor time)
     python -m scripts.breadth --family masked        those with another head, encoders with decoders, or images
     python -m scripts.breadth --only gemma3 olmo2    some, whose rows in the file are made anew
 
 Each in a process of its own: in the smallest memory that is named, and there without activations that travel, compared
-bit for bit with plain PyTorch; causal ones are planned from their configuration, too, without weights. A default
-configuration is changed in its sizes only. Ends are those of ``scripts.attack``; "not run" is what plain PyTorch does
-not train either. Results are in results/breadth-FAMILY.json, of which docs/models.md shows a table.
+bit for bit with Lightning's default strategy; causal ones are planned from their configuration, too, without weights. A
+default configuration is changed in its sizes only. Ends are those of ``scripts.attack``; "not run" is what plain
+PyTorch does not train either. Results are in results/breadth-FAMILY.json, of which docs/models.md shows a table.
 """
 
 from __future__ import annotations

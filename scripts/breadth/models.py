@@ -13,15 +13,17 @@ from torch import Tensor, nn
 import lt_offload
 from scripts.attack.compared import Ended, Found, attacked, no_failed_kernels
 from scripts.hf.runs import quiet
+from tests.support.engines import make_optimizer
+from tests.support.trainers import Stepping, stepped
 
-VOCAB, ROWS, TOKENS, STEPS, IMAGE = 128, 2, 12, 3, 32
+VOCAB, ROWS, TOKENS, STEPS, IMAGE = 128, 2, 12, 3, 64
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), 4),
     **dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "embedding_size", "emb_dim", "dim", "word_embed_proj_dim"), 32
     ),
-    **dict.fromkeys(("lru_width", "attention_hidden_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("lru_width", "attention_hidden_size", "audio_hidden_size"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff", "n_inner", "d_inner"), 64),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "feed_forward_size", "hidden_dim"), 64),
     **dict.fromkeys(
@@ -44,22 +46,42 @@ SIZES: dict[str, Any] = {
         ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim", "mamba_d_head"), 8
     ),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
-    **{"image_size": IMAGE, "patch_size": 8},
-    **{"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    **{"image_size": IMAGE, "patch_size": 8, "hidden_size_per_layer_input": 8},
+    **dict.fromkeys(("vocab_size", "entity_vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "blank_token_id": 0},
     **{"is_decoder": True, "use_cache": False, "first_k_dense_replace": 1, "index_topk": 8, "index_n_heads": 2},
     **{"num_kv_shared_layers": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
 }
 """Values of settings that a configuration may have, whatever the model."""
 OWN: dict[str, dict[str, Any]] = {
+    "bit": {"num_groups": 4},
+    "cvt": {"depth": [1, 2, 3], "embed_dim": [16, 48, 96]},
+    "donut-swin": {"embed_dim": 24, "patch_size": 4, "window_size": 2},
+    "efficientnet": {"width_coefficient": 0.1, "hidden_dim": 128},
+    "encoder-decoder": {"encoder": {"is_decoder": False}, "decoder": {"add_cross_attention": True}},
     "esm": {"vocab_size": VOCAB, "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
+    "focalnet": {"embed_dim": 24},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "hgnet_v2": {
+        "hidden_sizes": [32, 128, 256, 512],
+        "stage_in_channels": [48, 32, 128, 256],
+        "stage_mid_channels": [12, 24, 48, 96],
+        "stage_out_channels": [32, 128, 256, 512],
+    },
+    "hiera": {"embed_dim": 16, "image_size": [IMAGE, IMAGE]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "levit": {"patch_size": 16},
     "mamba2": {"num_heads": 8},
+    "mobilevitv2": {"patch_size": 2},
+    "neomme": {"head_dim": 16},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4},
     "reformer": {"axial_pos_embds": False},
+    "swin": {"embed_dim": 24, "patch_size": 4, "window_size": 2},
+    "swinv2": {"embed_dim": 24, "patch_size": 4, "window_size": 2},
+    "textnet": {"stem_out_channels": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_head_dim": 16, "attention_hidden_size": 64},
     "zamba2": {"attention_head_dim": 16, "attention_hidden_size": 64, "mamba_headdim": 8},
@@ -70,6 +92,8 @@ COMPUTED = ("head_dim", "num_key_value_heads", "num_experts_per_tok")
 """Sizes that are set where the default is None, which not every model makes a number of."""
 LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 """Settings of as many entries as there are layers."""
+STAGES: dict[str, Callable[[int], int]] = {"depths": partial(min, 2), "hidden_sizes": lambda width: width // 4}
+"""Settings of as many entries as there are stages of other images."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +137,9 @@ def tiny(kind: str) -> Any:
 
     made: Any = CONFIG_MAPPING[kind]
     config = made(**_joined(_smaller(made().to_dict()), OWN.get(kind, {})))
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = SIZES["decoder_start_token_id"]  # some leave it to whoever trains them
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        if config.is_encoder_decoder and getattr(config, name, None) is None:
+            setattr(config, name, SIZES[name])  # some leave it to whoever trains them
     return config
 
 
@@ -127,12 +152,14 @@ def _smaller(settings: dict[str, Any]) -> dict[str, Any]:
     """Return what is set otherwise; of nested configurations, too."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, dict) and name.endswith("_config"):
-            found[name] = _smaller(value)
+        if isinstance(value, dict) and (name.endswith("_config") or "model_type" in value):
+            found[name] = {key: value[key] for key in ("model_type",) if key in value} | _smaller(value)
         elif name in SIZES and not isinstance(value, (list, tuple)) and (value is not None or name in COMPUTED):
             found[name] = SIZES[name]
         elif name in LISTS and isinstance(value, list):
             found[name] = _thinned(value)
+        elif name in STAGES and isinstance(value, list):
+            found[name] = list(map(STAGES[name], value))
     if settings.get("kv_lora_rank") and "num_key_value_heads" in settings:  # latent attention has one for each head
         found["num_key_value_heads"] = SIZES["num_attention_heads"]
     return found
@@ -157,37 +184,22 @@ def build(family: str, kind: str) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, FAMILIES[family].auto).from_config(tiny(kind))
+    config = tiny(kind)
+    config.architectures = []  # or those of several classes are not found
+    if family != "causal":
+        config.is_decoder = False
+    model: nn.Module = getattr(transformers, FAMILIES[family].auto).from_config(config)
     return model.train()
 
 
 def trained(family: str, kind: str, ours: dict[str, Any] | None = None) -> Ended:
-    """Train in a loop; within ``offloaded`` if there are ``ours``, its settings."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Train under Lightning; with our strategy if there are ``ours``, its settings."""
+    strategy: Any = "auto" if ours is None else lt_offload.OffmateStrategy(solver_time_limit=2.0, **ours)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with quiet(), no_failed_kernels():
-        model = build(family, kind) if ours is not None else build(family, kind).to(device)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=1e-3, foreach=False)
-        made = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches(family)]
-        if ours is None:
-            losses, plan = _loop(model, optimizer, made), None
-        else:
-            settings = {"time_limit": 2.0, **ours}
-            with lt_offload.offloaded(model, optimizer, made[0], accelerator=device.type, **settings) as engine:
-                losses, plan = _loop(model, optimizer, made), engine.plan
-    return Ended.of(model, optimizer, {"losses": losses}, plan)
-
-
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, made: list[dict[str, Tensor]]) -> list[Any]:
-    losses = []
-    torch.manual_seed(5)
-    for batch in made:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        module = Stepping(build(family, kind), partial(make_optimizer, name="adamw"))
+        found = stepped(strategy, module, batches(family), accelerator=device, devices=1)
+    return Ended.of(found.model, found.optimizer, {"losses": found.losses}, getattr(strategy, "plan", None))
 
 
 def planned(kind: str) -> Found:

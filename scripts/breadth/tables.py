@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any
@@ -13,34 +12,33 @@ RUNS = {
     "recomputing": "in the smallest without activations that travel",
     "from configuration": "planned from the configuration, without weights",
 }
+HEAD = ["family", "trained by plain PyTorch", *RUNS.values(), "all of these", "one of these at least"]
 _GOOD = ("equal", "planned")
 
 
 def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
     """Return how many kinds of models train, and what is said of each that does not, made by ``section``."""
-    return "\n\n".join(_one(section, result) for result in results)
-
-
-def _one(section: Callable[..., str], result: Mapping[str, Any]) -> str:
-    kinds = result["figures"]["rows"]
-    plainly = [kind for kind in kinds if all(run["outcome"] != "not run" for run in kind["runs"])]
-    rows = []
-    for budget, words in RUNS.items():
-        if not any(run["budget"] == budget for kind in plainly for run in kind["runs"]):
-            continue
-        ends = Counter(run["outcome"] for kind in plainly for run in kind["runs"] if run["budget"] == budget)
-        good = sum(ends[outcome] for outcome in _GOOD)
-        others = ", ".join(f"{number} {outcome}" for outcome, number in ends.items() if outcome not in _GOOD)
-        rows.append([words, f"{good} of {len(plainly)}", others or "none"])
-    head = ["each kind", "equal to plain PyTorch, or planned", "others"]
-    family = result["settings"]["family"]
-    title = f"Architectures of transformers {result['versions']['transformers']}, {family}, four tiny layers each"
-    misses = [f"- `{kind['name']}`: {said}" for kind in plainly if (said := _said(kind["runs"]))]
-    left = [f"`{kind['name']}`" for kind in kinds if kind not in plainly]
-    text = [section(title, f"scripts.breadth --family {family}", [result], head, rows)]
-    text += ["\n".join(misses)] * bool(misses)
-    text += [f"Not trained by plain PyTorch in such sizes either: {', '.join(left)}."] * bool(left)
-    return "\n\n".join(text)
+    rows, said = [], []
+    for result in results:
+        family, kinds = result["settings"]["family"], result["figures"]["rows"]
+        ends = {kind["name"]: {run["budget"]: run["outcome"] in _GOOD for run in kind["runs"]} for kind in kinds}
+        left = [kind["name"] for kind in kinds if any(run["outcome"] == "not run" for run in kind["runs"])]
+        plainly = [found for name, found in ends.items() if name not in left]
+        among = [[found[budget] for found in plainly if budget in found] for budget in RUNS]
+        counts = [str(sum(goods)) if goods else "" for goods in among]
+        worst, best = (sum(how(found.values()) for found in plainly) for how in (all, any))
+        rows.append([family, f"{len(plainly)} of {len(kinds)}", *counts, str(worst), str(best)])
+        said += [
+            f"- {family}, `{kind['name']}`: {says}"
+            for kind in kinds
+            if kind["name"] not in left and (says := _said(kind["runs"]))
+        ]
+        names = ", ".join(f"`{name}`" for name in left)
+        said += [f"- {family}, not trained by plain PyTorch in such sizes either: {names}"] * bool(left)
+    if not rows:
+        return ""
+    title = f"Architectures of transformers {results[0]['versions']['transformers']}, those with equal numbers"
+    return "\n\n".join([section(title, "scripts.breadth --family FAMILY", results, HEAD, rows), "\n".join(said)])
 
 
 def _said(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -25,7 +25,7 @@ from lt_offload.schema.profile import OptionName, Profile
 from lt_offload.strategy.first import sample
 from tests import sampling
 from tests.support import models, plans
-from tests.support.engines import equal, same_state
+from tests.support.engines import Result, equal, same_state
 
 BATCHES = 3
 """Training batches per epoch."""
@@ -103,6 +103,20 @@ def module_class(L: ModuleType) -> type[Any]:
 Module = module_class(lightning.pytorch)
 
 
+class Stepping(lightning.pytorch.LightningModule):
+    """Trains a model by its own loss, with the optimizer that ``make`` returns for it."""
+
+    def __init__(self, model: torch.nn.Module, make: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.model, self.configure_optimizers = model, partial(make, model)  # type: ignore[method-assign]
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch)["loss"]
+        self.losses.append(loss.detach())
+        return loss
+
+
 class Forced(OffmateStrategy):
     """Has a plan that uses every option and every place, instead of a good one."""
 
@@ -148,6 +162,14 @@ def profiled(patch: pytest.MonkeyPatch, change: Callable[[partial[Profile], Any]
 
     patch.setattr(sample, "measure", of_batch)
     patch.setattr(FirstStep, "measure", of_step)
+
+
+def stepped(strategy: Any, module: Stepping, batches: list[dict[str, Tensor]], **settings: Any) -> Result:
+    """Train for an epoch."""
+    made = trainer(strategy, max_epochs=1, **settings)
+    torch.manual_seed(5)
+    made.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return Result(module.losses, module.model, made.optimizers[0])
 
 
 @dataclass

@@ -6,7 +6,7 @@ The plan is made when the backward comes to the first of them, and its engine ca
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -147,10 +147,12 @@ class Survey:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Within the context, note which rows of tables the blocks look up."""
+        """Within the context, note which rows of tied tables the blocks look up, which holds their numbers."""
+        uses: Counter[Tensor] = Counter(weight.param for members in self._members for weight in members)
         with ExitStack() as stack:
             for block in (block for block in self._structure.blocks if not is_compiled(block.module)):
                 layers = [module for module in block.module.modules() if isinstance(module, nn.Embedding)]
+                layers = [layer for layer in layers if uses[layer.weight] > 1]
                 for layer in layers:
                     stack.callback(intercept(layer, self._noted(layer, called(layer))))
                 if layers:

@@ -239,7 +239,7 @@ class ModelCall:
         signature = (
             repr(block.module),
             is_compiled(block.module),
-            tuple(module.training for module in block.module.modules()),
+            [[name for name, value in vars(m).items() if value is True] for m in block.module.modules()],
             tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
             tuple(_describe(leaf) for leaf in leaves),
             spec,

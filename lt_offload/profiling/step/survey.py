@@ -88,6 +88,7 @@ class StepRecorder(CallRecorder):
         self.join = join
         self.calls = _StepCalls(self)
         self._model, self._structure = model, structure
+        self.rest = list(model.parameters())  # a module whose weights the step uses beside its call is no block
         self._before = {p for p in model.parameters() if p.grad is not None}
         self._tail: Tail | None = None
         self._loss: Tensor | None = None

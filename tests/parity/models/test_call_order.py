@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import lt_offload
 from tests import sampling
 from tests.support.engines import Result, differences, make_optimizer
 from tests.support.profiles.budgets import BUDGETS, planned
-from tests.support.trainers import trainer
+from tests.support.trainers import Stepping, stepped
 from tests.support.user_nets import ordinary
 
 VOCAB, HIDDEN = 61, 16
@@ -229,29 +228,8 @@ def test_blocks_are_what_is_called(make: Make, batches: Any, budget: str) -> Non
     assert differences(expected, found) == []
 
 
-class Stepping(L.LightningModule):
-    """Trains a model by its own loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = self.model(**batch)["loss"]
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.model, "adamw")
-
-
 def fitted(strategy: Any, model: nn.Module, batches: list[dict[str, Tensor]]) -> Result:
-    module = Stepping(model)
-    torch.manual_seed(5)
-    made = trainer(strategy, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
-    made.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return Result(module.losses, model, made.optimizers[0])
+    return stepped(strategy, Stepping(model, partial(make_optimizer, name="adamw")), batches)
 
 
 @pytest.mark.parametrize(

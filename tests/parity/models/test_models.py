@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from lt_offload.errors import ModelError
 from tests import sampling
 from tests.support.engines import Result, differences
 from tests.support.profiles.budgets import BUDGETS, planned
+from tests.support.trainers import Stepping, stepped
 from tests.support.user_nets import ordinary, seed
 
 HIDDEN, VOCAB, WORDS = 32, 61, 8
@@ -181,31 +181,8 @@ def test_layers_by_name() -> None:
     assert [block.name for block in profile.blocks if block.kind == "layer"] == [f"transformer.h.{i}" for i in range(3)]
 
 
-class Module(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = gpt()
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch)["loss"]
-        self.losses.append(loss.detach().clone())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self)
-
-
 @pytest.mark.parametrize("memory", ["450KB", "10MB"])
 def test_layers_by_name_under_a_trainer(memory: str) -> None:
-    results = []
-    for strategy in ("auto", lt_offload.OffmateStrategy(memory=memory, blocks="h")):
-        quiet = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
-        )
-        trainer = L.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, **quiet)
-        module = Module()
-        seed()
-        trainer.fit(module, torch.utils.data.DataLoader(batches("GPT"), batch_size=None))
-        results.append(Result(module.losses, module, trainer.optimizers[0]))
+    strategies = "auto", lt_offload.OffmateStrategy(memory=memory, blocks="h")
+    results = [stepped(strategy, Stepping(gpt(), adamw), batches("GPT")) for strategy in strategies]
     assert differences(*results) == []

@@ -284,6 +284,19 @@ def test_parameters_and_buffers_outside_the_blocks_are_shared() -> None:
     assert measured(model, batch).shared_bytes == inner.shared_bytes + 100 * FLOAT * 4 + 1000 * FLOAT
 
 
+def test_blocks_with_other_flags_are_measured_apart() -> None:
+    class Padded(nn.Linear):
+        wide = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.repeat(9, 1)[: len(x)] if self.wide else x)
+
+    model = nn.Sequential(*(Padded(4, 4) for _ in range(4)))
+    model[1].wide = model[3].wide = True
+    found = measured(model, (torch.ones(2, 4),))
+    assert [block.option("keep").saved_bytes for block in found.blocks] == [0, 9 * 2 * 4 * FLOAT] * 2
+
+
 def test_second_embedding_runs_while_the_first_one_waits() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
