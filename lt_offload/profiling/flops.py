@@ -31,7 +31,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
         return None
     config: Any = next((found for m in model.modules() if (found := getattr(m, "config", None)) is not None), None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = range(getattr(text, "num_hidden_layers", None) or 0)
+    layers = range(_number(text, "num_hidden_layers"))
     # Layers may have heads of their own (Gemma 4), which the configuration of the whole model refuses to name.
     by_layer = getattr(text, "per_layer_config", None)
     return products + 12.0 * sequence_length * sum(_width(by_layer[i] if by_layer else text) for i in layers)
@@ -39,8 +39,14 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
 
 def _width(layer: Any) -> int:
     """Return the numbers that all heads of a layer have; 0 if its configuration does not say."""
-    heads = getattr(layer, "num_attention_heads", None) or 0
-    return heads * (getattr(layer, "head_dim", None) or (getattr(layer, "hidden_size", None) or 0) // max(heads, 1))
+    heads = _number(layer, "num_attention_heads")
+    return heads * (_number(layer, "head_dim") or _number(layer, "hidden_size") // max(heads, 1))
+
+
+def _number(config: Any, name: str) -> int:
+    """Return a setting; 0 if there is none, or one for each stage of several."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
 
 
 def product_flops_per_token(model: nn.Module) -> float | None:

@@ -415,9 +415,9 @@ def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capt
     uses = Counter(p for seam in captured.seams for p in seam.rest)
     for index, seam in enumerate(captured.seams):
         block = profiles[index]
+        least = seam.forward + seam.lingering - block.output_bytes
         options = tuple(
-            replace(option, forward_peak_bytes=max(option.forward_peak_bytes, seam.forward - block.output_bytes))
-            for option in block.options
+            replace(option, forward_peak_bytes=max(option.forward_peak_bytes, least)) for option in block.options
         )
         profiles[index] = replace(block, options=options)
         # Gradients that come from several places are added up: both, their sum, and that of earlier batches.

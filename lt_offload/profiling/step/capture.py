@@ -285,6 +285,7 @@ class CallRecorder:
                 f"block {self.blocks[index].name}, which must run once {why}, is in a forward that waits"
             )
         largest = max(self._forwards, key=lambda forward: forward.input_bytes)
+        largest.settle()
         return Capture(
             calls=tuple(largest.calls),
             chained=tuple(largest.chained),

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 class Seam:
     """What the model's own code does before a block, since the block before has returned."""
 
+    live: dict[int, int] = field(default_factory=dict)
+    """Bytes of each storage that is there when the block is called, and that it is not given."""
     lingering: int = 0
-    """Bytes that earlier blocks have returned, which this one is not given and the model's own code still holds."""
+    """Bytes of those that do not stay until the backward: what the model's own code holds for the moment."""
     forward: int = 0
     """Bytes that it has had at most beyond what it has left."""
     backward: int = 0
@@ -97,6 +99,11 @@ class ModelCall:
     def several_bytes(self) -> int:
         """Bytes of activations that several blocks are given: they stay until the first of these has its backward."""
         return sum(self._sizes[storage] for storage, users in self._users.items() if users > 1)
+
+    def settle(self) -> None:
+        """Say what lingers, once it is known what stays."""
+        for seam in self.seams:
+            seam.lingering = sum(size for serial, size in seam.live.items() if serial not in self.masks)
 
     def let_go(self) -> None:
         """Let go of arguments, and of what operations between blocks save, whose backward is not run."""
@@ -233,8 +240,9 @@ class ModelCall:
             else:
                 self._shared.append(leaf)
         given = {self._account.serial(leaf) for _, leaf in tensors}
-        elsewhere = self._interfaces - given - self._copies
-        seam.lingering = sum(size for serial, size in self._account.live().items() if serial in elsewhere)
+        seam.live = {
+            serial: size for serial, size in self._account.live().items() if serial not in given | self._copies
+        }
         parameters = list(block.module.parameters())
         signature = (
             repr(block.module),

@@ -223,6 +223,7 @@ class StepRecorder(CallRecorder):
             )
         largest = max(forwards, key=lambda visits: sum(map(calls.input_bytes_of, visits)))
         others = {at for at, index in enumerate(self._called) if index not in order}
+        calls.settle()
         begin = max((visits[-1] + 1 for visits in forwards if visits[-1] < largest[0]), default=0)
         return Surveyed(
             structure=structure,

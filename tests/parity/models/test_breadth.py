@@ -8,10 +8,10 @@ from scripts.breadth.models import FAMILIES, compare
 
 KINDS = {
     "causal": ("deepseek_v4", "jamba", "gemma4_text", "olmo_hybrid", "llama4"),
-    "masked": ("bert", "esm", "deberta-v2"),
-    # Tables of positions in each layer; embeddings that are used beside their call; layers of two kinds in turn.
+    "masked": ("bert", "esm", "deberta-v2", "tapas"),
+    # Here with tables of positions in each layer; embeddings used beside their call; layers of two kinds in turn.
     "seq2seq": ("t5", "umt5", "prophetnet", "pegasus_x", "bart"),
-    "images": ("vit", "swiftformer", "mobilevit"),
+    "images": ("vit", "deit", "swin"),
 }
 
 

@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,9 @@ def test_what_a_token_costs_is_counted_as_palm_does() -> None:
     plan = lt_offload.solve(found, memory="2GB")
     assert plan.peak_share == pytest.approx(plan.tokens_per_s * found.flops_per_token / peaks["float32"])
     assert flops_per_token(models.build("mixtral"), 12) is None
+    staged = nn.Linear(3, 4)
+    staged.config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=[3, 6], hidden_size=8)
+    assert flops_per_token(staged, 12) == product_flops_per_token(staged)
 
 
 def test_heads_of_each_layer_count_where_they_differ() -> None:

@@ -297,6 +297,27 @@ def test_blocks_with_other_flags_are_measured_apart() -> None:
     assert [block.option("keep").saved_bytes for block in found.blocks] == [0, 9 * 2 * 4 * FLOAT] * 2
 
 
+def test_there_is_room_for_what_the_model_holds_while_blocks_run() -> None:
+    class Holding(nn.Sequential):
+        numbers = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second, *others = self
+            held = torch.ones(self.numbers)
+            x = second(first(x))
+            del held
+            for layer in others:
+                x = layer(x)
+            return x
+
+    def peaks(numbers: int) -> list[int]:
+        model = Holding(*(nn.Linear(4, 4) for _ in range(4)))
+        model.numbers = numbers
+        return [b.option("keep").forward_peak_bytes for b in measured(model, (torch.ones(2, 4),)).blocks]
+
+    assert peaks(1000)[:2] == [peak + 1000 * FLOAT for peak in peaks(0)[:2]]
+
+
 def test_second_embedding_runs_while_the_first_one_waits() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
