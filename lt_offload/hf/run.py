@@ -28,6 +28,7 @@ from lt_offload.hf import batches, evaluation, head, others, report
 from lt_offload.hf.planning import plan_aside, prepared, profile_and_plan
 from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.step import at_backward, kept, without_backward
+from lt_offload.machine.dispatch import DISPATCH_MODES
 from lt_offload.machine.driver import current
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import Structure, as_called, find_blocks
@@ -248,10 +249,13 @@ class Run:
         first = self._begin_survey(batch, why)
         with ExitStack() as forward:
             returned = forward.enter_context(first.forward(batch))
+            height = DISPATCH_MODES.size()
 
             def run(loss: Tensor, backward: Callable[[], None]) -> None:
-                returned(loss)
-                forward.close()
+                # Modes that the step has put on top since are the user's.
+                with DISPATCH_MODES.cut(height):
+                    returned(loss)
+                    forward.close()
                 with first.backward():
                     backward()
                 if self._first is not None:  # it has come to no block, as where all of them are frozen

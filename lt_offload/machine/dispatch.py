@@ -14,7 +14,8 @@ runs it without being in place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -165,6 +166,16 @@ class ModeStack:
         for other in reversed(above):
             self.push(other)
         return len(above) if lifted else None
+
+    @contextmanager
+    def cut(self, height: int) -> Iterator[None]:
+        """Take out what lies above the lowest ``height`` modes; the context ends with it on top again."""
+        above = [self.pop() for _ in range(self.size() - height)]
+        try:
+            yield
+        finally:
+            for mode in reversed(above):
+                self.push(mode)
 
     def insert(self, mode: object, above: int) -> None:
         """Put ``mode`` back below the ``above`` modes on top."""

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 import lt_offload
+from lt_offload.compat.torch import all_function_modes
 from lt_offload.model.blocks import find_blocks
 from lt_offload.profiling.step.first import FirstStep
 from scripts.hf import cases
@@ -121,6 +123,21 @@ class Editing(Watched):
         return loss
 
 
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(Watched):
+    """Encloses its steps in a mode of torch, as counters of operations are."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with Mode() as mode, torch.device("cpu"):  # a mode of functions
+            loss = super().training_step(*args, **kwargs)
+            note("training_step", "on top", _get_current_dispatch_mode() is mode, type(all_function_modes()[-1]))
+        return loss
+
+
 class Twice(Watched):
     """Calls the model twice in a step."""
 
@@ -203,6 +220,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied weights": {"model": lambda: cases.llama(tie_word_embeddings=True)},
     "backward per row": {"kind": PerRow},
     "two forwards": {"kind": Twice},
+    "a mode": {"kind": Counting},
 }
 
 
