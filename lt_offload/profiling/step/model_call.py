@@ -247,7 +247,7 @@ class ModelCall:
         signature = (
             repr(block.module),
             is_compiled(block.module),
-            [[name for name, value in vars(m).items() if value is True] for m in block.module.modules()],
+            [_flags(module) for module in block.module.modules()],
             tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
             tuple(_describe(leaf) for leaf in leaves),
             spec,
@@ -316,6 +316,11 @@ class ModelCall:
 
 def _numbers(out: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _flags(module: nn.Module) -> list[str]:
+    """Return what is switched on in ``module``; torch's own, such as that it has hooks, say nothing of its numbers."""
+    return [name for name, value in vars(module).items() if value is True and not name.startswith("_")]
 
 
 def _describe(leaf: Any) -> object:
