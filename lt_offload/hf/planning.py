@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lt_offload.distributed.merge import largest
 from lt_offload.errors import InfeasibleError
 from lt_offload.hf.step import TrainingStep
 from lt_offload.model.blocks import Structure, as_called
@@ -87,18 +86,9 @@ def profile_and_plan(
 
     planning, evaluated, count = run.planning, run.evaluated, run.before.parts(run.settings.micro_batches)
     if count != "auto":
-        found = profile(count)
-        if (
-            known is not None
-            and run.before.plan is not None
-            and (known.fingerprint, known.parts) == (found.fingerprint, found.parts)
-        ):
-            # The run that goes on may have been planned for larger batches.
-            found = largest([known, found])
-        own = run.before.own_plan(found, planning, budget, evaluated=evaluated)
+        own = run.before.own_plan(profile(count), planning, budget, evaluated=evaluated)
         if own is not None:
-            run.growth.sizes += run.before.shown
-            return found, own, as_called(run.model, found.blocks)
+            return profile(count), own, as_called(run.model, profile(count).blocks)
 
     def solve(memory: int, reserved: int) -> tuple[Profile, Plan]:
         return solved(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ class Run:
         self._close()
         self._around.close()
         self.plan = self.profile = None
-        self.growth, self.evaluated = Growth(), 0
+        self.growth, self.evaluated = Growth(self.before.shown), 0
         self.model, self._loader = self.trainer.accelerator.unwrap_model(model), loader
         self.optimizer = self._innermost_optimizer()
         self._around.enter_context(self._beside(self.model))
@@ -179,14 +179,15 @@ class Run:
     def goes_on(self, checkpoint: Path) -> None:
         """Take note of the run whose ``checkpoint`` is about to be loaded, and train what that trained."""
         self.before = report.read_record(checkpoint)
+        self.growth = Growth(self.before.shown)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         self.before.train_as_before(model, [self._innermost_optimizer()], _UNFREEZE)
 
     def save_record(self, checkpoint: Path) -> None:
         """Note in the folder of a checkpoint how this run trains."""
         if self.plan is not None:
-            found = record(self.model, self.profile, self.plan, self.planning)
-            report.save_record(checkpoint, found | {"shown": [astuple(size) for size in self.growth.sizes]})
+            found = record(self.model, self.profile, self.plan, self.planning, self.growth.sizes)
+            report.save_record(checkpoint, found)
 
     @property
     def planning(self) -> Settings:
@@ -304,7 +305,7 @@ class Run:
 
     def _begin_survey(self, batch: Any, why: str | None) -> FirstIteration:
         """Be ready for a step without a plan, for the reason ``why`` if there was one."""
-        window, size, before, known, budget = self._leave(why), Size.of(batch), self.profile, self.known(), self.budget
+        window, size, known, budget = self._leave(why), Size.of(batch), self.known(), self.budget
         if window is not None:
             for param, gradient in window.rest.items():
                 param.grad = gradient
@@ -315,7 +316,7 @@ class Run:
                 raise without_backward(self.trainer)
 
             def measured(_parts: int) -> Profile:
-                return self.growth.add(size, first.measured(self.trainer.state.global_step + 1), before)
+                return self.growth.add(size, first.measured(self.trainer.state.global_step + 1), known)
 
             with because(why) if why is not None else nullcontext():
                 self.profile, plan, structure = profile_and_plan(self, measured, known, budget)

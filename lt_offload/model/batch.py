@@ -1,4 +1,4 @@
-"""How large a batch is: what a plan's memory grows with."""
+"""The size of a batch, with which a plan's memory grows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _extents(batch: Any) -> list[tuple[int, int]]:
 
 def is_padded(batch: Any) -> bool:
     """Return whether rows are filled up, or will be where columns are put below one another, or hold several texts."""
-    masks, lengths = _columns(batch, "attention_mask"), {column.shape[-1] for column in _columns(batch, "input_ids")}
+    masks, lengths = _columns(batch, "attention_mask"), {column.shape[-1:] for column in _columns(batch, "input_ids")}
     begins_again = any(ids.ndim and bool((ids.diff() < 0).any()) for ids in _columns(batch, "position_ids"))
     return not all(bool(mask.all()) for mask in masks) or len(lengths) > 1 or begins_again
 

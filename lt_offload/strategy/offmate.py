@@ -249,8 +249,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
             self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
-            self._growth = Growth()
             self.run_before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
+            self._growth = Growth(self.run_before.shown)
             if self.batch_size == "auto":
                 self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
@@ -433,7 +433,9 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
             self._coming = Size.of(batch, self._padded)
-            self._aside = not surveyable(self, self._trainer, self._structure(), self._coming)
+            # What a step that counted has begun goes on with such: it has left sums of a window.
+            counts = self._carried is not None
+            self._aside = not (counts or surveyable(self, self._trainer, self._structure(), self._coming))
 
     def optimizer_step(
         self,

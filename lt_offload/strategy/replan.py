@@ -104,7 +104,7 @@ class Replanning:
         self._traces.append(engine.trace())
         return len(self._traces) == _MEASURED
 
-    def correct(self, engine: Engine, steps_left: float, done: int = 0) -> Correction | None:
+    def correct(self, engine: Engine, steps_left: float, done: int) -> Correction | None:
         """Compare what was recorded with the plan of ``engine``; return what follows from it, None if nothing does.
 
         Args:

@@ -6,7 +6,7 @@ It is in a file of its own, or in the checkpoint of the run that goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +109,9 @@ def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
 # -- in checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def record(module: nn.Module, profile: Profile | None, plan: Plan, settings: Settings) -> dict[str, Any]:
+def record(
+    module: nn.Module, profile: Profile | None, plan: Plan, settings: Settings, shown: Iterable[Size]
+) -> dict[str, Any]:
     """Return how a run trains, for its checkpoint: which weights, in which batches, by which plan for which settings.
 
     A profile comes with it: to measure machine and optimizer takes RAM, in which the states are when a run goes on.
@@ -121,6 +123,7 @@ def record(module: nn.Module, profile: Profile | None, plan: Plan, settings: Set
         "settings": settings.values(),
         "profile": None if profile is None else to_json(profile),
         "plan": to_json(plan),
+        "shown": [astuple(size) for size in shown],
     }
 
 
@@ -139,7 +142,7 @@ class Before:
     profile: str | None = None
     plan: str | None = None
     shown: tuple[Size, ...] = ()
-    """Of batches that it was planned for."""
+    """Sizes of batches for which steps have shown what to plan."""
     say: Callable[[str], None] = _say
 
     @classmethod

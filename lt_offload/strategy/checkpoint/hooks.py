@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lt_offload.plan import Settings
     from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import Profile
+    from lt_offload.strategy.first.growing import Growth
 else:
     _Base = object
 
@@ -54,6 +55,7 @@ class Checkpoints(_Base):
     plan: Plan | None
     settings: Settings
     ranks: Ranks | None
+    _growth: Growth
     if TYPE_CHECKING:
 
         @property
@@ -167,7 +169,7 @@ class Checkpoints(_Base):
             return
         first = self.is_global_zero
         if first and self.profile is not None and self.plan is not None:
-            checkpoint[KEY] = record(self._module, self.profile, self.plan, self.settings)
+            checkpoint[KEY] = record(self._module, self.profile, self.plan, self.settings, self._growth.sizes)
         files, later = self._files()
         path = None if storage_options is not None else local(filepath)
         engine = self.engine

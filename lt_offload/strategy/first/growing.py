@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from lt_offload.distributed.merge import largest
 from lt_offload.model.batch import Size, shape
@@ -11,10 +12,14 @@ from lt_offload.schema.profile import Profile
 
 
 class Growth:
-    """The batches that there is room for: of each, or of one that is larger, a step has shown what it takes."""
+    """The batches that there is room for: of each, or of one that is larger, a step has shown what it takes.
 
-    def __init__(self) -> None:
-        self.sizes: list[Size] = []
+    Args:
+        sizes: of those that steps of a run before have shown.
+    """
+
+    def __init__(self, sizes: Iterable[Size] = ()) -> None:
+        self.sizes = [*sizes]
         """Two of them need not cover one that is as long as the one and padded as the other."""
 
     def add(self, size: Size, found: Profile, before: Profile | None) -> Profile:
@@ -23,9 +28,9 @@ class Growth:
         Args:
             size: of its batch.
             found: its profile.
-            before: what was planned for before it.
+            before: what was planned for before it, perhaps in a run before.
         """
-        if not self.sizes or before is None or before.fingerprint != found.fingerprint:
+        if not self.sizes or before is None or before.fingerprint != found.fingerprint or before.parts != found.parts:
             self.sizes = [size]
             return found
         self.sizes.append(size)

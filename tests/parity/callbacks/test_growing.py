@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,7 +17,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import OverBudget
 from lt_offload.profiling.step.first import FirstStep
 from tests import sampling
-from tests.support.trainers import Module, differences, fit, tight
+from tests.support.trainers import Module, differences, fit, state_differences, tight
 
 LENGTHS = [(2, 4), (2, 3), (4, 4), (1, 9), (2, 10), (2, 9), (1, 10), (3, 10)]
 """Rows and length of each batch."""
@@ -51,9 +53,16 @@ class Growing(Module):
         return DataLoader(Batches(self.padded), batch_size=None)
 
 
-def seeded(**options: Any) -> Growing:
+class Named(Growing):
+    """Names a batch to be measured that is as large as its first one, but not as large as what follows."""
+
+    def worst_case_batch(self) -> Any:
+        return Batches(self.padded)[0]
+
+
+def seeded(kind: type[Growing] = Growing, **options: Any) -> Growing:
     L.seed_everything(7, verbose=False)
-    return Growing(**options)
+    return kind(**options)
 
 
 @pytest.fixture
@@ -93,6 +102,28 @@ def test_without_another_plan_the_largest_would_not_fit(monkeypatch: pytest.Monk
     monkeypatch.setattr(OffmateStrategy, "_outgrown", lambda strategy, batch: None)
     with pytest.raises(OverBudget):
         fit(OffmateStrategy(memory=tight(seeded().model)), seeded())
+
+
+def test_what_has_begun_with_a_step_that_counts_goes_on_with_such(shown: list[int]) -> None:
+    """The second micro-batch has padding, but fewer tokens than the batch that is named: sums wait to be carried on."""
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "limit_train_batches": 2}
+    stock = fit("auto", seeded(Named, padded=1), **settings)
+    ours = fit(OffmateStrategy(memory="200MB"), seeded(Named, padded=1), **settings)
+    assert differences(stock, ours) == []
+    assert shown == [0, 1]
+
+
+def test_a_run_that_goes_on_has_room_for_what_was_shown(shown: list[int], tmp_path: Path) -> None:
+    """Its first batch is a small one."""
+    memory = tight(seeded().model)
+    saver = ModelCheckpoint(tmp_path, filename="first", save_on_train_epoch_end=True)
+    fit(OffmateStrategy(memory=memory), seeded(), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
+    assert len(shown) > 1
+    shown.clear()
+    stock = fit("auto", seeded(), max_epochs=2)
+    ours = fit(OffmateStrategy(memory=memory), seeded(), ckpt=tmp_path / "first.ckpt", max_epochs=2)
+    assert state_differences(stock, ours) == []
+    assert shown == [0]
 
 
 def test_no_other_plan_is_made_where_there_is_memory_enough(shown: list[int]) -> None:

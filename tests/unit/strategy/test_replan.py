@@ -85,14 +85,14 @@ def test_three_iterations_count_after_two_that_do_not(asked: list[Settings]) -> 
     another = FakeEngine()
     another.plan = timed(found.plan, found.profile)
     assert due_after(replanning, another) == 5, "another engine warms up again"
-    assert replanning.correct(another, 1e6) is None  # type: ignore[arg-type]
+    assert replanning.correct(another, 1e6, 7) is None  # type: ignore[arg-type]
     assert replanning.over
 
 
 def test_an_engine_that_stays_is_warm(asked: list[Settings]) -> None:
     replanning, engine = Replanning(Settings(), PROFILE), FakeEngine(replaceable=False)
     assert due_after(replanning, engine) == 5
-    found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+    found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
     assert found is not None
     assert not found.takes_over
     assert asked == []
@@ -113,7 +113,7 @@ def test_the_last_plan_is_corrected_too(asked: list[Settings], caplog: pytest.Lo
             ),
         )
         due_after(replanning, engine)
-        found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+        found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
         if found is None:
             break
         over.append(found.takes_over)
@@ -131,7 +131,7 @@ def test_planning_takes_a_part_of_the_time_that_is_left(
 ) -> None:
     replanning, engine = Replanning(Settings(), PROFILE), FakeEngine()
     due_after(replanning, engine)
-    found = replanning.correct(engine, steps)  # type: ignore[arg-type]
+    found = replanning.correct(engine, steps, 7)  # type: ignore[arg-type]
     assert found is not None
     assert [settings.time_limit for settings in asked] == ([] if limit is None else [pytest.approx(limit)])
 
@@ -148,7 +148,7 @@ def test_a_plan_that_hardly_gains_or_may_not_run_does_not_take_over(monkeypatch:
         monkeypatch.setattr(replan, "make_plan", make)
         replanning, engine = Replanning(Settings(), PROFILE), FakeEngine(runs=runs)
         due_after(replanning, engine)
-        found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+        found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
         assert found is not None
         assert not found.takes_over
         assert found.plan.predicted.iteration_s == pytest.approx(183)
@@ -173,7 +173,7 @@ def test_rows_that_are_shorter_than_planned_are_said_instead_of_a_lane(
     for length in (40, 53):
         replanning.saw([{"input_ids": torch.zeros(2, length, dtype=torch.long)}])
     due_after(replanning, engine)
-    found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+    found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
     assert found is not None
     why = "rows are 53 tokens long at most, planned were 512; if none is longer, plan for 56 (--data.max_length 56)"
     assert why in caplog.text
