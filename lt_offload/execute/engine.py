@@ -119,7 +119,7 @@ class Engine(LoopCalls):
         self._runs = BlockRuns(device, self.pool, self.structure, plan)
         deferred = plan is not None and plan.deferred_forwards > 0
         checks.check_hooks(self.structure, self._runs.repeated, parted=self._runs.parted, deferred=deferred)
-        self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
+        self._loss = LossInBlock.of_plan(self.structure, plan) if plan is not None else None
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
         self._guard: Guard
@@ -206,7 +206,7 @@ class Engine(LoopCalls):
         """Let calls of the blocks come to the engine."""
         runs = [self._wrapped(index, called(block.module)) for index, block in enumerate(self.structure.blocks)]
         if self._loss is not None:
-            self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.forward)))
+            self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.module.forward)))
             runs[-1] = self._loss.deferring(runs[-1])
         for block, run in zip(self.structure.blocks, runs, strict=True):
             self._undo.append(intercept(block.module, without_gradients(block.module, run)))

@@ -41,7 +41,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.session import installed, streamed
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
 from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.parts import one_list, whole_batches
+from lt_offload.strategy.first.parts import one_list, order_of_sums
 from lt_offload.strategy.first.survey import FirstIteration
 from lt_offload.strategy.replay import Before, record
 
@@ -222,7 +222,6 @@ class Run:
         self._aside = (
             settings.plan is not None
             or (settings.sample_batch is not None and Size.of(first).ratio(Size.of(settings.sample_batch)) > 1)
-            or not whole_batches(self.planning, settings.micro_batches, None, self.before)
             or not one_list(self._structure)
         )
         if settings.plan is None:
@@ -315,8 +314,8 @@ class Run:
             if not first.over:
                 raise without_backward(self.trainer)
 
-            def measured(_parts: int) -> Profile:
-                return self.growth.add(size, first.measured(self.trainer.state.global_step + 1), known)
+            def measured(parts: int) -> Profile:
+                return self.growth.add(size, first.measured(self.trainer.state.global_step + 1, parts), known)
 
             with because(why) if why is not None else nullcontext():
                 self.profile, plan, structure = profile_and_plan(self, measured, known, budget)
@@ -334,6 +333,7 @@ class Run:
             self.optimizer,
             known,
             plan,
+            **order_of_sums(self.planning, self.settings.micro_batches, None, self.before, self.plan),
             open_device=lambda threads: open_device(budget, str(self.device), host_threads=threads or None),
             say=report.say,
         )

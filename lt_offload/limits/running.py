@@ -23,6 +23,11 @@ LOGITS = while_running(
     instead="use them in every training step, so that the plan keeps them, or plan with recompute=False, or call the "
     "model under torch.no_grad() before the forward or after the optimizer step",
 )
+LOSS_IN_CHUNKS = while_running(
+    "chunked_loss with a step that calls the model several times with gradients",
+    why="the projection and the loss are computed together, and which logits a loss belongs to must be certain",
+    instead="leave out chunked_loss",
+)
 SHARED_CAST = while_running(
     "a weight that several blocks (with micro_batches: parts) compute with under torch.autocast, which keeps its casts",
     why="plain PyTorch would add the gradients of these blocks in the low precision",

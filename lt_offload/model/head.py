@@ -160,6 +160,20 @@ def _unscale(slope: Tensor, scaling: Scaling, kept: list[Tensor]) -> None:
             slope.div_(number) if name == "div" else slope.mul_(number)
 
 
+def scaled(logits: Tensor, scaling: Scaling) -> Tensor:
+    """Return what the steps of ``scaling`` make of ``logits``."""
+    return _scale(logits, scaling)[0]
+
+
+def in_chunks(hidden: Tensor, weight: Tensor, chunk: int) -> bool:
+    """Return whether the loss of ``hidden``, ``[..., features]``, may be computed ``chunk`` tokens at a time.
+
+    With one chunk all logits would exist after all, in another order of sums for nothing. In float16, gradients that do
+    not know yet by how much a loss is scaled up would come to nothing.
+    """
+    return hidden.numel() // hidden.shape[-1] > chunk and weight.dtype is not torch.float16
+
+
 class HeadLoss(nn.Module):
     """The projection ``head`` with the loss of a causal language model: from hidden states to the loss.
 

@@ -144,7 +144,8 @@ def make_plan(
     # Plain PyTorch's numbers come first: only if nothing else fits may sums be in another order.
     first = with_planned_head(profile, settings)
     try:
-        return _plan(first, settings, bounded=bounded)
+        plan = _plan(first, settings, bounded=bounded)
+        return _chunked(plan, profile, "as it began") if plan.chunk_tokens else plan
     except InfeasibleError as error:
         chunked = _with_chunks_only(profile)
         if exact or chunked is None or not settings.recompute or _fits(first, settings):
@@ -203,12 +204,12 @@ def least_s(profile: Profile, settings: Settings) -> float:
 def with_planned_head(profile: Profile, settings: Settings) -> Profile:
     """Return ``profile`` with the options of its last block that are planned with first.
 
-    They give plain PyTorch's numbers: all but ``chunked``. With ``chunked_loss`` that one alone, if it is offered.
+    They give plain PyTorch's numbers: all but ``chunked``. With ``chunked_loss`` that one alone, if it is offered; it
+    is also in a run that goes on with it, as no other is offered.
     """
-    chunked = _with_chunks_only(profile) if settings.chunked_loss else None
-    return chunked or _with_head(
-        profile, tuple(option for option in profile.blocks[-1].options if option.name != "chunked")
-    )
+    exact = tuple(option for option in profile.blocks[-1].options if option.name != "chunked")
+    chunked = _with_chunks_only(profile) if settings.chunked_loss or not exact else None
+    return chunked or _with_head(profile, exact)
 
 
 def _with_chunks_only(profile: Profile) -> Profile | None:

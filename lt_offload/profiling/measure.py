@@ -314,9 +314,9 @@ def assemble(
 
 def _scatter(costs: Sequence[BlockCost]) -> float:
     """Return the mean scatter of blocks, each counted by the seconds that it takes."""
-    seconds = [cost.options[0].forward_s + cost.options[0].backward_s for cost in costs]
-    total = sum(seconds)
-    return sum(cost.scatter * s for cost, s in zip(costs, seconds, strict=True)) / total if total > 0 else 0.0
+    seconds = [(cost.scatter, option.forward_s + option.backward_s) for cost in costs for option in cost.options[:1]]
+    total = sum(s for _, s in seconds)
+    return sum(scatter * s for scatter, s in seconds) / total if total > 0 else 0.0
 
 
 def _page_tables(structure: Structure, sizes: UpdateSizes) -> int:

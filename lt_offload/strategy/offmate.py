@@ -377,7 +377,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         if self.sample is None:
             for param, gradient in window.rest.items():
                 param.grad = gradient
-            self._carried = Carried(replace(window, rest={}), memory, change)
+            assert self.plan is not None
+            self._carried = Carried(replace(window, rest={}), memory, self.plan, change)
             self.plan = None
             return
         with sample.isolated(self.namespace), because(change):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -171,14 +171,18 @@ def measured_again(trainer: Any, optimizer: Optimizer, batch: sample.SampleBatch
 
 
 def warn_of_unfreezing(
-    trainer: Any, optimizer: Optimizer, batch: sample.SampleBatch, before: Profile, settings: Settings
+    trainer: Any,
+    optimizer: Optimizer,
+    measure: Callable[[int, Optimizer], Profile],
+    before: Profile,
+    settings: Settings,
 ) -> None:
     """Plan once more with all weights that a callback for finetuning may unfreeze, and warn if that will not fit.
 
     Args:
         trainer: about to train.
         optimizer: that it uses.
-        batch: to be measured.
+        measure: returns the profile of a step in so many parts, of all weights that train then.
         before: the profile of the weights that train now.
         settings: of its plans.
     """
@@ -191,8 +195,8 @@ def warn_of_unfreezing(
         for parameter in frozen:
             parameter.requires_grad_(True)
         everything, strategy = with_more(optimizer, frozen), trainer.strategy
-        again = partial(measured_again, trainer, everything, batch, before)
-        profile = strategy.one_profile(again, known=before.hardware)
+        profile = strategy.one_profile(partial(measure, before.parts, everything), known=before.hardware)
+        profile = replace(profile, contention=before.contention)
         # Only whether there is one matters, and the first one is found at once.
         settings = replace(settings, time_limit=min(settings.time_limit, _LEAST_S))
         strategy.of_first(lambda: make_plan(profile, settings))

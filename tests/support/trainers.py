@@ -19,7 +19,6 @@ from lt_offload import OffmateStrategy
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.settings import Settings
 from lt_offload.profiling.step.first import FirstStep
-from lt_offload.profiling.step.survey import Surveyed
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
 from lt_offload.strategy.first import sample
@@ -157,8 +156,8 @@ def profiled(patch: pytest.MonkeyPatch, change: Callable[[partial[Profile], Any]
     def of_batch(trainer: Any, *args: Any, **options: Any) -> Profile:
         return change(partial(aside, trainer, *args, **options), trainer.lightning_module)
 
-    def of_step(first: FirstStep, surveyed: Surveyed) -> Profile:
-        return change(partial(within, first, surveyed), first.model)
+    def of_step(first: FirstStep, *shown: Any) -> Profile:
+        return change(partial(within, first, *shown), first.model)
 
     patch.setattr(sample, "measure", of_batch)
     patch.setattr(FirstStep, "measure", of_step)

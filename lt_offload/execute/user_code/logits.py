@@ -2,7 +2,8 @@
 
 Under the options that compute the loss in the last block, its call only notes what it was given: the block runs when
 the model calls its loss. Until then, and in the model's result, a stand-in has shape, dtype and device of the logits.
-Those never all exist, or gradients take their place, so that every other use of it raises.
+Those never all exist, or gradients take their place, so that every other use of it raises. In a step that no plan was
+made for yet, another use before the loss lets the logits exist after all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass
+from lt_offload.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
 from lt_offload.errors import PlanError
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import Forward
@@ -24,11 +25,15 @@ from lt_offload.model.head import (
     HeadLoss,
     Scaling,
     asks_form,
+    chunk_tokens,
+    in_chunks,
     intercept_loss,
+    scaled,
     scaling_step,
     suits,
     uses_causal_loss,
 )
+from lt_offload.model.state.contexts import ambient
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import WITH_LOSS
 
@@ -40,15 +45,31 @@ class DeferredLogits(Tensor):
     """The hidden states that they would be made of, until the loss has taken them."""
     scaling: Scaling
     """What the model has done to them since."""
+    project: Forward | None
+    """Computes the logits of hidden states, where that may still be done."""
+    logits: Tensor | None
+    """What it has computed."""
 
     @staticmethod
-    def of(hidden: Tensor, vocabulary: int, scaling: Scaling = ()) -> DeferredLogits:
+    def of(hidden: Tensor, vocabulary: int, scaling: Scaling = (), project: Forward | None = None) -> DeferredLogits:
         """Return the stand-in for the projection of ``hidden`` after ``scaling``."""
         made: DeferredLogits = make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], vocabulary), dtype=hidden.dtype, device=hidden.device
         )
-        made.hidden, made.scaling = hidden, scaling
+        made.hidden, made.scaling, made.project, made.logits = hidden, scaling, project, None
         return made
+
+    def computed(self, use: str) -> Tensor:
+        """Return the logits for another use than the loss.
+
+        Raises:
+            UnsupportedError: if a plan says that they never exist, or the loss has been computed without them.
+        """
+        if self.logits is None:
+            if self.project is None or self.hidden is None:
+                raise _refusal(use)
+            self.logits = scaled(self.project(self.hand_over()), self.scaling)
+        return self.logits
 
     def hand_over(self) -> Tensor:
         """Return the hidden states, once.
@@ -76,8 +97,13 @@ class DeferredLogits(Tensor):
                 return func(*args, **(kwargs or {}))
         logits, step = args[0] if args else None, scaling_step(func, args, kwargs or {})
         if step is not None and isinstance(logits, DeferredLogits) and logits.hidden is not None:
-            return DeferredLogits.of(logits.hand_over(), logits.shape[-1], (*logits.scaling, step))
-        raise _refusal(name or str(func))
+            steps = (*logits.scaling, step)
+            return DeferredLogits.of(logits.hand_over(), logits.shape[-1], steps, logits.project)
+
+        def real(leaf: Any) -> Any:
+            return leaf.computed(name or str(func)) if isinstance(leaf, DeferredLogits) else leaf
+
+        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -95,29 +121,45 @@ def _refusal(use: str) -> Exception:
 
 
 class LossInBlock:
-    """Lets the last block of ``structure`` run when the model calls its loss, as ``plan`` wants it.
+    """Lets the last block run when the model calls its loss.
 
-    Raises:
-        PlanError: if the model computes its loss in another way, or without the block.
+    Args:
+        owner: the model that calls the loss.
+        head: the block.
+        chunk: tokens of which logits exist together; 0: all of them.
+        planned: a plan says so. Else logits may be computed as long as there is no loss.
     """
 
-    def __init__(self, structure: Structure, plan: Plan) -> None:
-        block = structure.blocks[-1]
-        owner, head = structure.owner, block.module
-        if owner is None or not suits(head) or not uses_causal_loss(owner):
-            raise PlanError(
-                f"the plan computes the loss in block {block.name} (option {plan.options[-1]!r}), but the model does "
-                "not take ForCausalLMLoss of a plain nn.Linear; plan again"
-            )
-        assert type(head) is nn.Linear
-        self._owner, self._head = owner, head
-        self.forward: Forward = HeadLoss(head, plan.chunk_tokens).forward
+    def __init__(self, owner: nn.Module, head: nn.Linear, chunk: int, *, planned: bool) -> None:
+        self._owner, self._head, self._planned = owner, head, planned
+        self.module = HeadLoss(head, chunk)
         """The block and the loss."""
 
-    @staticmethod
-    def wanted(plan: Plan) -> bool:
-        """Return whether ``plan`` computes the loss in the last block."""
-        return plan.options[-1] in WITH_LOSS
+    @classmethod
+    def of_plan(cls, structure: Structure, plan: Plan) -> LossInBlock | None:
+        """Return what ``plan`` wants; None if it keeps the loss apart.
+
+        Raises:
+            PlanError: if the model computes its loss in another way, or without the block.
+        """
+        if plan.options[-1] not in WITH_LOSS:
+            return None
+        owner, head = _loss_of(structure)
+        if owner is None:
+            raise PlanError(
+                f"the plan computes the loss in block {structure.blocks[-1].name} (option {plan.options[-1]!r}), but "
+                "the model does not take ForCausalLMLoss of a plain nn.Linear; plan again"
+            )
+        return cls(owner, head, plan.chunk_tokens, planned=True)
+
+    @classmethod
+    def in_chunks(cls, structure: Structure, chunk: int | None = None) -> LossInBlock | None:
+        """Return a loss in chunks of ``chunk`` tokens, None: of as many as suit, for a step without a plan.
+
+        None if the model computes its loss in another way.
+        """
+        owner, head = _loss_of(structure)
+        return None if owner is None else cls(owner, head, chunk or chunk_tokens(head.out_features), planned=False)
 
     def install(self, run: Forward) -> Callable[[], None]:
         """Call ``run`` with hidden states, labels and more where the model calls its loss; return what ends that."""
@@ -125,6 +167,8 @@ class LossInBlock:
         def loss(original: Forward, logits: Any, labels: Any, vocab_size: int, **options: Any) -> Any:
             if not isinstance(logits, DeferredLogits):
                 return original(logits, labels, vocab_size, **options)
+            if logits.logits is not None or (not self._planned and vocab_size != self._head.out_features):
+                return original(logits.computed("its loss"), labels, vocab_size, **options)
             assert vocab_size == self._head.out_features
             told = {name: options[name] for name in LOSS_ARGUMENTS if name in options}
             return run(logits.hand_over(), labels, **told, scaling=logits.scaling)
@@ -135,11 +179,22 @@ class LossInBlock:
         """Return what is called in place of the block: ``run`` without gradients, with them nothing yet."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            hidden = _given(*args, **kwargs)
+            if not torch.is_grad_enabled() or not (self._planned or self._pays(hidden)):
                 return run(*args, **kwargs)
-            return DeferredLogits.of(_given(*args, **kwargs), self._head.out_features)
+            return DeferredLogits.of(hidden, self._head.out_features, project=None if self._planned else run)
 
         return call
+
+    def _pays(self, hidden: Tensor) -> bool:
+        """Return whether there is more than one chunk, in a precision that a loss in chunks can have."""
+        return in_chunks(hidden, self._head.weight, self.module.chunk) and not ambient().autocasts
+
+
+def _loss_of(structure: Structure) -> tuple[nn.Module | None, Any]:
+    """Return the model that calls a loss which may be computed in the last block, None if there is none; and that."""
+    owner, head = structure.owner, structure.blocks[-1].module
+    return (owner, head) if owner is not None and suits(head) and uses_causal_loss(owner) else (None, head)
 
 
 def _given(input: Tensor) -> Tensor:  # noqa: A002  (as nn.Linear calls it)

@@ -45,6 +45,7 @@ from lt_offload.model.calls import (
     saved_by,
     tensors_of,
 )
+from lt_offload.model.head import HeadLoss
 from lt_offload.model.objects import held_by
 from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
@@ -173,6 +174,7 @@ class BoundaryCheck:
         known = id(call) in self._uses and not call.kernels and not call.compiled
         known = known and not any(self._kinds[other] == id(call) for other in self.once if other in self._kinds)
         block = self._blocks[index]
+        known = known and not isinstance(call.module, HeadLoss)
         return known and index not in self.once and InnerHooks(block.name, block.module).find() is None
 
     def _run_unrecorded(
@@ -202,7 +204,8 @@ class BoundaryCheck:
             UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
         """
         block, self._rest = self._blocks[index], Rest([])
-        if call.compiled or not (has_values(call) or id(call) not in self._compared):
+        known = not has_values(call) and id(call) in self._compared
+        if call.compiled or known or isinstance(call.module, HeadLoss):
             return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
         self._compared[id(call)] = call
         hook = InnerHooks(block.name, block.module).find()
@@ -334,7 +337,7 @@ class BoundaryCheck:
                 name = type(leaf).__name__
                 raise limits.HIDDEN_TENSORS.error(f"block {block.name} returns tensors that a {name} holds")
 
-    def check_samples(self, index: int, call: Call, forward: Callable[..., Any]) -> None:
+    def check_samples(self, block: Block, call: Call, forward: Callable[..., Any]) -> None:
         """Refuse a block that cannot take a batch in parts: in which samples depend on each other, for example.
 
         Two samples show it: no gradient of what the first one gives reaches the second.
@@ -342,7 +345,6 @@ class BoundaryCheck:
         Raises:
             UnsupportedError: naming the block and what it does.
         """
-        block = self._blocks[index]
         samples = call.cut()
         if samples is None:
             return

@@ -14,11 +14,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lt_offload import limits
 from lt_offload.errors import OverBudget
 from lt_offload.machine.driver import context_bytes, current, use_expandable_segments, warm_up
 from lt_offload.model.blocks import Structure
+from lt_offload.model.calls import Call
+from lt_offload.model.compiled import uncompiled
+from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import staged
+from lt_offload.model.parts import check_samples, cutters
 from lt_offload.model.quantized import tensors_of
+from lt_offload.model.state.contexts import within
 from lt_offload.model.state.effects import Effects
 from lt_offload.model.state.hooks import silenced
 from lt_offload.profiling.block_cost import BlockCost, measure_block
@@ -37,7 +43,7 @@ from lt_offload.profiling.meters import Stopwatch
 from lt_offload.profiling.optimizer import UpdateSizes
 from lt_offload.profiling.step.allowed import runnable
 from lt_offload.profiling.step.capture import Capture
-from lt_offload.profiling.step.survey import Join, StepRecorder, Surveyed
+from lt_offload.profiling.step.survey import Join, LossWithBlock, StepRecorder, Surveyed
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, OptionProfile, Profile
 
 
@@ -51,6 +57,8 @@ class FirstStep:
         device: where blocks run.
         hardware: the machine, if it has been measured before.
         updates: what updates by this optimizer cost, if that has been measured before.
+        parts: of the batch, which go through each block in turn.
+        loss: computes the last block together with the model's loss; None: the model does.
         say: is told what is being measured.
     """
 
@@ -63,6 +71,8 @@ class FirstStep:
         *,
         hardware: HardwareProfile | None = None,
         updates: OptimizerProfile | None = None,
+        parts: int = 1,
+        loss: LossWithBlock | None = None,
         say: Progress,
     ) -> None:
         self.model, self.structure, self._optimizer, self._device, self._say = model, structure, optimizer, device, say
@@ -72,9 +82,11 @@ class FirstStep:
             model, optimizer, device, hardware, updates, say
         )
         self._meter = Stopwatch(device)
+        self.parts, self._loss = parts, loss
         self._readers = Readers(structure)
         self._batch: Any = None
         self._watching: StepRecorder | None = None
+        self._surveyed: Surveyed | None = None
         self.order: dict[int, int] = {}
         """The blocks of the profile, by the indices that they had in ``structure``."""
         self.forwards: list[list[int]] = []
@@ -98,14 +110,26 @@ class FirstStep:
         Args:
             batch: on the device.
             join: runs each block.
+
+        Raises:
+            ConfigError: if the batch has fewer samples than parts.
         """
+        check_samples(batch, self.parts)
         self._batch = batch
         if self._device.type == "cuda":
             with current(self._device):
                 warm_up(self._device)
         stage = partial(_stage, self._device)
         recorder = self._watching = StepRecorder(
-            self.model, self.structure, self._device, stage, self._meter, self._readers.paused, join
+            self.model,
+            self.structure,
+            self._device,
+            stage,
+            self._meter,
+            self._readers.paused,
+            join,
+            self.parts,
+            self._loss,
         )
         with runnable(self.structure), self._readers, recorder.watching():
             self._say("the first step, which shows what to plan")
@@ -135,8 +159,8 @@ class FirstStep:
                 raise OverBudget(too_large(self._batch, self._device)) from error
 
     def let_go(self) -> None:
-        """Let go of a step that has no backward."""
-        self._batch = None
+        """Let go of what blocks were called with: nothing of the step is measured any more."""
+        self._batch = self._surveyed = None
         if self._watching is not None:
             self._watching.let_go()
 
@@ -145,37 +169,45 @@ class FirstStep:
         assert self._watching is not None
         return self._watching
 
-    def profile(self) -> Profile:
+    def profile(self, parts: int, optimizer: Optimizer | None = None) -> Profile:
         """Measure the blocks and return the profile; to be called when the backward has come to the first block.
+
+        Args:
+            parts: of the batch, which are to go through each block in turn.
+            optimizer: that is to be used, with all weights that train now; None: that of the step.
 
         Raises:
             ModelError, UnsupportedError: if the model cannot be trained exactly.
             OverBudget: if a GPU has no memory for one block of the batch.
         """
         with current(self._device), _random_kept(self._device), torch.enable_grad():
-            surveyed = self._recorder.reached()
-            self.structure, self.order, self.forwards = surveyed.structure, surveyed.order, surveyed.forwards
+            if self._surveyed is None:
+                self._surveyed = surveyed = self._recorder.reached()
+                self.structure, self.order, self.forwards = surveyed.structure, surveyed.order, surveyed.forwards
             try:
-                return self.measure(surveyed)
+                return self.measure(self._surveyed, parts, optimizer or self._optimizer)
             except torch.OutOfMemoryError as error:
                 raise OverBudget(too_large(self._batch, self._device)) from error
-            finally:
-                self._recorder.let_go()
 
-    def measure(self, surveyed: Surveyed) -> Profile:
-        """Return the profile of a step that has shown this."""
-        device, captured, structure = self._device, surveyed.capture, surveyed.structure
+    def measure(self, surveyed: Surveyed, parts: int, optimizer: Optimizer) -> Profile:
+        """Return the profile of a step that has shown this, with a batch in so many ``parts``."""
+        device, structure = self._device, surveyed.structure
+        again = [id(call) in surveyed.unrecorded for call in surveyed.capture.calls]
         with ExitStack() as stack:
             if device.type == "cuda":
                 warm_up(device)
-            calls = {id(call): call for call in (*captured.calls, *(call for _, call in surveyed.others))}
+            calls = {id(call): call for call in (*surveyed.capture.calls, *(call for _, call in surveyed.others))}
             for call in calls.values():
                 stack.enter_context(_unnoticed(call.module))
-            captured = self._with_others(surveyed)
-            costs = block_costs(captured, device, self._meter, self._say, silenced)
-            again = [id(call) in surveyed.unrecorded for call in captured.calls]
-            costs = [_run_again(cost) if runs else cost for cost, runs in zip(costs, again, strict=True)]
+            unfrozen = optimizer is not self._optimizer
+            captured = replace(self._with_others(surveyed), calls=self._calls(surveyed, parts, unfrozen=unfrozen))
             with_loss = costs_with_loss(captured, device, self._meter, self._say, silenced)
+            apart = [call for call in captured.calls if not isinstance(call.module, HeadLoss)]
+            alone = replace(captured, calls=tuple(apart), once=captured.once[: len(apart)])
+            costs = block_costs(alone, device, self._meter, self._say, silenced)
+            costs = [_run_again(cost) if runs else cost for cost, runs in zip(costs, again, strict=False)]
+            if len(costs) < len(captured.calls):  # the last block is computed with the loss, in no other way
+                costs.append(replace(with_loss[0], options=()))
             readers = self._readers.of(structure)
             for module, call in zip((block.module for block in structure.blocks), captured.calls, strict=True):
                 if call.compiled:
@@ -188,19 +220,52 @@ class FirstStep:
             machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(device)))
         ratio = self.updates.scratch_ratio if device.type == "cuda" else 0.0
         measured = Measured(
-            structure=structure, captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=1
+            structure=structure, captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=parts
         )
         found = assemble(
             self.model,
             self._batch,
             measured,
-            sizes=UpdateSizes(self._optimizer, device, scratch_ratio=ratio),
+            sizes=UpdateSizes(optimizer, device, scratch_ratio=ratio),
             updates=self.updates,
             hardware=machine,
             estimated=False,
         )
-        self._batch = None
         return replace(found, contention=self._contention)
+
+    def _calls(self, surveyed: Surveyed, parts: int, *, unfrozen: bool) -> tuple[Call, ...]:
+        """Return the calls of blocks that take the batch in so many ``parts``.
+
+        Args:
+            surveyed: by the step.
+            parts: of the batch.
+            unfrozen: more weights train than in the step, so that more gradients come.
+
+        Raises:
+            UnsupportedError: if a block cannot.
+        """
+        structure, captured = surveyed.structure, surveyed.capture
+        if parts > 1 and captured.deferred:
+            raise limits.MICRO_BATCHES.error("a step calls the model again before the backward of an earlier call")
+        known: dict[object, Call] = {}
+        calls: list[Call] = []
+        trains = False
+        for block, call, cutter in zip(structure.blocks, captured.calls, cutters(structure, parts), strict=True):
+            key = id(call), cutter is None, trains
+            if key not in known:
+                if parts != self.parts:  # what it has given as a whole is not what its parts give
+                    call = replace(call, cutter=cutter, given=[], rehearsed=[])
+                own = any(parameter.requires_grad for parameter in block.module.parameters())
+                if unfrozen:
+                    needs_grad = tuple(need or trains for need in call.needs_grad)
+                    call = replace(call, needs_grad=needs_grad, has_backward=own or any(needs_grad))
+                    trains = trains or own
+                known[key] = call
+                if cutter is not None:
+                    with _stage(self._device, block.module), silenced(block.module), within(call.contexts):
+                        self._recorder.boundary.check_samples(block, call, uncompiled(block.module))
+            calls.append(known[key])
+        return tuple(calls)
 
     def _with_others(self, surveyed: Surveyed) -> Capture:
         """Return what was captured, with the costs of modules that were called as blocks and are none.

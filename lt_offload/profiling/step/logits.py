@@ -23,6 +23,7 @@ from lt_offload.model.head import (
     Scaling,
     asks_form,
     chunk_tokens,
+    in_chunks,
     intercept_loss,
     scaling_step,
     suits,
@@ -185,9 +186,7 @@ class LogitsWatch(TorchFunctionMode):
             return {}
         chunk = chunk_tokens(vocabulary)
         sizes: dict[OptionName, int] = {"fused": 0}
-        # With one chunk all logits would exist after all, in another order of sums for nothing. In float16, gradients
-        # that do not know yet by how much a loss is scaled up would come to nothing.
-        if rows > chunk and head.weight.dtype is not torch.float16:
+        if in_chunks(call.leaves[0], head.weight, chunk):
             sizes["chunked"] = chunk
         leaves, spec = tree_flatten(((call.leaves[0], labels), others | {"scaling": self._scaling}))
         return {

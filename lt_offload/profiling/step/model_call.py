@@ -144,7 +144,7 @@ class ModelCall:
         call = self._enter(block, args, kwargs, cutter, containers)
         if cutter is not None and len(recorder.by_signature) > known:
             with recorder.stage(block.module), within(call.contexts):
-                recorder.boundary.check_samples(index, call, original)
+                recorder.boundary.check_samples(block, call, original)
         original = original if cutter is None else in_parts(original, cutter)
         last = self.complete
         if last:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from lt_offload.compat.torch import tree_leaves
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure, as_called
 from lt_offload.model.calls import Call, edges, is_block_node
 from lt_offload.model.compiled import Forward, called, intercept
+from lt_offload.model.head import HeadLoss
+from lt_offload.model.parts import cutters, in_parts
 from lt_offload.model.state.handed import Containers
 from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.step.allowed import WrittenWeights
@@ -42,6 +44,18 @@ from lt_offload.profiling.step.model_call import ModelCall, Seam
 
 Join = Callable[..., Any]
 """Runs a block and makes it a part of the outer graph: see ``Survey.forward`` in ``execute/training/survey.py``."""
+
+
+class LossWithBlock(Protocol):
+    """Lets the last block run where the model calls its loss: ``LossInBlock`` in ``execute/user_code/logits.py``."""
+
+    module: HeadLoss
+
+    def install(self, run: Forward) -> Callable[[], None]:
+        """Call ``run`` in place of the model's loss; return what ends that."""
+
+    def deferring(self, run: Forward) -> Forward:
+        """Return what is called in place of the block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +86,8 @@ class StepRecorder(CallRecorder):
         meter: tells the time of the tail.
         aside: encloses every run of a block beyond the one that the model asked for.
         join: runs a block.
+        parts: of the batch, which go through each block in turn.
+        loss: computes the last block together with the model's loss; None: the model does.
     """
 
     def __init__(
@@ -83,9 +99,11 @@ class StepRecorder(CallRecorder):
         meter: Meter,
         aside: Aside,
         join: Join,
+        parts: int,
+        loss: LossWithBlock | None,
     ) -> None:
-        super().__init__(structure, device, stage, meter, aside, [None] * len(structure.blocks))
-        self.join = join
+        super().__init__(structure, device, stage, meter, aside, cutters(structure, parts))
+        self.join, self._with_loss = join, loss
         self.calls = _StepCalls(self)
         self._model, self._structure = model, structure
         self.rest = list(model.parameters())  # a module whose weights the step uses beside its call is no block
@@ -129,7 +147,12 @@ class StepRecorder(CallRecorder):
         """Enclose the forward of the step."""
         with ExitStack() as stack:
             for index, block in enumerate(self.blocks):
-                stack.callback(intercept(block.module, self.wrap(index, block)))
+                run = self.wrap(index, block)
+                if self._with_loss is not None and index == len(self.blocks) - 1:
+                    both = self.wrap(index, replace(block, module=self._with_loss.module))
+                    stack.callback(self._with_loss.install(both))
+                    run = self._with_loss.deferring(run)
+                stack.callback(intercept(block.module, run))
             for other in _others(self._structure):
                 for module in (block.module for block in other.blocks if block.kind == "layer"):
                     stack.callback(module.register_forward_pre_hook(self._note_layer).remove)
@@ -222,6 +245,10 @@ class StepRecorder(CallRecorder):
                 f"block {structure.blocks[index].name}, which must run once {why}, is in a forward that waits"
             )
         largest = max(forwards, key=lambda visits: sum(map(calls.input_bytes_of, visits)))
+        last = calls.calls[largest[-1]]
+        in_chunks = isinstance(last.module, HeadLoss)
+        if in_chunks and len(forwards) > 1:
+            raise limits.LOSS_IN_CHUNKS.error(f"a step calls the model {len(forwards)} times")
         others = {at for at, index in enumerate(self._called) if index not in order}
         calls.settle()
         begin = max((visits[-1] + 1 for visits in forwards if visits[-1] < largest[0]), default=0)
@@ -245,7 +272,7 @@ class StepRecorder(CallRecorder):
                 lasting=self._bytes(lasting) + calls.retained_bytes(),
                 tail=tail,
                 after=self.after.tail,
-                with_loss=self.watch.calls(calls.calls[largest[-1]]),
+                with_loss={"chunked": last} if in_chunks else self.watch.calls(last),
                 forwards=len(forwards),
                 deferred=len(waiting),
                 waiting=sum(calls.waiting_bytes(visits) for visits in waiting)
@@ -323,8 +350,9 @@ class _StepCalls(ModelCall):
         containers: Containers,
     ) -> Any:
         """Run one block, which others of the step may follow."""
-        recorder, account = self._step, self._account
-        call, given = self._enter(block, args, kwargs, None, containers), [(args, kwargs)]
+        recorder, account, cutter = self._step, self._account, self._step.cutters[index]
+        call, given = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
+        original = original if cutter is None else in_parts(original, cutter)
         leaves = tree_leaves((args, kwargs))
         inputs = [leaves[slot] for slot in call.slots]
         self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
@@ -359,7 +387,9 @@ class _StepCalls(ModelCall):
         self.last_ends = {(id(tensor.grad_fn), int(tensor.output_nr)) for tensor in made}
         self.bytes_of |= {(id(tensor.grad_fn), int(tensor.output_nr)): tensor.nbytes for tensor in made}
         self._leave(out)
-        if index == len(recorder.blocks) - 1:
+        if isinstance(call.module, HeadLoss):
+            recorder.after.begin(out)
+        elif index == len(recorder.blocks) - 1:
             recorder.watch.begin(out)
         return out
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -19,7 +19,6 @@ from lt_offload.schema.plan import PLAN_SCHEMA, Plan
 from lt_offload.strategy import replay
 from lt_offload.strategy.batch_size import warn_of_change
 from lt_offload.strategy.first import sample
-from lt_offload.strategy.replan import may_unfreeze
 from lt_offload.strategy.replay import Before
 from lt_offload.units import format_bytes
 
@@ -55,30 +54,45 @@ def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure, size
         structure: what may be the model's blocks.
         size: of the batch that comes.
     """
-    whole = whole_batches(strategy.settings, strategy.micro_batches, strategy.plan_path, strategy.run_before)
-    unfreezes = any(map(may_unfreeze, trainer.callbacks))
     # A step that calls other layers trains without a plan, by which nobody adds up its gradients to those of others.
     adds_up = strategy.is_distributed or strategy.settings.accumulate > 1
-    return whole and not unfreezes and (one_list(structure) or not adds_up) and not sample.wants_larger(trainer, size)
+    return (one_list(structure) or not adds_up) and not sample.wants_larger(trainer, size)
 
 
-def whole_batches(
-    settings: Settings, micro_batches: int | Literal["auto"], path: str | Path | None, before: Before
-) -> bool:
-    """Return whether blocks and losses take batches as a whole, as a first step that counts does.
+class Order(TypedDict):
+    """What decides about the order of sums in a step without a plan."""
+
+    parts: int
+    """Of the batch, which go through each block in turn."""
+    chunk: int | None
+    """Tokens that the output projection and the loss take at a time, 0: as many as suit; None: all."""
+
+
+def order_of_sums(
+    settings: Settings,
+    micro_batches: int | Literal["auto"],
+    path: str | Path | None,
+    before: Before,
+    plan: Plan | None,
+) -> Order:
+    """Return the order of sums in a step without a plan: as the run goes on with it, as far as that is known.
 
     Args:
         settings: of plans.
-        micro_batches: parts that are wanted.
+        micro_batches: parts that are wanted; where their number is yet to be chosen, the step has one.
         path: of a saved plan that is to be used.
         before: the run that this one continues.
+        plan: of an earlier step of this one.
     """
-    plans = [Plan.load(path)] if path is not None else []
-    if before.plan is not None and path is None:
+    if path is not None:
+        plan = Plan.load(path)
+    elif plan is None and before.plan is not None:
         with suppress(PlanError):  # the run is planned again, and says why
-            plans.append(from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA))
-    parts = any(plan.parts != 1 or "chunked" in plan.options for plan in plans)
-    return micro_batches == 1 and not settings.chunked_loss and not parts
+            plan = from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
+    parts, chunk = plan.parts if plan is not None else before.micro_batches or 1, 0 if settings.chunked_loss else None
+    if plan is not None and plan.chunk_tokens:
+        chunk = plan.chunk_tokens
+    return {"parts": parts if micro_batches == "auto" else micro_batches, "chunk": chunk}
 
 
 def one_list(structure: Structure) -> bool:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
 from lt_offload.strategy.first import sample
 from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.parts import known_machine, profile_and_plan
+from lt_offload.strategy.first.parts import known_machine, order_of_sums, profile_and_plan
 from lt_offload.strategy.first.sample import SampleBatch
 from lt_offload.strategy.first.survey import Carried, FirstIteration
 from lt_offload.strategy.replan import Replanning, follow, planning, warn_of_unfreezing
@@ -142,10 +143,13 @@ class FirstPlanning(Processes):
         self._plan_by(measure, known, budget)
         self.sample = batch
         assert self.profile is not None
-        if self.plan_path is None:
-            with sample.isolated(self.namespace):
-                settings = replace(self.settings, memory=budget)
-                warn_of_unfreezing(self._trainer, optimizer, batch, self.profile, settings)
+        with sample.isolated(self.namespace):
+            hardware = self.profile.hardware
+
+            def again(parts: int, everything: Optimizer) -> Profile:
+                return sample.measure(self._trainer, everything, batch, hardware, micro_batches=parts)
+
+            self._warn_of_unfreezing(again, budget)
         self._begin(optimizer)
 
     def _plan_by(self, measure: Callable[[int], Profile], known: Profile | None, budget: int) -> None:
@@ -183,6 +187,7 @@ class FirstPlanning(Processes):
         self.run_before.warn_of_frozen(self._module)
         self._known = self.profile or known_machine(self, self.run_before)
         budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
+        before = self._carried.plan if self._carried is not None else None
         self._survey = FirstIteration(
             self.root_device,
             self.settings,
@@ -191,6 +196,7 @@ class FirstPlanning(Processes):
             optimizer,
             self._known,
             self._plan_surveyed,
+            **order_of_sums(self.settings, self.micro_batches, self.plan_path, self.run_before, before),
             open_device=lambda threads: self._open_device(budget, threads),
             say=lambda message: rank_zero_info(f"offmate: {message}"),
         )
@@ -203,8 +209,9 @@ class FirstPlanning(Processes):
         (optimizer,) = self.optimizers
         carried, self._carried = self._carried, None
         with planning(self._trainer), because(carried.change) if carried is not None else nullcontext():
-            self._plan_by(lambda parts: self._measured(first), self._known, first.device.budget)
+            self._plan_by(lambda parts: self._measured(first, parts), self._known, first.device.budget)
             self.run_before = Before()
+            self._warn_of_unfreezing(partial(first.measured, 1), first.device.budget)
             self._begin(optimizer)
         assert self.engine is not None
         self._survey = None
@@ -215,9 +222,17 @@ class FirstPlanning(Processes):
         self.check_copies()
         return self.engine.passes
 
-    def _measured(self, first: FirstIteration) -> Profile:
+    def _measured(self, first: FirstIteration, parts: int) -> Profile:
         """Return what to plan for: the step that has run, and the larger batches before it."""
-        return self._growth.add(self._coming, first.measured(self._trainer.global_step + 1), self._known)
+        return self._growth.add(self._coming, first.measured(self._trainer.global_step + 1, parts), self._known)
+
+    def _warn_of_unfreezing(self, measure: Callable[[int, Optimizer], Profile], budget: int) -> None:
+        """Say it if a callback may unfreeze more weights than can be trained; ``measure``: as for the warning."""
+        assert self.profile is not None
+        if self.plan_path is None:
+            (optimizer,) = self.optimizers
+            settings = replace(self.settings, memory=budget)
+            warn_of_unfreezing(self._trainer, optimizer, measure, self.profile, settings)
 
     def _begin_step(self) -> None:
         """The step of the optimizer follows, within which there may be an engine by now.

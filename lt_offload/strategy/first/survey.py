@@ -17,6 +17,7 @@ from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.location import located
 from lt_offload.profiling.step.first import FirstStep
@@ -25,6 +26,7 @@ from lt_offload.strategy import replay
 if TYPE_CHECKING:
     from lt_offload.model.blocks import Structure
     from lt_offload.plan import Settings
+    from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import Profile
 
 
@@ -39,6 +41,7 @@ class Carried:
     window: CarriedWindow
     memory: int
     """Bytes of the device."""
+    plan: Plan
     change: str
     """Why there is another plan."""
 
@@ -78,6 +81,9 @@ class FirstIteration:
         optimizer: that it uses.
         known: the machine, and what updates cost, as far as they have been measured.
         plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
+        parts: of the batch, which go through each block in turn.
+        chunk: tokens that the output projection and the loss take at a time, 0: as many as suit; None: the model's own
+            loss takes all of them.
         open_device: opens the device with the budget that plans will have, for so many threads of updates.
         say: is told what is being measured.
     """
@@ -92,12 +98,21 @@ class FirstIteration:
         known: Profile | None,
         plan: Callable[[FirstIteration], Passes],
         *,
+        parts: int,
+        chunk: int | None,
         open_device: Callable[[int], Device],
         say: Callable[[str], None],
     ) -> None:
         self._module = module
         self.step = FirstStep(
-            module, structure, optimizer, root_device, say=say, **replay.as_measured(known, optimizer)
+            module,
+            structure,
+            optimizer,
+            root_device,
+            parts=parts,
+            loss=None if chunk is None else LossInBlock.in_chunks(structure, chunk),
+            say=say,
+            **replay.as_measured(known, optimizer),
         )
         move_rest(module, structure, root_device)
         self.device = open_device(self.step.updates.host_threads)
@@ -136,13 +151,20 @@ class FirstIteration:
         with self.step.in_backward():
             yield
 
-    def measured(self, iteration: int) -> Profile:
-        """Return the profile of the step, the training's ``iteration``, whose backward has come to the first block."""
+    def measured(self, iteration: int, parts: int, optimizer: Optimizer | None = None) -> Profile:
+        """Return the profile of the step, whose backward has come to the first block.
+
+        Args:
+            iteration: of the training.
+            parts: in which the plan is to take the batch.
+            optimizer: that the plan is for, with all weights that train now; None: that of the step.
+        """
         self._accounting.close()
-        return replace(self.step.profile(), iterations=(iteration,))
+        return replace(self.step.profile(parts, optimizer), iterations=(iteration,))
 
     def leave(self) -> Survey:
         """Let an engine take over the device and the model; return what has run."""
+        self.step.let_go()
         self._located.close()
         self.device.enforce(True)
         return self.survey
