@@ -11,7 +11,6 @@ from lt_offload.hf.step import TrainingStep
 from lt_offload.model.blocks import Structure, as_called
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import check_host_memory, check_memory
-from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -38,21 +37,27 @@ def prepared(run: Run) -> Structure:
     return prepare(run.model, run.optimizer, blocks=settings.blocks, accelerator=str(run.device))[0]
 
 
-def plan_aside(run: Run, structure: Structure, batch: Any) -> tuple[Profile | None, Plan, Structure]:
+def saved_plan(run: Run) -> Plan:
+    """Return the plan that is to be used.
+
+    Raises:
+        PlanError: if it leaves no room for other settings.
+    """
+    assert run.settings.plan is not None
+    plan = Plan.load(run.settings.plan)
+    check_replay(plan, run.settings.budget, {}, run.settings.micro_batches)
+    return plan
+
+
+def plan_aside(run: Run, structure: Structure, batch: Any) -> tuple[Profile, Plan, Structure]:
     """Run a step with ``batch`` to be measured, plan, and return the blocks that the plan is for, too.
 
     Raises:
         InfeasibleError: if memory is too small; says what is needed.
         UnsupportedError, ModelError: if the model cannot be trained exactly.
     """
-    settings = run.settings
     options: dict[str, Any] = {"optimizer": run.optimizer, "device": run.device, "structure": structure}
     options["run"] = TrainingStep(run.trainer, run.model)
-    if settings.plan is not None:
-        plan = Plan.load(settings.plan)
-        check_replay(plan, settings.budget, {}, settings.micro_batches)
-        return None, plan, check_use(run.model, batch, **options, micro_batches=plan.parts)
-
     known = run.known()
 
     def profile(parts: int) -> Profile:

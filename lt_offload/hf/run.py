@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import PlanError, because
+from lt_offload.errors import because
 from lt_offload.execute import open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.hf import batches, evaluation, head, others, report
-from lt_offload.hf.planning import plan_aside, prepared, profile_and_plan
+from lt_offload.hf.planning import plan_aside, prepared, profile_and_plan, saved_plan
 from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.step import at_backward, kept, without_backward
 from lt_offload.machine.dispatch import DISPATCH_MODES
@@ -43,7 +43,7 @@ from lt_offload.strategy.checkpoint.interrupts import Interrupts
 from lt_offload.strategy.first.growing import Growth
 from lt_offload.strategy.first.parts import one_list, order_of_sums
 from lt_offload.strategy.first.survey import FirstIteration
-from lt_offload.strategy.replay import Before, record
+from lt_offload.strategy.replay import Before, check_no_plan, record
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -211,26 +211,29 @@ class Run:
         if self.plan is None:
             self._plan_aside(batches.largest(self.trainer, self._loader, largest, self.settings.sample_batch))
         elif (why := self._outdated(coming)) is not None:
-            if self.settings.plan is not None:
-                raise PlanError(f"{why}; leave plan={str(self.settings.plan)!r} out")
             with because(why):
                 self._plan_aside(max([largest, self._planned], key=Size.of), why)
 
     def _prepare(self, first: Any) -> None:
         """Find out what does not need a training step, of which the ``first`` batch has come."""
         self._structure, settings = prepared(self), self.settings
-        self._aside = (
-            settings.plan is not None
-            or (settings.sample_batch is not None and Size.of(first).ratio(Size.of(settings.sample_batch)) > 1)
-            or not one_list(self._structure)
-        )
+        larger = settings.sample_batch is not None and Size.of(first).ratio(Size.of(settings.sample_batch)) > 1
+        # A step that calls other layers trains without a plan, by which nobody adds up micro-batches.
+        alone = one_list(self._structure) or self.planning.accumulate == 1
+        self._aside = (larger and settings.plan is None) or not alone
         if settings.plan is None:
             self.evaluated = evaluation.device_bytes(self)
+        else:
+            saved_plan(self)  # refused before anything is trained
 
     def _outdated(self, coming: Sequence[Any]) -> str | None:
         """Return why the present plan does not serve the micro-batches that are ``coming``; None if it does."""
         assert self.engine is not None and self.plan is not None
         change = self.engine.handover.changed(self.optimizer)
+        if self.settings.plan is not None:
+            if change is not None:
+                check_no_plan(self.settings.plan, change)
+            return None
         if change is not None:
             self.growth = Growth()
         return change or next(filter(None, (self.growth.outgrown(self.plan, batch) for batch in coming)), None)
@@ -258,12 +261,12 @@ class Run:
                     forward.close()
                 with first.backward():
                     backward()
-                if self._first is not None:  # it has come to no block, as where all of them are frozen
-                    first.plan()
+                if self._first is not None and first.elsewhere is None:
+                    first.plan()  # it has come to no block, as where all of them are frozen
 
             with at_backward(run):
                 yield
-        if self._first is not None:
+        if self._first is not None and first.elsewhere is None:
             raise without_backward(self.trainer)
 
     def show_gradients(self) -> None:
@@ -304,7 +307,10 @@ class Run:
 
     def _begin_survey(self, batch: Any, why: str | None) -> FirstIteration:
         """Be ready for a step without a plan, for the reason ``why`` if there was one."""
+        structure = self._first.elsewhere if self._first is not None else None
         window, size, known, budget = self._leave(why), Size.of(batch), self.known(), self.budget
+        if self.profile is not None:  # what has turned out to be no block is called as it always is
+            structure = as_called(self.model, self.profile.blocks)
         if window is not None:
             for param, gradient in window.rest.items():
                 param.grad = gradient
@@ -318,7 +324,10 @@ class Run:
                 return self.growth.add(size, first.measured(self.trainer.state.global_step + 1, parts), known)
 
             with because(why) if why is not None else nullcontext():
-                self.profile, plan, structure = profile_and_plan(self, measured, known, budget)
+                if self.settings.plan is None:
+                    self.profile, plan, structure = profile_and_plan(self, measured, known, budget)
+                else:
+                    plan, structure = saved_plan(self), first.step.reached().structure
             passes = self._install(plan, structure, window, first).passes
             first.planned(passes)
             return passes
@@ -329,11 +338,11 @@ class Run:
             self.device,
             self.planning,
             self.model,
-            self._structure if self.profile is None else as_called(self.model, self.profile.blocks),
+            structure or self._structure,
             self.optimizer,
             known,
             plan,
-            **order_of_sums(self.planning, self.settings.micro_batches, None, self.before, self.plan),
+            **order_of_sums(self.planning, self.settings.micro_batches, self.settings.plan, self.before, self.plan),
             open_device=lambda threads: open_device(budget, str(self.device), host_threads=threads or None),
             say=report.say,
         )

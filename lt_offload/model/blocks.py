@@ -120,21 +120,6 @@ class CalledOtherwise(ModelError):
 _Found = TypeVar("_Found")
 
 
-def following_calls(model: nn.Module, structure: Structure, attempt: Callable[[Structure], _Found]) -> _Found:
-    """Return what ``attempt``, which calls ``model``, makes of ``structure``, or else of the blocks that it calls."""
-    followed = False
-    while True:
-        try:
-            return attempt(structure)
-        except CalledOtherwise as otherwise:
-            other = structure.other() if structure.other is not None else None
-            following = as_called(model, otherwise.blocks) if otherwise.blocks else other
-            # A model that calls the same blocks in another order each time would be called for ever.
-            if following is None or (followed and len(following.blocks) >= len(structure.blocks)):
-                raise
-            followed, structure = bool(otherwise.blocks), following
-
-
 def _stack(
     model: nn.Module, path: str, layers: ModuleSequence, head: nn.Module | None
 ) -> list[tuple[nn.Module, BlockKind]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,9 +132,12 @@ class Call:
             leaves[slot] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
         with within(self.contexts):
-            if self.containers is not None:
-                return self.containers.run(self.module, args, kwargs)
-            return self.module(*args, **kwargs)
+            return self.around(self.module)(*args, **kwargs)
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward`` of the block, given the containers that its arguments were in."""
+        containers = self.containers
+        return forward if containers is None else lambda *args, **kwargs: containers.run(forward, args, kwargs)
 
 
 def has_values(call: Call) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload.machine.accounting import storage_bytes
-from lt_offload.machine.driver import current
+from lt_offload.machine.driver import current, use_expandable_segments
 from lt_offload.model import optimizers as states
 from lt_offload.model.quantized import tensors_of
 from lt_offload.profiling.contention import measure_contention
@@ -19,15 +20,28 @@ from lt_offload.profiling.optimizer import measure_optimizer
 from lt_offload.schema.profile import Contention, HardwareProfile, OptimizerProfile
 
 
+class Machine(NamedTuple):
+    """What steps are measured on."""
+
+    hardware: HardwareProfile
+    updates: OptimizerProfile
+    """What they cost by the optimizer."""
+    contention: Contention
+    """How lanes slow each other down."""
+
+
 def measure_machine(
     model: nn.Module,
     optimizer: Optimizer,
     device: torch.device,
-    hardware: HardwareProfile | None,
-    updates: OptimizerProfile | None,
+    *,
+    hardware: HardwareProfile | None = None,
+    updates: OptimizerProfile | None = None,
     say: Callable[[str], None],
-) -> tuple[HardwareProfile, OptimizerProfile, Contention]:
+) -> Machine:
     """Return what the machine and updates cost, and how lanes slow each other down, as far as that is not known."""
+    if device.type == "cuda":
+        use_expandable_segments(device)  # as the device does: what the allocator wastes is measured
     machine = hardware or _with_model(measure_hardware(device, on_progress=say), model, optimizer)
     contention = Contention()
     with current(device):
@@ -38,7 +52,7 @@ def measure_machine(
             say("measuring how copies, updates and computations slow each other down")
             contention = measure_contention(optimizer, device, host_threads=updates.host_threads)
             machine = _alone(machine, contention)
-    return machine, updates, contention
+    return Machine(machine, updates, contention)
 
 
 def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:

@@ -5,11 +5,8 @@ The device needs room for one block, its activations and one batch; the model ma
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,54 +14,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.compat.hugging_face import is_base
-from lt_offload.compat.torch import tree_leaves, tree_map
-from lt_offload.errors import OverBudget
-from lt_offload.machine.accounting import storage_bytes
-from lt_offload.machine.driver import (
-    context_bytes,
-    current,
-    device_for,
-    page_table_bytes,
-    use_expandable_segments,
-    warm_up,
-)
-from lt_offload.model.blocks import Structure, find_blocks, following_calls
+from lt_offload.compat.torch import tree_map
+from lt_offload.machine.driver import current, device_for
+from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
-from lt_offload.model.compiled import forget_compiled, is_compiled
-from lt_offload.model.head import HeadLoss
+from lt_offload.model.compiled import forget_compiled, is_compiled, uncompiled
 from lt_offload.model.location import located, staged
-from lt_offload.model.parts import check_samples, extent
-from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
-from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
-from lt_offload.profiling.flops import flops_per_token
-from lt_offload.profiling.host_reads import Readers
+from lt_offload.profiling.assemble import Measured, Progress
 from lt_offload.profiling.machine import measure_machine
 from lt_offload.profiling.meters import Meter, Stopwatch
-from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer
-from lt_offload.profiling.step.allowed import runnable
-from lt_offload.profiling.step.capture import Capture, Run, capture
-from lt_offload.profiling.step.logits import Tail
-from lt_offload.schema.profile import (
-    RECORDED,
-    BlockProfile,
-    HardwareProfile,
-    OptimizerProfile,
-    OptionProfile,
-    Profile,
-    TensorProfile,
-)
-
-ALLOCATOR_SLACK = 0.02
-"""Part of the memory of a GPU that plans leave to torch's allocator; an emulated device has none."""
-
-LEAST_SLACK = (3 * 20 + 2) << 20
-"""Bytes that plans for a GPU leave to torch's allocator at least. It maps 20 MiB at a time, and 2 MiB for small
-tensors: pieces that the arena ends in, that what runs begins and ends in, and that small tensors are in."""
-
-Progress = Callable[[str], None]
-Around = Callable[[nn.Module], AbstractContextManager[object]]
+from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer
+from lt_offload.profiling.step.apart import ApartRuns
+from lt_offload.profiling.step.capture import Run, find_loss
+from lt_offload.profiling.step.first import FirstStep
+from lt_offload.profiling.step.watched import WatchedStep
+from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
 
 
 def profile(
@@ -113,46 +78,18 @@ def profile(
     structure = structure or find_blocks(model, blocks)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
     limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
-    if target.type == "cuda":
-        use_expandable_segments(target)  # as the device does: what the allocator wastes is measured below
-    machine, updates, contention = measure_machine(model, optimizer, target, hardware, updates, say)
-    trial = partial(_trial, model, sample_batch, target, micro_batches, optimizer=optimizer, run=run)
-
-    def attempt(structure: Structure) -> tuple[Any, Measured]:
+    machine = measure_machine(model, optimizer, target, hardware=hardware, updates=updates, say=say)
+    while True:
+        step = FirstStep(model, structure, optimizer, target, machine, parts=micro_batches, code=uncompiled, say=say)
         with ExitStack() as stack:
-            batch = stack.enter_context(trial())
-            if target.type == "cuda":
-                warm_up(target)  # or the first block would be charged for the libraries' workspaces
+            batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
             if any(is_compiled(block.module) for block in structure.blocks):
                 stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
-            measuring = partial(measure_blocks, model, structure, batch, run=run or call_with_batch(model))
-            try:
-                return batch, measuring(device=target, meter=Stopwatch(target), say=say, micro_batches=micro_batches)
-            except torch.OutOfMemoryError as error:
-                raise OverBudget(too_large(batch, target)) from error
-
-    batch, measured = following_calls(model, structure, attempt)
-    if target.type == "cuda":  # by now all kernels are there
-        machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
-    found = assemble(
-        model,
-        batch,
-        measured,
-        sizes=UpdateSizes(optimizer, target, scratch_ratio=updates.scratch_ratio if target.type == "cuda" else 0.0),
-        updates=updates,
-        hardware=machine,
-        estimated=False,
-    )
-    return replace(found, contention=contention)
-
-
-def too_large(batch: Any, device: torch.device) -> str:
-    """Return what to do if a device has no memory for the largest block, or the loss, of ``batch``."""
-    samples, length = extent(batch)
-    return (
-        f"{samples} samples of {length} tokens, with which the model was to be measured: one block or the loss takes "
-        f"more memory for them than {device} has left; lower the batch size or the length, or raise memory"
-    )
+            say("running the model once")
+            other = stack.enter_context(ran(step, batch, run or call_with_batch(model)))
+            if other is None:
+                return step.profile(micro_batches)
+        structure = other
 
 
 def check_use(
@@ -174,58 +111,60 @@ def check_use(
         ModelError: if the model calls its blocks in another order or more than once.
         ConfigError: if there are fewer samples than ``micro_batches``.
     """
-    trial = partial(_trial, model, sample_batch, device, micro_batches, optimizer=optimizer, run=run)
-
-    def attempt(structure: Structure) -> Structure:
-        staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-        with ExitStack() as stack:
-            batch = stack.enter_context(trial())
-            for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
-                stack.enter_context(context)
-            stage = partial(_stage, device)
-            calling, meter = run or call_with_batch(model), Stopwatch(device)
-            capture(structure, calling, batch, device=device, stage=stage, meter=meter, micro_batches=micro_batches)
-        return structure
-
-    return following_calls(model, structure, attempt)
+    while True:
+        step = WatchedStep(
+            model, structure, device, Stopwatch(device), parts=micro_batches, code=uncompiled, say=_quiet
+        )
+        trial = _trial(model, sample_batch, device, optimizer=optimizer, run=run)
+        with trial as batch, ran(step, batch, run or call_with_batch(model)) as other:
+            if other is None:
+                return step.structure
+        structure = other
 
 
 @contextmanager
-def _trial(model: nn.Module, sample_batch: Any, device: torch.device, parts: int, **others: Any) -> Iterator[Any]:
+def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: Any) -> Iterator[Any]:
     """Enclose runs of ``model`` that leave no trace; yields the batch on ``device``."""
     devices = [device.index] if device.type == "cuda" else []
     # The batch as well: a step may write to it, and training has yet to see it.
     roots = {type(model).__name__: model, "sample_batch": sample_batch, **others}
     with current(device), untouched(devices=devices, **roots):
-        batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample_batch)
-        check_samples(batch, parts)
-        yield batch
+        yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample_batch)
 
 
-def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[None]:
-    """Have the parameters of ``module`` on ``device``."""
-    return staged(tensors_of(module), device)
+@contextmanager
+def ran(step: WatchedStep, batch: Any, run: Run) -> Iterator[Structure | None]:
+    """Run a step, whose blocks may be measured within the context: each ran apart, and nothing has trained.
 
+    Yields what else may be the model's blocks if the step has called none of the layers.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """The cost of a model's blocks, and of what lies outside them."""
-
-    structure: Structure
-    """The blocks as the model calls them."""
-    captured: Capture
-    costs: list[BlockCost]
-    """One per block."""
-    with_loss: list[BlockCost]
-    """One per option by which the last block computes the loss, too."""
-    readers: Readers
-    parts: int
+    Args:
+        step: of the model.
+        batch: on the device.
+        run: calls the model on it; what it returns is taken to stay.
+    """
+    model, device = step.model, step.device
+    staying = [*(parameter for _, parameter in step.structure.rest), *model.buffers()]
+    with plainly(model), located(model, device), _gradients_kept(model), staged(staying, device), torch.enable_grad():
+        with step.watching(batch, ApartRuns(step.structure, step.reached)):
+            result = run(batch)
+            other = step.returned(result)
+        if other is None:
+            loss = find_loss(result)
+            if loss is not None and loss.requires_grad:
+                with step.in_backward():
+                    torch.autograd.backward(loss)
+            step.reached()
+        try:
+            yield other
+        finally:
+            step.let_go()
 
 
 def measure_blocks(
     model: nn.Module,
     structure: Structure,
-    batch: Any,
+    batch: Callable[[], Any],
     *,
     run: Run,
     device: torch.device,
@@ -234,100 +173,17 @@ def measure_blocks(
     micro_batches: int = 1,
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
-    staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with runnable(structure), plainly(model), located(model, device), _gradients_kept(model), staged(staying, device):
+    while True:
+        step = WatchedStep(model, structure, device, meter, parts=micro_batches, code=uncompiled, say=say)
         say("running the model once")
-        with Readers(structure) as readers:
-            stage = partial(_stage, device)
-            captured = capture(
-                structure,
-                run,
-                batch,
-                device=device,
-                stage=stage,
-                meter=meter,
-                aside=readers.paused,
-                micro_batches=micro_batches,
-            )
-        if micro_batches > 1 and captured.deferred:
-            raise limits.MICRO_BATCHES.error("a step calls the model again before the backward of an earlier call")
-        costs = block_costs(captured, device, meter, say)
-        with_loss = costs_with_loss(captured, device, meter, say)
-        if device.type == "cuda":
-            readers.measure_on(device, meter, say)
-        return Measured(
-            structure=structure,
-            captured=captured,
-            costs=costs,
-            with_loss=with_loss,
-            readers=readers,
-            parts=micro_batches,
-        )
+        with ran(step, batch(), run) as other:
+            if other is None:
+                return step.costs(micro_batches)
+        structure = other
 
 
-def assemble(
-    model: nn.Module,
-    batch: Any,
-    measured: Measured,
-    *,
-    sizes: UpdateSizes,
-    updates: OptimizerProfile,
-    hardware: HardwareProfile,
-    estimated: bool,
-) -> Profile:
-    """Return the profile of a model that has been measured."""
-    structure = measured.structure
-    batch_size, sequence_length = extent(batch)
-    gpu = hardware.context_bytes > 0
-    between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
-    return Profile(
-        model=_base_name(model),
-        dtype=_main_dtype(model),
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
-        blocks=_with_last_update(_block_profiles(structure, measured), structure, between),
-        optimizer=updates,
-        hardware=hardware,
-        shared_bytes=measured.captured.between
-        + measured.captured.held
-        + measured.captured.lasting
-        + measured.captured.waiting
-        + measured.captured.arrived
-        + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        + storage_bytes(model.buffers())
-        # What lies outside the blocks stays on the device with its gradient and its states.
-        + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.state(p) for _, p in structure.rest),
-        page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
-        slack_bytes=max(
-            LEAST_SLACK if gpu else 0, *(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss))
-        ),
-        slack_share=ALLOCATOR_SLACK if gpu else 0.0,
-        forwards=measured.captured.forwards,
-        deferred_forwards=measured.captured.deferred,
-        scatter=_scatter(measured.costs),
-        estimated=estimated,
-        flops_per_token=flops_per_token(model, sequence_length) or 0.0,
-        parts=measured.parts,
-    )
-
-
-def _scatter(costs: Sequence[BlockCost]) -> float:
-    """Return the mean scatter of blocks, each counted by the seconds that it takes."""
-    seconds = [(cost.scatter, option.forward_s + option.backward_s) for cost in costs for option in cost.options[:1]]
-    total = sum(s for _, s in seconds)
-    return sum(scatter * s for scatter, s in seconds) / total if total > 0 else 0.0
-
-
-def _page_tables(structure: Structure, sizes: UpdateSizes) -> int:
-    """Return the device memory that the host copies of all tensors take once they are page-locked.
-
-    Wherever a tensor is updated: its weight has a host copy, and either its states have one, too, or its gradient.
-    """
-    return sum(
-        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
-        for _, p in structure.tensors
-    )
+def _quiet(_message: str) -> None:
+    pass
 
 
 def call_with_batch(model: nn.Module) -> Run:
@@ -339,215 +195,6 @@ def call_with_batch(model: nn.Module) -> Run:
         return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
     return run
-
-
-def block_costs(
-    captured: Capture,
-    device: torch.device,
-    meter: Meter,
-    say: Progress,
-    around: Around = nullcontext,
-) -> list[BlockCost]:
-    """Measure every distinct call once, each within ``around`` of its module; return one cost per block."""
-    known: dict[int, BlockCost] = {}
-    distinct = len({id(call) for call in captured.calls})
-    repeatable = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
-    for call in captured.calls:
-        if id(call) not in known:
-            say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
-            # As the module was at its call: the step has run on since, and may have changed what the block reads.
-            with staged(tensors_of(call.module), device), call.as_called(), around(call.module):
-                known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
-    return [known[id(call)] for call in captured.calls]
-
-
-def costs_with_loss(
-    captured: Capture, device: torch.device, meter: Meter, say: Progress, around: Around = nullcontext
-) -> list[BlockCost]:
-    """Measure the last block with the loss in it, if it may be so, within ``around`` of its module."""
-    found = []
-    for name, call in captured.with_loss.items():
-        say(f"measuring {type(call.module).__name__} ({name})")
-        assert isinstance(call.module, HeadLoss)
-        with staged(tensors_of(call.module), device), around(call.module):
-            found.append(measure_with_loss(call, name, call.module.chunk, meter))
-    return found
-
-
-def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProfile, ...]:
-    captured, costs = measured.captured, measured.costs
-    profiles: list[BlockProfile] = []
-    arrived = 0
-    tail = _without_held(captured)
-    for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
-        last = index == len(costs) - 1
-        # The previous block's output stays while a block runs that does not take it (a second embedding).
-        waiting = arrived if not call.slots else 0
-        grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
-        options = [_with_tail(option, cost.output_bytes, tail, grad) if last else option for option in cost.options]
-        chained = captured.chained[index]
-        once = captured.once[index] or cost.once
-        nothing = discard(cost) if chained and not last else None
-        options += [nothing] if nothing else []
-        with_loss = [option for cost in measured.with_loss for option in cost.options] if last else []
-        options += [_with_after(option, captured.after) for option in with_loss]
-        options = [option for option in options if option.name in RECORDED or not once]
-        profiles.append(
-            BlockProfile(
-                name=block.name,
-                kind=block.kind,
-                input_bytes=cost.input_bytes,
-                output_bytes=0 if last else cost.output_bytes,
-                launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
-                options=tuple(_raised(option, waiting, captured.seams[index].lingering) for option in options),
-                has_backward=call.has_backward,
-                graphed=bool(call.kernels),
-                chained=chained,
-            )
-        )
-        arrived = cost.output_bytes
-    return _with_seams(profiles, structure, captured)
-
-
-def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capture) -> tuple[BlockProfile, ...]:
-    """Return ``blocks`` with room for what the model's own code takes for a moment between them."""
-    profiles = [*blocks]
-    uses = Counter(p for seam in captured.seams for p in seam.rest)
-    for index, seam in enumerate(captured.seams):
-        block = profiles[index]
-        least = seam.forward + seam.lingering - block.output_bytes
-        options = tuple(
-            replace(option, forward_peak_bytes=max(option.forward_peak_bytes, least)) for option in block.options
-        )
-        profiles[index] = replace(block, options=options)
-        # Gradients that come from several places are added up: both, their sum, and that of earlier batches.
-        nbytes = seam.backward + 2 * sum(p.nbytes for p in seam.rest if uses[p] > 1)
-        with_backward = [at for at in range(index + 1) if blocks[at].has_backward]
-        if nbytes and with_backward:
-            # It comes right before the backward of the block before, which may have none.
-            at = next((at for at in reversed(with_backward) if at < index), with_backward[-1])
-            block = profiles[at]
-            least = nbytes - 2 * block.input_bytes - block.output_bytes
-            grads = [p.nbytes for p in structure.blocks[at].module.parameters() if p.requires_grad]
-            profiles[at] = replace(block, options=tuple(at_least(o, least, grads) for o in block.options))
-    return tuple(profiles)
-
-
-def _without_held(captured: Capture) -> Tail:
-    """Return the loss's figures without what the caller holds of a result, and without gradients for earlier blocks.
-
-    The profile counts both for all steps. The forward's peak keeps what is held: until it returns, the caller may hold
-    the last batch's result beside the new one.
-    """
-    tail, held = captured.tail, captured.held
-    both = held + captured.arrived
-    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
-
-
-def _with_after(option: OptionProfile, after: Tail) -> OptionProfile:
-    """Charge what follows the model's own loss to the last block with that loss in it."""
-    if not after.forward_peak:
-        return option
-    return replace(_with_tail(option, 0, after, 0), before_loss_bytes=option.before_loss_bytes)
-
-
-def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes: int) -> OptionProfile:
-    """Charge the loss to the last block, whose output of ``output_bytes`` nobody else counts.
-
-    Plans add at least the block's largest gradient (``grad_bytes``) to the peak of its backward. While the loss is
-    differentiated that gradient does not exist yet, so as much of the peak is left out.
-    """
-    block_forward = option.forward_peak_bytes + output_bytes
-    block_backward = option.backward_peak_bytes + tail.left
-
-    def whole(peak: int | None) -> int | None:
-        """Return a peak that has gradients in it."""
-        return None if peak is None else max(peak + tail.left, tail.backward_peak, tail.saved) - tail.saved
-
-    return replace(
-        option,
-        forward_s=option.forward_s + tail.forward.seconds,
-        backward_s=option.backward_s + tail.backward.seconds,
-        saved_bytes=option.saved_bytes + tail.saved,
-        forward_peak_bytes=max(block_forward, tail.forward_peak) - tail.saved,
-        before_loss_bytes=max(block_forward - tail.saved, 0),
-        backward_peak_bytes=max(block_backward, tail.backward_peak - grad_bytes, tail.saved) - tail.saved,
-        held_peak_bytes=whole(option.held_peak_bytes),
-        passing_peak_bytes=whole(option.passing_peak_bytes),
-    )
-
-
-def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nbytes: int) -> tuple[BlockProfile, ...]:
-    """Return ``blocks`` with room for updates of parameters outside them, which take ``nbytes`` for a moment.
-
-    They follow the last backward, of which nothing but gradients on their way to the host may be left.
-    """
-    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
-    if last is None or not nbytes:
-        return blocks
-    block = blocks[last]
-    grads = [p.nbytes for p in structure.blocks[last].module.parameters() if p.requires_grad]
-    least = nbytes - block.input_bytes - block.output_bytes
-    options = tuple(at_least(option, least, grads) for option in block.options)
-    return (*blocks[:last], replace(block, options=options), *blocks[last + 1 :])
-
-
-def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
-    """Return ``option`` whose backward takes ``nbytes`` at least, beside gradients of the sizes ``grads``."""
-    held, passing = option.held_peak_bytes, option.passing_peak_bytes
-    return replace(
-        option,
-        backward_peak_bytes=max(option.backward_peak_bytes, nbytes),
-        held_peak_bytes=None if held is None else max(held, nbytes + sum(grads)),
-        passing_peak_bytes=None if passing is None else max(passing, nbytes + max(grads, default=0)),
-    )
-
-
-def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
-    before_loss = option.before_loss_bytes
-    return replace(
-        option,
-        forward_peak_bytes=option.forward_peak_bytes + in_forward,
-        before_loss_bytes=None if before_loss is None else before_loss + in_forward,
-        backward_peak_bytes=option.backward_peak_bytes + by,
-        held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
-        passing_peak_bytes=None if option.passing_peak_bytes is None else option.passing_peak_bytes + by,
-    )
-
-
-def _tensor_profiles(
-    structure: Structure, sizes: UpdateSizes, readers: Readers, hardware: HardwareProfile
-) -> tuple[TensorProfile, ...]:
-    return tuple(
-        TensorProfile(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            bytes=parameter.nbytes,
-            trainable=parameter.requires_grad,
-            blocks=tuple(number for number, block in enumerate(structure.blocks) if index in block.tensors),
-            state_bytes=sizes.state(parameter),
-            scratch_bytes=sizes.scratch(parameter),
-            zero_copy=readers.profile(index, hardware),
-            lookup_bytes=readers.looked_up(index) if sizes.by_rows(parameter) else 0,
-        )
-        for index, (name, parameter) in enumerate(structure.tensors)
-    )
-
-
-def _base_name(model: nn.Module) -> str:
-    """Return the class name of the model itself, not of what wraps it."""
-    named = [module for module in model.modules() if is_base(module)]
-    return type(named[0] if named else model).__name__
-
-
-def _main_dtype(model: nn.Module) -> str:
-    totals: dict[torch.dtype, int] = {}
-    # Packed numbers are stored as bytes, which is no dtype that anything is computed in.
-    packed = {id(layer.weight) for _, layer in packed_layers(model)}
-    for parameter in (parameter for parameter in model.parameters() if id(parameter) not in packed):
-        totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
-    return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
 
 
 @contextmanager

@@ -22,14 +22,14 @@ from lt_offload import optim
 from lt_offload.compat.hugging_face import is_known
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
 from lt_offload.errors import ConfigError
-from lt_offload.model.blocks import Structure, find_blocks, following_calls
+from lt_offload.model.blocks import find_blocks
 from lt_offload.model.compiled import forget_compiled
-from lt_offload.model.parts import check_samples
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
+from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
 from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.measure import Measured, assemble, measure_blocks
+from lt_offload.profiling.measure import measure_blocks
 from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, estimate_optimizer
 from lt_offload.resources import is_dir, is_file, shipped_files
@@ -121,19 +121,22 @@ def profile_config(
     with FakeTensorMode(), ExitStack() as stack:
         _make_fake(model)
         batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
-        check_samples(batch, micro_batches)
         structure = find_blocks(model, blocks)
         if compile_blocks:
             stack.callback(forget_compiled)
             compile_planned(structure)
         unmasked = not packing and (batch_size == 1 or not padding) and not _has_windows(model_config, sequence_length)
         with Roofline(machine, unmasked=unmasked) as meter:
-
-            def attempt(structure: Structure) -> Measured:
-                measuring = partial(measure_blocks, model, structure, dict(batch), run=_run(model, autocast))
-                return measuring(device=torch.device("cpu"), meter=meter, say=say, micro_batches=micro_batches)
-
-            measured = following_calls(model, structure, attempt)
+            measured = measure_blocks(
+                model,
+                structure,
+                lambda: dict(batch),
+                run=_run(model, autocast),
+                device=torch.device("cpu"),
+                meter=meter,
+                say=say,
+                micro_batches=micro_batches,
+            )
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)
     found = assemble(

@@ -13,26 +13,22 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.compat.torch import (
     BatchNorm,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
 )
 from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import (
-    BlockNode,
     Call,
     FirstRun,
     StateBytes,
@@ -70,8 +66,6 @@ class BoundaryCheck:
     def __init__(self, structure: Structure, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._blocks = structure.blocks
         self._aside = aside
-        self._reached: set[int] = set()
-        """Blocks that a gradient has reached inside."""
         self.once: dict[int, str] = {}
         """Blocks that must not run a second time for their backward, nor without a graph, and why."""
         self._given: list[tuple[int, _Versions, Rest]] = []
@@ -108,9 +102,9 @@ class BoundaryCheck:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        entered: Sequence[Tensor] | None = None,
+        entered: Sequence[Tensor],
     ) -> Any:
-        """Run a block on detached inputs; return its output, detached.
+        """Run a block in a private graph; return its output, which is that graph's.
 
         Args:
             index: of the block.
@@ -118,23 +112,15 @@ class BoundaryCheck:
             forward: runs it.
             args: of the call.
             kwargs: of the call.
-            entered: its activations in a private graph that is kept; the output is that graph's then. None: the graph
-                is dropped.
+            entered: its activations, as the graph has them.
 
         Raises:
             UnsupportedError: if an argument makes the block hand out what it computes.
         """
-        if entered is None:  # first of all: hooks for saved tensors would already be called in the runs below
-            limits.check_call(self._blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         # Weak: what the model lets go of must die here as it does in training, where bytes are counted.
         given = [(weakref.ref(leaf), version(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
         origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
-        kept = entered is not None
-        if entered is None:
-            entered = [leaves[slot].detach() for slot in call.slots]
-            for tensor in (x for x, need in zip(entered, call.needs_grad, strict=True) if need):
-                tensor.requires_grad_().register_hook(partial(_note, self._reached, index))  # type: ignore[no-untyped-call]
         for slot, tensor in zip(call.slots, entered, strict=True):
             leaves[slot] = tensor
 
@@ -149,7 +135,7 @@ class BoundaryCheck:
             return forward(*args, **kwargs)
 
         self._kinds[index] = id(call)
-        if kept and call.has_backward and not torch.is_grad_enabled():
+        if call.has_backward and not torch.is_grad_enabled():
             self.unrecorded.add(id(call))
             return self._run_unrecorded(index, call, run, given, origins)
         constant = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
@@ -166,7 +152,7 @@ class BoundaryCheck:
         uses = self._uses[id(call)] = _uses(entered, out)
         self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
         mark_reached(origin for origin, used in zip(origins, uses, strict=True) if used)
-        return out if kept else tree_map(_detached, out)
+        return out
 
     def repeats(self, index: int, call: Call) -> bool:
         """Return whether a block may run again for its backward, as far as those of its kind have shown that."""
@@ -297,8 +283,8 @@ class BoundaryCheck:
             with torch.enable_grad():
                 out = forward()
         except RuntimeError as error:
-            # Autograd says so itself where the input is a leaf that requires grad; otherwise its version tells.
-            if "in-place operation" in str(error):
+            # Autograd says so itself where gradients have to reach the input; otherwise its version tells.
+            if "in-place operation" in str(error) or "modified inplace" in str(error):
                 raise refused from error
             raise
         if [version(leaf) for leaf in call.inputs] != versions:
@@ -429,16 +415,6 @@ class BoundaryCheck:
                 name = "an operation" if index is None else f"block {self._blocks[index].name}"
                 raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")
 
-    def check_unset(self) -> None:
-        """Refuse gradients of weights that are there before the loss's backward.
-
-        Raises:
-            UnsupportedError: naming the weight.
-        """
-        for name, parameter in self._parameters():
-            if parameter.grad is not None:
-                raise limits.SET_GRADIENT.error(f"weight {name} has a gradient before the backward")
-
     def saved_outside(self, loss: Tensor) -> Iterator[Tensor]:
         """Yield what operations outside the blocks save for the backward of ``loss``."""
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
@@ -458,8 +434,8 @@ class BoundaryCheck:
                 name = self._blocks[node.block].name
                 raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {name}")
 
-    def check_gradients(self, loss: Tensor, known: Collection[nn.Parameter] = ()) -> None:
-        """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
+    def check_gradients(self, loss: Tensor, known: Collection[nn.Parameter]) -> None:
+        """Refuse weights of blocks that the loss, or the inputs of other blocks, use outside of these.
 
         Args:
             loss: of the step.
@@ -469,8 +445,6 @@ class BoundaryCheck:
             CalledOtherwise: if none of these blocks is a layer: without them, which stay on the device.
             UnsupportedError: naming the block or the weight.
         """
-        for index in sorted(self._reached):
-            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._blocks[index].name}")
         # The backward of a block's output goes no further, so that what made its inputs has no gradients.
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
         before = {id(getattr(node, "variable", None)) for node, _ in edges(roots, outer=True)}
@@ -511,23 +485,6 @@ def mark_reached(outputs: Iterable[tuple[Any, int]]) -> None:
             node.reached(number)  # by a backward that comes in training only
 
 
-class Interface(BlockNode):
-    """The node of a block in the outer graph: unlike a leaf, it does not hold the block's output."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], index: int, reached: Callable[[int], None]) -> Tensor:
-        ctx.box, ctx.index, ctx.reached = box, index, reached
-        return box.pop()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None]:
-        ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
-        ctx.reached(0)
-        return None, None, None, None
-
-
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     """Return how often each input is used in the graph of a block's output."""
     roots = [tensor.grad_fn for tensor in tensors_of(out)]
@@ -560,11 +517,3 @@ def _equal(first: Any, second: Any) -> bool:
 def _equal_with_nans(a: Tensor, b: Tensor) -> bool:
     # Logits may be gigabytes: there is room for a truth value per number, not for copies.
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _note(reached: set[int], index: int, _gradient: Tensor) -> None:
-    reached.add(index)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves, tree_map
+from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves
 from lt_offload.model.blocks import Block
 from lt_offload.model.calls import BlockOutput, Call, edges, is_block_node
 from lt_offload.model.compiled import Forward, is_compiled
+from lt_offload.model.head import HeadLoss
 from lt_offload.model.parts import Cutter, in_parts
 from lt_offload.model.saving import activations_of
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers
 
 if TYPE_CHECKING:
-    from lt_offload.profiling.step.capture import CallRecorder
+    from lt_offload.profiling.step.survey import StepRecorder
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,9 +45,9 @@ class Seam:
 
 
 class ModelCall:
-    """One call of the model with gradients."""
+    """The calls of blocks in a step, each of which may turn out to be the last."""
 
-    def __init__(self, recorder: CallRecorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         self._recorder, self._account = recorder, recorder.account
         self.calls: list[Call] = []
         self.chained: list[bool] = []
@@ -63,42 +64,29 @@ class ModelCall:
         """Nodes of operations between blocks: what those save lives until the backward, too."""
         self._interfaces: set[int | None] = set()
         """Storages of activations between blocks."""
-        self._users: Counter[int | None] = Counter()
-        """By storage, how many blocks were given it as an activation."""
-        self._sizes: dict[int | None, int] = {}
         self._activations: list[weakref.ref[Tensor]] = []
         """What blocks were given and have returned, as the model sees it."""
         self._handed: list[Tensor] = []
         """Those that were there when the last block was called, held until the loss's backward has been run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
-        self.boxes: list[list[Tensor]] = []
-        """Where gradients of outputs arrive that the loss itself uses, but for the last block's."""
         self._ends: dict[GradientEdge, int] = {}
         """Where gradients leave what comes between blocks: outputs of blocks, and their bytes."""
         self._leaves: dict[int, Tensor] = {}
         """Activations that no operation has made and that require gradients, as adapters have it of embeddings."""
+        self.bytes_of: dict[tuple[int, int], int] = {}
+        """By node and number of an output: its bytes."""
+        self.last_ends: set[tuple[int, int]] = set()
+        """The outputs of the last call."""
+        self._nodes: list[Any] = []
+        self._given: list[list[tuple[int | None, bool, int]]] = []
+        """By call: storage, need of a gradient and bytes of each activation."""
+        self._returned: list[int] = []
 
     @property
-    def complete(self) -> bool:
-        """Whether all blocks have been called."""
-        return len(self.calls) == len(self._recorder.blocks)
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the inputs of all blocks."""
-        return sum(tensor.nbytes for call in self.calls for tensor in call.inputs)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of those inputs of blocks that are not what the block before has returned."""
-        pairs = zip(self.calls, self.chained, strict=True)
-        return sum(tensor.nbytes for call, chained in pairs if not chained for tensor in call.inputs)
-
-    @property
-    def several_bytes(self) -> int:
-        """Bytes of activations that several blocks are given: they stay until the first of these has its backward."""
-        return sum(self._sizes[storage] for storage, users in self._users.items() if users > 1)
+    def interfaces(self) -> set[int]:
+        """Storages of activations between blocks."""
+        return {serial for serial in self._interfaces if serial is not None}
 
     def settle(self) -> None:
         """Say what lingers, once it is known what stays."""
@@ -110,7 +98,7 @@ class ModelCall:
         self._graph.clear()
         self._shared.clear()
         self._handed.clear()
-        self.boxes.clear()
+        self._nodes.clear()
 
     def saved_between(self, live: Mapping[int, int]) -> set[int | None]:
         """Return the storages of ``live`` that blocks had in common with operations between them, which save them."""
@@ -138,36 +126,97 @@ class ModelCall:
         *,
         containers: Containers,
     ) -> Any:
-        """Run one block."""
-        recorder = self._recorder
-        cutter, known = recorder.cutters[index], len(recorder.by_signature)
-        call = self._enter(block, args, kwargs, cutter, containers)
-        if cutter is not None and len(recorder.by_signature) > known:
-            with recorder.stage(block.module), within(call.contexts):
-                recorder.boundary.check_samples(block, call, original)
-        original = original if cutter is None else in_parts(original, cutter)
-        last = self.complete
-        if last:
+        """Run one block, which others of the step may follow."""
+        recorder, account, cutter = self._recorder, self._account, self._recorder.cutters[index]
+        known = len(recorder.by_signature)
+        call, given = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
+        if cutter is not None:
+            if len(recorder.by_signature) > known:
+                with recorder.stage(block.module), within(call.contexts):
+                    recorder.boundary.check_samples(block, call, original)
+            original = in_parts(original, cutter)
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaves[slot] for slot in call.slots]
+        self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
+        del inputs, leaves
+        self.let_go_of_last()
+        if index == len(recorder.blocks) - 1:
             self._hold(args, kwargs)
-            self._note_before_last()
-        with recorder.stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
-            out = recorder.boundary.run(index, call, original, args, kwargs)
-        # What the model has let go of by now must be gone when memory in use is read below.
+        self._note_before_last()
+
+        def body(*inner: Any, **named: Any) -> Any:
+            leaves = tree_leaves((inner, named))
+            entered = [leaves[slot] for slot in call.slots]
+            (args, kwargs), *_ = given
+            return recorder.boundary.run(index, call, original, args, kwargs, entered)
+
+        positions: list[int] = []
+        with recorder.stage(block.module):
+            repeats = recorder.boundary.repeats(index, call)
+            reached = partial(_reached, call.reached, positions)
+            out = recorder.join(index, args, kwargs, body, again=original if repeats else None, reached=reached)
+        given.clear()
         del args, kwargs
-        self._interfaces |= {self._account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
-        if last:
-            self._note_after_last(out)
-            recorder.meter.lap()
-        if call.has_backward:
-            position = itertools.count()
-            boxes = [] if self.complete else self.boxes
-            out = tree_map(lambda leaf: recorder.connect(leaf, index, call.reached, position, boxes), out)
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        floating = iter(range(len(tensors)))
+        positions += [next(floating) if tensor.is_floating_point() else -1 for tensor in tensors]
+        self._interfaces |= {account.serial(tensor) for tensor in tensors}
+        self._note_after_last(out)
+        self._returned.append(self.output_bytes)
+        recorder.meter.lap()
+        made = [tensor for tensor in tensors if tensor.requires_grad]
+        self._nodes += [tensor.grad_fn for tensor in made]  # or their identity could be another's
+        self.last_ends = {(id(tensor.grad_fn), int(tensor.output_nr)) for tensor in made}
+        self.bytes_of |= {(id(tensor.grad_fn), int(tensor.output_nr)): tensor.nbytes for tensor in made}
         self._leave(out)
-        if last:
+        if isinstance(call.module, HeadLoss):
+            recorder.after.begin(out)
+        elif index == len(recorder.blocks) - 1:
             recorder.watch.begin(out)
-        else:
-            self._account.reset_peak()
         return out
+
+    def let_go_of_last(self) -> None:
+        """Let go of what is held for the call before, which was not the last one."""
+        if self._handed:
+            self._handed.clear()
+            self._shared.clear()
+
+    def forget(self) -> None:
+        """Let go of all calls and of the graph."""
+        self.let_go()
+        self.calls.clear()
+        self._ends.clear()
+        self._leaves.clear()
+
+    def input_bytes_of(self, at: int) -> int:
+        """Return the bytes of the activations of one call."""
+        return sum(nbytes for _, _, nbytes in self._given[at])
+
+    def waiting_bytes(self, visits: Sequence[int]) -> int:
+        """Return the bytes that a forward of these calls keeps until its backward, if others follow it."""
+        inputs = sum(self.input_bytes_of(at) for at in visits if not self.chained[at])
+        return inputs + self._returned[visits[-1]]
+
+    def several_bytes_of(self, visits: Sequence[int]) -> int:
+        """Return the bytes of activations that several blocks of a forward are given."""
+        given = [item for at in visits for item in self._given[at]]
+        users = Counter(serial for serial, needs, _ in given if needs)
+        sizes = {serial: nbytes for serial, _, nbytes in given}
+        return sum(sizes[serial] for serial, count in users.items() if count > 1)
+
+    def seam_before(self, at: int, others: Collection[int]) -> Seam:
+        """Return the seam before a call, with those of ``others`` before it, which are of no block."""
+        seam = self.seams[at]
+        while at - 1 in others:
+            at -= 1
+            other = self.seams[at]
+            seam = replace(
+                seam,
+                forward=max(seam.forward, other.forward),
+                backward=max(seam.backward, other.backward),
+                rest=[*seam.rest, *other.rest],
+            )
+        return seam
 
     def _enter(
         self,
@@ -233,8 +282,6 @@ class ModelCall:
             if slot in slots:
                 serial = self._account.serial(leaf)
                 self._interfaces.add(serial)
-                self._users[serial] += leaf.requires_grad
-                self._sizes[serial] = leaf.nbytes
                 self._graph.append(leaf.grad_fn)
                 self._activations.append(weakref.ref(leaf))
             else:
@@ -312,6 +359,11 @@ class ModelCall:
         self._copies.add(self._account.serial(own))
         self._interfaces |= self._copies
         return own
+
+
+def _reached(reached: set[int], positions: Sequence[int], number: int) -> None:
+    if number < len(positions) and positions[number] >= 0:
+        reached.add(positions[number])
 
 
 def _numbers(out: Any) -> list[Tensor]:

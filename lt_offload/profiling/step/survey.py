@@ -8,39 +8,30 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.compat.torch import tree_leaves
+from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure, as_called
 from lt_offload.model.calls import Call, edges, is_block_node
 from lt_offload.model.compiled import Forward, called, intercept
 from lt_offload.model.head import HeadLoss
-from lt_offload.model.parts import cutters, in_parts
-from lt_offload.model.state.handed import Containers
+from lt_offload.model.parts import cutters
+from lt_offload.model.state.contexts import ambient, within
+from lt_offload.model.state.handed import Handed
 from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.step.allowed import WrittenWeights
-from lt_offload.profiling.step.boundary_check import mark_reached
-from lt_offload.profiling.step.capture import (
-    Aside,
-    CallRecorder,
-    Capture,
-    Stage,
-    find_loss,
-    in_turn,
-    whole_backwards,
-)
-from lt_offload.profiling.step.logits import Tail
-from lt_offload.profiling.step.model_call import ModelCall, Seam
+from lt_offload.profiling.step.boundary_check import BoundaryCheck, mark_reached
+from lt_offload.profiling.step.capture import Aside, Capture, Stage, find_loss, in_turn, whole_backwards
+from lt_offload.profiling.step.logits import AfterLoss, LogitsWatch, Tail
+from lt_offload.profiling.step.model_call import ModelCall
 
 Join = Callable[..., Any]
 """Runs a block and makes it a part of the outer graph: see ``Survey.forward`` in ``execute/training/survey.py``."""
@@ -75,7 +66,7 @@ class Surveyed:
     """Calls of what has turned out to be no block, in the largest forward, and which block follows each."""
 
 
-class StepRecorder(CallRecorder):
+class StepRecorder:
     """Stands between the model and its blocks in the first step.
 
     Args:
@@ -88,6 +79,7 @@ class StepRecorder(CallRecorder):
         join: runs a block.
         parts: of the batch, which go through each block in turn.
         loss: computes the last block together with the model's loss; None: the model does.
+        code: returns what runs a block.
     """
 
     def __init__(
@@ -101,10 +93,23 @@ class StepRecorder(CallRecorder):
         join: Join,
         parts: int,
         loss: LossWithBlock | None,
+        code: Callable[[nn.Module], Forward] = called,
     ) -> None:
-        super().__init__(structure, device, stage, meter, aside, cutters(structure, parts))
-        self.join, self._with_loss = join, loss
-        self.calls = _StepCalls(self)
+        self.account = Account(device_type=device.type, timeline=True)
+        self.blocks, self.device = structure.blocks, device
+        self.cutters = cutters(structure, parts)
+        self.stage, self.meter = stage, meter
+        self.boundary = BoundaryCheck(structure, aside)
+        self.after = AfterLoss(self.account, meter, [parameter for _, parameter in structure.rest])
+        self.watch = LogitsWatch(structure, self.after.begin)
+        self.by_signature: dict[object, Call] = {}
+        self._aside = aside
+        self._followed = False
+        """The last forward with gradients was followed by one without."""
+        self._called: list[int] = []
+        """Blocks that have been called with gradients, in turn."""
+        self.join, self._with_loss, self._code = join, loss, code
+        self.calls = ModelCall(self)
         self._model, self._structure = model, structure
         self.rest = list(model.parameters())  # a module whose weights the step uses beside its call is no block
         self._before = {p for p in model.parameters() if p.grad is not None}
@@ -119,28 +124,33 @@ class StepRecorder(CallRecorder):
         self._in_graph: set[int | None] = set()
         """Storages that operations outside the blocks save."""
         self._kept: set[int | None] = set()
+        self._arrived = 0
+        """Bytes of gradients that the loss itself gives blocks before the last one."""
         self._live: dict[int, int] = {}
 
-    @override
-    def _code(self, block: Block) -> Forward:
-        return called(block.module)  # the step counts
+    def wrap(self, index: int, block: Block) -> Forward:
+        """Return what is called instead of the block."""
+        original = self._code(block.module)
 
-    @override
-    def _run(
-        self,
-        index: int,
-        block: Block,
-        run: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        containers: Containers,
-        *,
-        again: bool,
-    ) -> Any:
-        if again and index == len(self.blocks) - 1:
-            self.watch.forgo()
-        self._followed = False
-        return self.calls.visit(index, block, run, args, kwargs, containers=containers)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            handed = Handed(args, kwargs)
+            if self.device.type != "cpu":
+                handed.bring(block, self.device)
+            args, kwargs = handed.args, handed.kwargs
+            run = handed.around(original)
+            if not torch.is_grad_enabled():
+                self._followed = bool(self._called)
+                with self._aside(), self.stage(block.module), within(ambient()):
+                    return handed.returned(run(*args, **kwargs))
+            again = index in self._called
+            self._called.append(index)
+            with self._aside() if again else nullcontext():
+                if again and index == len(self.blocks) - 1:
+                    self.watch.forgo()
+                self._followed = False
+                return handed.returned(self.calls.run(index, block, run, args, kwargs, containers=handed.containers))
+
+        return forward
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -184,6 +194,7 @@ class StepRecorder(CallRecorder):
         self._saved = calls.saved_between(live)
         self._loss = loss = find_loss(result)
         if loss is None or not loss.requires_grad:
+            self.boundary.check_results(result)
             return
         layers = {index for index, block in enumerate(self.blocks) if block.kind == "layer"}
         if layers.isdisjoint(self._called):
@@ -227,8 +238,11 @@ class StepRecorder(CallRecorder):
         """
         tail, calls = self._tail, self.calls
         assert tail is not None
-        tail.backward = self.meter.lap()
-        tail.backward_peak, tail.left = self.account.peak - calls.below, self.account.current - calls.below
+        if self._loss is None:  # the caller begins with a gradient as large as the output
+            tail.backward_peak = tail.left = tail.saved + calls.output_bytes
+        else:
+            tail.backward = self.meter.lap()
+            tail.backward_peak, tail.left = self.account.peak - calls.below, self.account.current - calls.below
         self.after.share(tail)
         self.boundary.find_rewritten()
         self.boundary.let_go()
@@ -292,7 +306,6 @@ class StepRecorder(CallRecorder):
         self.boundary.let_go()
         self._loss = None
 
-    @override
     def _outliving(self) -> set[int]:
         own = [leaf for call in self.by_signature.values() for leaf in call.leaves if isinstance(leaf, Tensor)]
         own += [draw for call in self.by_signature.values() for first in call.given for draw in first.draws]
@@ -317,131 +330,3 @@ def _others(structure: Structure) -> Iterator[Structure]:
     while other is not None and (found := other()) is not None:
         yield found
         other = found.other
-
-
-class _StepCalls(ModelCall):
-    """The calls of blocks in a whole step, each of which may turn out to be the last."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__(recorder)
-        self._step = recorder
-        self.bytes_of: dict[tuple[int, int], int] = {}
-        """By node and number of an output: its bytes."""
-        self.last_ends: set[tuple[int, int]] = set()
-        """The outputs of the last call."""
-        self._nodes: list[Any] = []
-        self._given: list[list[tuple[int | None, bool, int]]] = []
-        """By call: storage, need of a gradient and bytes of each activation."""
-        self._returned: list[int] = []
-
-    @property
-    def interfaces(self) -> set[int]:
-        """Storages of activations between blocks."""
-        return {serial for serial in self._interfaces if serial is not None}
-
-    def visit(
-        self,
-        index: int,
-        block: Block,
-        original: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        containers: Containers,
-    ) -> Any:
-        """Run one block, which others of the step may follow."""
-        recorder, account, cutter = self._step, self._account, self._step.cutters[index]
-        call, given = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
-        original = original if cutter is None else in_parts(original, cutter)
-        leaves = tree_leaves((args, kwargs))
-        inputs = [leaves[slot] for slot in call.slots]
-        self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
-        del inputs, leaves
-        self.let_go_of_last()
-        if index == len(recorder.blocks) - 1:
-            self._hold(args, kwargs)
-        self._note_before_last()
-
-        def body(*inner: Any, **named: Any) -> Any:
-            leaves = tree_leaves((inner, named))
-            entered = [leaves[slot] for slot in call.slots]
-            (args, kwargs), *_ = given
-            return recorder.boundary.run(index, call, original, args, kwargs, entered)
-
-        positions: list[int] = []
-        with recorder.stage(block.module):
-            repeats = recorder.boundary.repeats(index, call)
-            reached = partial(_reached, call.reached, positions)
-            out = recorder.join(index, args, kwargs, body, again=original if repeats else None, reached=reached)
-        given.clear()
-        del args, kwargs
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        floating = iter(range(len(tensors)))
-        positions += [next(floating) if tensor.is_floating_point() else -1 for tensor in tensors]
-        self._interfaces |= {account.serial(tensor) for tensor in tensors}
-        self._note_after_last(out)
-        self._returned.append(self.output_bytes)
-        recorder.meter.lap()
-        made = [tensor for tensor in tensors if tensor.requires_grad]
-        self._nodes += [tensor.grad_fn for tensor in made]  # or their identity could be another's
-        self.last_ends = {(id(tensor.grad_fn), int(tensor.output_nr)) for tensor in made}
-        self.bytes_of |= {(id(tensor.grad_fn), int(tensor.output_nr)): tensor.nbytes for tensor in made}
-        self._leave(out)
-        if isinstance(call.module, HeadLoss):
-            recorder.after.begin(out)
-        elif index == len(recorder.blocks) - 1:
-            recorder.watch.begin(out)
-        return out
-
-    def let_go_of_last(self) -> None:
-        """Let go of what is held for the call before, which was not the last one."""
-        if self._handed:
-            self._handed.clear()
-            self._shared.clear()
-
-    @override
-    def let_go(self) -> None:
-        super().let_go()
-        self._nodes.clear()
-
-    def forget(self) -> None:
-        """Let go of all calls and of the graph."""
-        self.let_go()
-        self.calls.clear()
-        self._ends.clear()
-        self._leaves.clear()
-
-    def input_bytes_of(self, at: int) -> int:
-        """Return the bytes of the activations of one call."""
-        return sum(nbytes for _, _, nbytes in self._given[at])
-
-    def waiting_bytes(self, visits: Sequence[int]) -> int:
-        """Return the bytes that a forward of these calls keeps until its backward, if others follow it."""
-        inputs = sum(self.input_bytes_of(at) for at in visits if not self.chained[at])
-        return inputs + self._returned[visits[-1]]
-
-    def several_bytes_of(self, visits: Sequence[int]) -> int:
-        """Return the bytes of activations that several blocks of a forward are given."""
-        given = [item for at in visits for item in self._given[at]]
-        users = Counter(serial for serial, needs, _ in given if needs)
-        sizes = {serial: nbytes for serial, _, nbytes in given}
-        return sum(sizes[serial] for serial, count in users.items() if count > 1)
-
-    def seam_before(self, at: int, others: Collection[int]) -> Seam:
-        """Return the seam before a call, with those of ``others`` before it, which are of no block."""
-        seam = self.seams[at]
-        while at - 1 in others:
-            at -= 1
-            other = self.seams[at]
-            seam = replace(
-                seam,
-                forward=max(seam.forward, other.forward),
-                backward=max(seam.backward, other.backward),
-                rest=[*seam.rest, *other.rest],
-            )
-        return seam
-
-
-def _reached(reached: set[int], positions: Sequence[int], number: int) -> None:
-    if number < len(positions) and positions[number] >= 0:
-        reached.add(positions[number])

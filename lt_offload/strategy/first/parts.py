@@ -59,7 +59,7 @@ def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure, size
     return (one_list(structure) or not adds_up) and not sample.wants_larger(trainer, size)
 
 
-class Order(TypedDict):
+class OrderOfSums(TypedDict):
     """What decides about the order of sums in a step without a plan."""
 
     parts: int
@@ -74,7 +74,7 @@ def order_of_sums(
     path: str | Path | None,
     before: Before,
     plan: Plan | None,
-) -> Order:
+) -> OrderOfSums:
     """Return the order of sums in a step without a plan: as the run goes on with it, as far as that is known.
 
     Args:

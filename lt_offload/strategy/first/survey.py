@@ -20,6 +20,7 @@ from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.location import located
+from lt_offload.profiling.machine import measure_machine
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.strategy import replay
 
@@ -104,19 +105,20 @@ class FirstIteration:
         say: Callable[[str], None],
     ) -> None:
         self._module = module
+        machine = measure_machine(module, optimizer, root_device, say=say, **replay.as_measured(known, optimizer))
         self.step = FirstStep(
             module,
             structure,
             optimizer,
             root_device,
+            machine,
             parts=parts,
             loss=None if chunk is None else LossInBlock.in_chunks(structure, chunk),
             say=say,
-            **replay.as_measured(known, optimizer),
         )
         move_rest(module, structure, root_device)
-        self.device = open_device(self.step.updates.host_threads)
-        room = min(_MOST_KEPT, self.step.host_room(settings.host_budget(self.step.machine)))
+        self.device = open_device(machine.updates.host_threads)
+        room = min(_MOST_KEPT, self.step.host_room(settings.host_budget(machine.hardware)))
         self.plan = partial(plan, self)
         self.survey = Survey(structure, self.device, self.plan, room)
         self._located = ExitStack()

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 import lt_offload
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.profiling.step.first import FirstStep
+from lt_offload.strategy.first.survey import FirstIteration
 from scripts.hf import cases
 from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
 from tests.sampling import grid
@@ -88,16 +88,15 @@ def test_a_step_without_a_backward_is_refused_before_training(kind: type[Trainer
     trainer.model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()  # it is an ordinary model again
 
 
-def test_with_a_batch_or_a_plan_that_is_given_a_step_is_measured_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FirstStep, "returned", lambda *_: pytest.fail("a step of the training shows what to plan"))
+def test_with_a_larger_batch_that_is_given_a_step_is_measured_aside(tmp_path: Path) -> None:
     make = cases.plain(gradient_accumulation_steps=2)
     plain = Outcome.of(train(make, tmp_path / "plain"))
     shortest, *_, longest = sorted(cases.rows(), key=lambda row: len(row["input_ids"]))
     batch = cases.collate([longest, shortest])
     context = lt_offload.hf_trainer(memory="200kB", planner="stream", sample_batch=batch)
-    found = train(make, tmp_path, context)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FirstIteration, "forward", lambda *_: pytest.fail("a step of the training shows what to plan"))
+        found = train(make, tmp_path, context)
     assert plain.differs(Outcome.of(found)) == []
     path = tmp_path / "out" / "lt_offload" / "plan.json"
     again = train(make, tmp_path / "again", lt_offload.hf_trainer(plan=path))

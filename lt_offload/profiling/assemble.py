@@ -1,0 +1,333 @@
+"""The profile of a model, put together from what a step has shown and what its blocks cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.compat.hugging_face import is_base
+from lt_offload.compat.torch import tree_leaves
+from lt_offload.machine.accounting import storage_bytes
+from lt_offload.machine.driver import page_table_bytes
+from lt_offload.model.blocks import Structure
+from lt_offload.model.head import HeadLoss
+from lt_offload.model.location import staged
+from lt_offload.model.parts import extent
+from lt_offload.model.quantized import packed_layers, tensors_of
+from lt_offload.model.state.hooks import silenced
+from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
+from lt_offload.profiling.flops import flops_per_token
+from lt_offload.profiling.host_reads import Readers
+from lt_offload.profiling.meters import Meter
+from lt_offload.profiling.optimizer import UpdateSizes
+from lt_offload.profiling.step.capture import Capture
+from lt_offload.profiling.step.logits import Tail
+from lt_offload.schema.profile import (
+    RECORDED,
+    BlockProfile,
+    HardwareProfile,
+    OptimizerProfile,
+    OptionProfile,
+    Profile,
+    TensorProfile,
+)
+
+ALLOCATOR_SLACK = 0.02
+"""Part of the memory of a GPU that plans leave to torch's allocator; an emulated device has none."""
+
+LEAST_SLACK = (3 * 20 + 2) << 20
+"""Bytes that plans for a GPU leave to torch's allocator at least. It maps 20 MiB at a time, and 2 MiB for small
+tensors: pieces that the arena ends in, that what runs begins and ends in, and that small tensors are in."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """The cost of a model's blocks, and of what lies outside them."""
+
+    structure: Structure
+    """The blocks as the model calls them."""
+    captured: Capture
+    costs: list[BlockCost]
+    """One per block."""
+    with_loss: list[BlockCost]
+    """One per option by which the last block computes the loss, too."""
+    readers: Readers
+    parts: int
+
+
+def assemble(
+    model: nn.Module,
+    batch: Any,
+    measured: Measured,
+    *,
+    sizes: UpdateSizes,
+    updates: OptimizerProfile,
+    hardware: HardwareProfile,
+    estimated: bool,
+) -> Profile:
+    """Return the profile of a model that has been measured."""
+    structure = measured.structure
+    batch_size, sequence_length = extent(batch)
+    gpu = hardware.context_bytes > 0
+    between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
+    return Profile(
+        model=_base_name(model),
+        dtype=_main_dtype(model),
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
+        blocks=_with_last_update(_block_profiles(structure, measured), structure, between),
+        optimizer=updates,
+        hardware=hardware,
+        shared_bytes=measured.captured.between
+        + measured.captured.held
+        + measured.captured.lasting
+        + measured.captured.waiting
+        + measured.captured.arrived
+        + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        + storage_bytes(model.buffers())
+        # What lies outside the blocks stays on the device with its gradient and its states.
+        + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.state(p) for _, p in structure.rest),
+        page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
+        slack_bytes=max(
+            LEAST_SLACK if gpu else 0, *(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss))
+        ),
+        slack_share=ALLOCATOR_SLACK if gpu else 0.0,
+        forwards=measured.captured.forwards,
+        deferred_forwards=measured.captured.deferred,
+        scatter=_scatter(measured.costs),
+        estimated=estimated,
+        flops_per_token=flops_per_token(model, sequence_length) or 0.0,
+        parts=measured.parts,
+    )
+
+
+def _scatter(costs: Sequence[BlockCost]) -> float:
+    """Return the mean scatter of blocks, each counted by the seconds that it takes."""
+    seconds = [(cost.scatter, option.forward_s + option.backward_s) for cost in costs for option in cost.options[:1]]
+    total = sum(s for _, s in seconds)
+    return sum(scatter * s for scatter, s in seconds) / total if total > 0 else 0.0
+
+
+def _page_tables(structure: Structure, sizes: UpdateSizes) -> int:
+    """Return the device memory that the host copies of all tensors take once they are page-locked.
+
+    Wherever a tensor is updated: its weight has a host copy, and either its states have one, too, or its gradient.
+    """
+    return sum(
+        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
+        for _, p in structure.tensors
+    )
+
+
+def block_costs(
+    captured: Capture,
+    device: torch.device,
+    meter: Meter,
+    say: Progress,
+) -> list[BlockCost]:
+    """Measure every distinct call once, unseen by users' hooks; return one cost per block."""
+    known: dict[int, BlockCost] = {}
+    distinct = len({id(call) for call in captured.calls})
+    repeatable = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
+    for call in captured.calls:
+        if id(call) not in known:
+            say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
+            # As the module was at its call: the step has run on since, and may have changed what the block reads.
+            with staged(tensors_of(call.module), device), call.as_called(), silenced(call.module):
+                known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
+    return [known[id(call)] for call in captured.calls]
+
+
+def costs_with_loss(captured: Capture, device: torch.device, meter: Meter, say: Progress) -> list[BlockCost]:
+    """Measure the last block with the loss in it, if it may be so, unseen by users' hooks."""
+    found = []
+    for name, call in captured.with_loss.items():
+        say(f"measuring {type(call.module).__name__} ({name})")
+        assert isinstance(call.module, HeadLoss)
+        with staged(tensors_of(call.module), device), silenced(call.module):
+            found.append(measure_with_loss(call, name, call.module.chunk, meter))
+    return found
+
+
+def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProfile, ...]:
+    captured, costs = measured.captured, measured.costs
+    profiles: list[BlockProfile] = []
+    arrived = 0
+    tail = _without_held(captured)
+    for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
+        last = index == len(costs) - 1
+        # The previous block's output stays while a block runs that does not take it (a second embedding).
+        waiting = arrived if not call.slots else 0
+        grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
+        options = [_with_tail(option, cost.output_bytes, tail, grad) if last else option for option in cost.options]
+        chained = captured.chained[index]
+        once = captured.once[index] or cost.once
+        nothing = discard(cost) if chained and not last else None
+        options += [nothing] if nothing else []
+        with_loss = [option for cost in measured.with_loss for option in cost.options] if last else []
+        options += [_with_after(option, captured.after) for option in with_loss]
+        options = [option for option in options if option.name in RECORDED or not once]
+        profiles.append(
+            BlockProfile(
+                name=block.name,
+                kind=block.kind,
+                input_bytes=cost.input_bytes,
+                output_bytes=0 if last else cost.output_bytes,
+                launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
+                options=tuple(_raised(option, waiting, captured.seams[index].lingering) for option in options),
+                has_backward=call.has_backward,
+                graphed=bool(call.kernels),
+                chained=chained,
+            )
+        )
+        arrived = cost.output_bytes
+    return _with_seams(profiles, structure, captured)
+
+
+def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capture) -> tuple[BlockProfile, ...]:
+    """Return ``blocks`` with room for what the model's own code takes for a moment between them."""
+    profiles = [*blocks]
+    uses = Counter(p for seam in captured.seams for p in seam.rest)
+    for index, seam in enumerate(captured.seams):
+        block = profiles[index]
+        least = seam.forward + seam.lingering - block.output_bytes
+        options = tuple(
+            replace(option, forward_peak_bytes=max(option.forward_peak_bytes, least)) for option in block.options
+        )
+        profiles[index] = replace(block, options=options)
+        # Gradients that come from several places are added up: both, their sum, and that of earlier batches.
+        nbytes = seam.backward + 2 * sum(p.nbytes for p in seam.rest if uses[p] > 1)
+        with_backward = [at for at in range(index + 1) if blocks[at].has_backward]
+        if nbytes and with_backward:
+            # It comes right before the backward of the block before, which may have none.
+            at = next((at for at in reversed(with_backward) if at < index), with_backward[-1])
+            block = profiles[at]
+            least = nbytes - 2 * block.input_bytes - block.output_bytes
+            grads = [p.nbytes for p in structure.blocks[at].module.parameters() if p.requires_grad]
+            profiles[at] = replace(block, options=tuple(at_least(o, least, grads) for o in block.options))
+    return tuple(profiles)
+
+
+def _without_held(captured: Capture) -> Tail:
+    """Return the loss's figures without what the caller holds of a result, and without gradients for earlier blocks.
+
+    The profile counts both for all steps. The forward's peak keeps what is held: until it returns, the caller may hold
+    the last batch's result beside the new one.
+    """
+    tail, held = captured.tail, captured.held
+    both = held + captured.arrived
+    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
+
+
+def _with_after(option: OptionProfile, after: Tail) -> OptionProfile:
+    """Charge what follows the model's own loss to the last block with that loss in it."""
+    if not after.forward_peak:
+        return option
+    return replace(_with_tail(option, 0, after, 0), before_loss_bytes=option.before_loss_bytes)
+
+
+def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes: int) -> OptionProfile:
+    """Charge the loss to the last block, whose output of ``output_bytes`` nobody else counts.
+
+    Plans add at least the block's largest gradient (``grad_bytes``) to the peak of its backward. While the loss is
+    differentiated that gradient does not exist yet, so as much of the peak is left out.
+    """
+    block_forward = option.forward_peak_bytes + output_bytes
+    block_backward = option.backward_peak_bytes + tail.left
+
+    def whole(peak: int | None) -> int | None:
+        """Return a peak that has gradients in it."""
+        return None if peak is None else max(peak + tail.left, tail.backward_peak, tail.saved) - tail.saved
+
+    return replace(
+        option,
+        forward_s=option.forward_s + tail.forward.seconds,
+        backward_s=option.backward_s + tail.backward.seconds,
+        saved_bytes=option.saved_bytes + tail.saved,
+        forward_peak_bytes=max(block_forward, tail.forward_peak) - tail.saved,
+        before_loss_bytes=max(block_forward - tail.saved, 0),
+        backward_peak_bytes=max(block_backward, tail.backward_peak - grad_bytes, tail.saved) - tail.saved,
+        held_peak_bytes=whole(option.held_peak_bytes),
+        passing_peak_bytes=whole(option.passing_peak_bytes),
+    )
+
+
+def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nbytes: int) -> tuple[BlockProfile, ...]:
+    """Return ``blocks`` with room for updates of parameters outside them, which take ``nbytes`` for a moment.
+
+    They follow the last backward, of which nothing but gradients on their way to the host may be left.
+    """
+    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
+    if last is None or not nbytes:
+        return blocks
+    block = blocks[last]
+    grads = [p.nbytes for p in structure.blocks[last].module.parameters() if p.requires_grad]
+    least = nbytes - block.input_bytes - block.output_bytes
+    options = tuple(at_least(option, least, grads) for option in block.options)
+    return (*blocks[:last], replace(block, options=options), *blocks[last + 1 :])
+
+
+def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
+    """Return ``option`` whose backward takes ``nbytes`` at least, beside gradients of the sizes ``grads``."""
+    held, passing = option.held_peak_bytes, option.passing_peak_bytes
+    return replace(
+        option,
+        backward_peak_bytes=max(option.backward_peak_bytes, nbytes),
+        held_peak_bytes=None if held is None else max(held, nbytes + sum(grads)),
+        passing_peak_bytes=None if passing is None else max(passing, nbytes + max(grads, default=0)),
+    )
+
+
+def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
+    before_loss = option.before_loss_bytes
+    return replace(
+        option,
+        forward_peak_bytes=option.forward_peak_bytes + in_forward,
+        before_loss_bytes=None if before_loss is None else before_loss + in_forward,
+        backward_peak_bytes=option.backward_peak_bytes + by,
+        held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
+        passing_peak_bytes=None if option.passing_peak_bytes is None else option.passing_peak_bytes + by,
+    )
+
+
+def _tensor_profiles(
+    structure: Structure, sizes: UpdateSizes, readers: Readers, hardware: HardwareProfile
+) -> tuple[TensorProfile, ...]:
+    return tuple(
+        TensorProfile(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            bytes=parameter.nbytes,
+            trainable=parameter.requires_grad,
+            blocks=tuple(number for number, block in enumerate(structure.blocks) if index in block.tensors),
+            state_bytes=sizes.state(parameter),
+            scratch_bytes=sizes.scratch(parameter),
+            zero_copy=readers.profile(index, hardware),
+            lookup_bytes=readers.looked_up(index) if sizes.by_rows(parameter) else 0,
+        )
+        for index, (name, parameter) in enumerate(structure.tensors)
+    )
+
+
+def _base_name(model: nn.Module) -> str:
+    """Return the class name of the model itself, not of what wraps it."""
+    named = [module for module in model.modules() if is_base(module)]
+    return type(named[0] if named else model).__name__
+
+
+def _main_dtype(model: nn.Module) -> str:
+    totals: dict[torch.dtype, int] = {}
+    # Packed numbers are stored as bytes, which is no dtype that anything is computed in.
+    packed = {id(layer.weight) for _, layer in packed_layers(model)}
+    for parameter in (parameter for parameter in model.parameters() if id(parameter) not in packed):
+        totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
+    return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
