@@ -18,7 +18,6 @@ from lt_offload.report.page import LIMIT, drawn, section, table, thinned, write_
 from lt_offload.report.processes import told
 from lt_offload.report.runs import RunFolder, RunSample, plainly, read_run
 from lt_offload.schema.lanes import shown
-from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds
 
@@ -96,22 +95,27 @@ def _ends(run: RunFolder) -> Iterator[str]:
 
 
 def _training(run: RunFolder) -> str:
-    if not run.curves:
-        return ""
     ends = (f"{name} {curve[0][1]:.4g} to {curve[-1][1]:.4g}" for name, curve in run.curves.items())
-    return drawn(curves(run), "curves", f"Metrics over steps: {', '.join(ends)}")
+    figure = curves(run)
+    return drawn(figure, "curves", f"Metrics over steps: {', '.join(ends)}") if figure.data else ""
 
 
 def curves(run: RunFolder) -> Figure:
     """Return the figure of all metrics over the steps that were done; they share the horizontal axis."""
+    limits: dict[str, tuple[str, float]] = {}
+    if (plan := run.plan) is not None:
+        limits["Step time"] = f"planned {format_seconds(plan.predicted.iteration_s)}", plan.predicted.iteration_s
+        limits["Device memory"] = f"budget {format_bytes(plan.budget_bytes)}", plan.budget_bytes
+        limits["RAM"] = f"budget {format_bytes(plan.host_budget_bytes)}", plan.host_budget_bytes
     rows = [row for row in _CURVES if any(run.curve(name) for name in row[1])]
-    limits = _limits(run.plan) if run.plan is not None else {}
+    if not rows:
+        return Figure()
     figure = make_subplots(
         rows=len(rows),
         cols=1,
         shared_xaxes=True,
         vertical_spacing=0.24 / len(rows),
-        subplot_titles=[title + limits.get(title, ("",))[0] for title, *_ in rows],
+        subplot_titles=[f"{title}, {limits[title][0]}" if title in limits else title for title, *_ in rows],
     )
     for number, (title, metrics, factor, unit) in enumerate(rows, start=1):
         for metric, name in metrics.items():
@@ -134,16 +138,6 @@ def curves(run: RunFolder) -> Figure:
     figure.update_layout(height=80 + _HEIGHT * len(rows), hovermode="x")
     figure.update_xaxes(row=len(rows), col=1, title="step")
     return figure
-
-
-def _limits(plan: Plan) -> dict[str, tuple[str, float]]:
-    """Return what was planned or allowed, in words and as a number, by the titles of axes."""
-    budget, ram, promise = plan.budget_bytes, plan.host_budget_bytes, plan.predicted.iteration_s
-    return {
-        "Step time": (f", planned {format_seconds(promise)}", promise),
-        "Device memory": (f", budget {format_bytes(budget)}", budget),
-        "RAM": (f", budget {format_bytes(ram)}", ram),
-    }
 
 
 # -- planned and measured --------------------------------------------------------------------------------------------

@@ -48,10 +48,6 @@ class RunSample:
     prompt: str
     text: str
 
-    def values(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPart:
@@ -211,7 +207,7 @@ def write_part(folder: Path, part: RunPart) -> None:
 def without_later(path: Path, step: int) -> None:
     """Take samples after ``step`` out of the file ``path``."""
     kept = [sample for sample in _samples(path) if sample.step <= step]
-    lines = (json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in kept)
+    lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in kept)
     with replacing(path) as new:
         new.write_text("".join(lines), encoding="utf-8")
 

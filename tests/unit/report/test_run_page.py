@@ -99,6 +99,8 @@ def test_a_run_that_was_killed_or_logs_elsewhere(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "summary.json").unlink()
     assert "this is as far as it came" in plain(report(folder))
+    (folder / "metrics.csv").write_text("step,epoch\n0,0\n")
+    assert "Training" not in plain(report(folder)).replace("training report", "")
     (folder / "metrics.csv").unlink()
     assert "No metrics were logged" in plain(report(folder))
 
