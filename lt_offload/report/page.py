@@ -22,7 +22,7 @@ LIMIT = {"color": "#b3392f", "width": 1.4, "dash": "dash"}
 """The line of a budget, or of what was planned."""
 _CONFIG = {"displayModeBar": False, "responsive": True}
 _POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""What a page may do: run its own scripts, which are known by their hashes, and set styles; it can load nothing."""
+"""Rights of a page: it runs its own scripts, which are known by their hashes, and sets styles; it can load nothing."""
 
 
 def write_page(path: Path, title: str, details: str, parts: Iterable[str]) -> Path:

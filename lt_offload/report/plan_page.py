@@ -25,7 +25,7 @@ _PLACES = {
     "fetched for each use": "#d9a13b",
     "read in host memory": "#d0664f",
 }
-"""Where a block finds a weight, and the colour of that."""
+"""Places in which a block finds a weight, and their colours."""
 
 
 def write_plan_report(

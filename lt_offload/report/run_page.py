@@ -29,7 +29,7 @@ _PHASES = {
     "samples": "samples",
     "checkpoints": "checkpoints",
 }
-"""Where the time of a run goes."""
+"""Uses of the time of a run, by the phases that its clock tells apart."""
 _CURVES: tuple[tuple[str, dict[str, str], float, str], ...] = (
     ("Loss per token", {"train_loss": "training", "val_loss": "held out"}, 1, ""),
     ("Learning rate", {"lr": "learning rate"}, 1, ""),
@@ -120,6 +120,8 @@ def curves(run: RunFolder) -> Figure:
     for number, (title, metrics, factor, unit) in enumerate(rows, start=1):
         for metric, name in metrics.items():
             curve = run.losses["held-out loss"] if metric == "val_loss" else run.curve(metric)
+            if not curve:
+                continue
             points = thinned([(step, value * factor) for step, value in curve])
             figure.add_scatter(
                 row=number,
@@ -166,12 +168,12 @@ def _compared(run: RunFolder, predicted: Trace) -> str:
 
 def _phases(run: RunFolder) -> str:
     """Return where the time of the run went."""
-    totals = {told: sum(part.seconds.get(phase, 0.0) for part in run.parts) for phase, told in _PHASES.items()}
+    totals = {use: sum(part.seconds.get(phase, 0.0) for part in run.parts) for phase, use in _PHASES.items()}
     whole = sum(totals.values())
     resumed = f", in {len(run.parts)} parts" if len(run.parts) > 1 else ""
     tokens, trained = (sum(getattr(part, name) for part in run.parts) for name in ("tokens", "trained_tokens"))
     seen = f" {tokens:,} real tokens were seen, {trained:,} of them trained on." if tokens else ""
-    rows = [(told, format_seconds(spent), f"{spent / whole:.0%}") for told, spent in totals.items() if spent]
+    rows = [(use, format_seconds(spent), f"{spent / whole:.0%}") for use, spent in totals.items() if spent]
     note = f"The whole run took {format_seconds(whole)}{resumed}.{seen}"
     return section("Where the time went", note, table(("", "time", "share"), rows))
 

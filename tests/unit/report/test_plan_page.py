@@ -34,6 +34,8 @@ def test_page_is_well_formed_and_asks_for_nothing_outside(tmp_path: Path) -> Non
     [policy] = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None
     assert "default-src 'none'; script-src 'sha256-" in policy
+    assert "prefers-color-scheme: dark" in html
+    assert "@media print" in html
     assert policy.count("'sha256-") == 1 + len(page.all("script"))
 
 
