@@ -59,7 +59,7 @@ newest: | $(NEWEST)
 	@echo '== Installing the newest version of every dependency (a minute)'
 	grep '^torch==' constraints.txt >.venv/newest/torch.txt
 	$(NEWEST) -m pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager \
-	  --constraint .venv/newest/torch.txt --editable '.[lora,bnb,quickstart]' pytest pytest-xdist hypothesis plotly
+	  --constraint .venv/newest/torch.txt --editable '.[lora,bnb,quickstart]' pytest pytest-xdist hypothesis
 	$(NEWEST) -m pip check
 	OMP_NUM_THREADS=1 $(NEWEST) -m pytest $(ALL_CORES) $(NEWEST_TESTS)
 

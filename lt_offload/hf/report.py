@@ -15,7 +15,6 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.replacing import replacing
 from lt_offload.report.perfetto import save_perfetto
-from lt_offload.report.run_page import write_run_report
 from lt_offload.strategy.replay import Before
 
 if TYPE_CHECKING:
@@ -124,6 +123,9 @@ def save_report(run: Run, engine: Engine) -> None:
     save_perfetto(trace, folder / "trace.perfetto.json")
     with replacing(folder / "metrics.csv") as new:
         _write_metrics(new, run.trainer.state.log_history)
+    # Drawing is imported where it is done: it takes a while, and a Trainer that saves nothing needs none.
+    from lt_offload.report.run_page import write_run_report
+
     write_run_report(folder)
 
 

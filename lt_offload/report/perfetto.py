@@ -10,28 +10,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lt_offload.schema.lanes import LANES, LaneName, shown
+from lt_offload.schema.lanes import LaneName, shown
 from lt_offload.schema.trace import Trace
 
-TITLES: dict[LaneName, str] = {lane.name: lane.title for lane in LANES}
-"""The names of lanes for people."""
-
 _PROCESS = 1
-
-
-def lanes_of(trace: Trace) -> list[LaneName]:
-    """Return the lanes of ``trace`` in the order in which they are drawn."""
-    return [lane.name for lane in shown(span.lane for span in trace.spans)]
 
 
 def to_perfetto(trace: Trace) -> dict[str, Any]:
     """Return ``trace`` in the Trace Event format, ready for ``json.dump``."""
     # A simulated prefetch may begin before its iteration does; the viewers want times that are not negative.
     origin = min([0.0, *(span.start for span in trace.spans)])
-    threads: dict[LaneName, int] = {lane: number for number, lane in enumerate(lanes_of(trace), start=1)}
+    threads: dict[LaneName, int] = {}
     events = [_metadata("process_name", 0, name=f"lt_offload, one iteration ({trace.source})")]
-    for lane, thread in threads.items():
-        events.append(_metadata("thread_name", thread, name=TITLES[lane]))
+    for thread, lane in enumerate(shown(span.lane for span in trace.spans), start=1):
+        threads[lane.name] = thread
+        events.append(_metadata("thread_name", thread, name=lane.title))
         events.append(_metadata("thread_sort_index", thread, sort_index=thread))
     # Of two spans that start together the longer one comes first: viewers nest by the order of events.
     for span in sorted(trace.spans, key=lambda span: (span.start, -span.end)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lt_offload.report.tables import table
 from lt_offload.units import format_seconds
 
 _NOTICEABLE = 0.02
@@ -34,34 +33,16 @@ class ProcessTimes:
         return f"process {self.rank} on {self.host}"
 
 
-def slowest(times: Sequence[ProcessTimes]) -> ProcessTimes | None:
-    """Return the process that the others wait for; None where there is none that is clearly slower."""
-    ordered = sorted(times, key=lambda one: -one.own_s)
-    if len(ordered) < 2 or ordered[0].own_s - ordered[1].own_s <= _NOTICEABLE * ordered[0].step_s:
-        return None
-    return ordered[0]
-
-
 def told(times: Sequence[ProcessTimes]) -> str:
     """Return who waits how long for whom, as the rest of a sentence about the processes; empty if there are none."""
     if not times:
         return ""
     longest = max(times, key=lambda one: one.waited_s)
-    slow = slowest(times)
-    if slow is None:
+    *others, second, slow = sorted(times, key=lambda one: one.own_s) if len(times) > 1 else (*times, *times)
+    if slow.own_s - second.own_s <= _NOTICEABLE * slow.step_s:
         return f"none is slower than all others; they wait {format_seconds(longest.waited_s)} of a step at most"
-    others = sorted(one.own_s for one in times if one is not slow)
+    middle = [*others, second][len(others) // 2]
     return (
         f"{slow.name} is the slowest: its part of a step takes {format_seconds(slow.own_s)}, the others' "
-        f"{format_seconds(others[len(others) // 2])}; {longest.name} waits {format_seconds(longest.waited_s)} of each"
+        f"{format_seconds(middle.own_s)}; {longest.name} waits {format_seconds(longest.waited_s)} of each"
     )
-
-
-def process_table(times: Sequence[ProcessTimes]) -> str:
-    """Return the rows of all processes, the slowest first."""
-    rows = [
-        [str(one.rank), one.host, *map(format_seconds, (one.step_s, one.own_s, one.waited_s))]
-        for one in sorted(times, key=lambda one: -one.own_s)
-    ]
-    head = ("process", "machine", "step", "its own part", "waiting for others")
-    return table(head, rows, numeric=(0, 2, 3, 4), label="Times of all processes")

@@ -11,7 +11,8 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,10 +48,6 @@ class RunSample:
     prompt: str
     text: str
 
-    def values(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPart:
@@ -77,13 +74,8 @@ class RunPart:
     flops_per_token: float | None = None
     peak_flops_per_s: float | None = None
     peak_source: str | None = None
-    processes: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """The fields of :class:`lt_offload.report.processes.ProcessTimes`, of several that wait for each other."""
-
-    @property
-    def times(self) -> list[ProcessTimes]:
-        """What each of several processes took."""
-        return [ProcessTimes(**one) for one in self.processes]
+    processes: tuple[ProcessTimes, ...] = ()
+    """Times of several that wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +88,7 @@ class RunFolder:
     samples: Sequence[RunSample]
     settings: Mapping[str, object]
     """Of ``config.yaml``, by dotted names."""
-    environment: Mapping[str, object]
+    environment: Mapping[str, Any]
     parts: Sequence[RunPart]
     plan: Plan | None
     profile: Profile | None
@@ -128,9 +120,20 @@ class RunFolder:
         return median(values[len(values) // 2 :]) if values else None
 
     def largest(self, name: str) -> int | None:
-        """Return the largest of a field over all parts, e.g. ``device_peak_bytes``."""
-        found = [value for part in self.parts if (value := getattr(part, name)) is not None]
-        return max(found, default=None)
+        """Return the largest of a field over all parts, e.g. ``device_peak_bytes``, or of the metric of that name."""
+        known = [value for part in self.parts if (value := getattr(part, name)) is not None]
+        # A run that was killed has written no summary, but its metrics.
+        logged = [round(value * 1e9) for _, value in self.curve(name.replace("_bytes", "_gb"))]
+        return max(known or logged, default=None)
+
+    @property
+    def losses(self) -> dict[str, Curve]:
+        """The losses of training and on held-out data, that before training included."""
+        before = [(0, part.loss_before) for part in self.parts if part.loss_before is not None and not part.first_step]
+        return {
+            "training loss": self.curve("train_loss"),
+            "held-out loss": [*before[-1:], *self.curve("val_loss")],
+        }
 
     @property
     def steps(self) -> int:
@@ -182,12 +185,14 @@ def read_run(path: str | Path) -> RunFolder:
 
 def read_parts(folder: Path) -> list[RunPart]:
     """Return the parts of a run that ended by themselves: a process that was killed says nothing."""
-    known = {field.name for field in fields(RunPart)}
-    needed = {"first_step", "last_step", "ended"}
-    written = _object(folder / SUMMARY).get("parts")
-    parts = [part for part in written or () if isinstance(part, dict) and needed <= part.keys()]
-    # A later version of this package may have written more.
-    return [RunPart(**{name: value for name, value in part.items() if name in known}) for part in parts]
+    from pydantic import TypeAdapter, ValidationError
+
+    parts = []
+    for part in _object(folder / SUMMARY).get("parts") or ():
+        # A later version of this package may have written other fields: what it adds is left out.
+        with suppress(ValidationError):
+            parts.append(TypeAdapter(RunPart).validate_python(part))
+    return parts
 
 
 def write_part(folder: Path, part: RunPart) -> None:
@@ -202,7 +207,7 @@ def write_part(folder: Path, part: RunPart) -> None:
 def without_later(path: Path, step: int) -> None:
     """Take samples after ``step`` out of the file ``path``."""
     kept = [sample for sample in _samples(path) if sample.step <= step]
-    lines = (json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in kept)
+    lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in kept)
     with replacing(path) as new:
         new.write_text("".join(lines), encoding="utf-8")
 
@@ -273,3 +278,13 @@ def _settings(path: Path, warnings: list[str]) -> dict[str, object]:
         warnings.append(f"{path.name} cannot be read: {error}")
         return {}
     return dict(dotted(values)) if isinstance(values, dict) else {}
+
+
+def plainly(value: object) -> str:
+    """Return the value of a setting as it is written in YAML, shortened."""
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "class_path" in part for part in value):
+        return ", ".join(str(part["class_path"]).rpartition(".")[2] for part in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -54,6 +54,8 @@ def plan_sweep(
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
     if trace is not None:
         raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; leave one of them out")
+    if report is not None:
+        raise ConfigError(f"report={report!r} draws one plan and a sweep makes many; --save table.csv keeps its table")
     if explain:
         raise ConfigError("--explain shows one plan and a sweep makes many; leave one of them out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
@@ -73,10 +75,6 @@ def plan_sweep(
     print(swept.explain())
     if save is not None:
         print(f"table: {swept.save(save)}")
-    if report is not None:
-        from lt_offload.report.sweep_page import write_sweep_report
-
-        print(f"report: {write_sweep_report(report, swept)}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Samples(Callback):
         self.written = [sample for sample in self.written if sample.step != trainer.global_step] + made
         if self.folder is not None and trainer.is_global_zero:
             with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in made)
+                file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in made)
 
     def _continue(self, trainer: Trainer, data: Any, prompt: str, tokens: int) -> str:
         batch = trainer.strategy.batch_to_device(data.prompt(prompt, max_new_tokens=tokens))

@@ -11,7 +11,7 @@ import socket
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -145,7 +145,7 @@ class RunSummary(Callback):
             flops_per_token=metrics.flops_per_token,
             peak_flops_per_s=None if peak is None else peak.flops_per_s,
             peak_source=None if peak is None else peak.source,
-            processes=[asdict(one) for one in self.processes],
+            processes=tuple(self.processes),
         )
 
     def facts(self, trainer: Trainer) -> dict[str, str]:

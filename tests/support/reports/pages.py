@@ -1,13 +1,10 @@
-"""Reads pages of the report: their text, their elements, and the data of their figures."""
+"""Reads pages of the report: their text and their elements."""
 
 from __future__ import annotations
 
-import json
 import re
+from html import unescape
 from html.parser import HTMLParser
-from typing import Any
-
-from plotly.graph_objects import Figure
 
 
 class Page(HTMLParser):
@@ -42,18 +39,5 @@ def content(html: str) -> str:
 
 def plain(html: str) -> str:
     """What is to be read in a page; figures are drawings."""
-    text = re.sub(r"<(script|style)[^>]*>.*?</\1>|<noscript>.*?</noscript>", " ", html, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text)).replace("\N{NO-BREAK SPACE}", " ")
-
-
-def figures(html: str) -> dict[str, dict[str, Any]]:
-    """Data and layout of all figures by their captions; all of it is what plotly takes."""
-    found = re.findall(
-        r'<figcaption>([^<]*)(?:<small>[^<]*</small>)?</figcaption>.*?<script type="application/json">(.*?)</script>',
-        html,
-        flags=re.DOTALL,
-    )
-    drawn = {caption.strip(): json.loads(data) for caption, data in found}
-    for figure in drawn.values():
-        Figure(figure)  # raises ValueError for what plotly does not know
-    return drawn
+    text = re.sub(r"<(script|style)[^>]*>.*?</\1>", " ", html, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", text)))

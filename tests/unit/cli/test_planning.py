@@ -125,7 +125,7 @@ def test_a_configuration_of_ones_own(recipe: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_sweep_over_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--sweep", "memory=400MB:600MB:100MB", "--save", "sweep.json", "--report", "sweep.html"]
+    flags = ["--sweep", "memory=400MB:600MB:100MB", "--save", "sweep.json"]
     assert main(["plan", recipe, *CARD, *flags]) == 0
     captured = capsys.readouterr()
     sweep = Sweep.load("sweep.json")
@@ -134,7 +134,6 @@ def test_a_sweep_over_memory(recipe: str, capsys: pytest.CaptureFixture[str]) ->
     assert sweep.points[2].iteration_s is not None
     assert sweep.explain() in captured.out
     assert "3 of 3: planning for 600 MB" in captured.err
-    assert "<svg" in Path("sweep.html").read_text()
 
 
 def test_a_sweep_over_cards_and_over_ram(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,11 +161,10 @@ def test_several_cards(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"2 cards train [\d,.]+ tokens per second, \d\.\d\d times one card", said)
     assert re.search(r"adding gradients [\d.]+ .?s", said)
     assert "The plan is that of one of the 2 processes." in said
-    assert main(["plan", recipe, *CARD, "--sweep", "devices=1:3:2", "--save", "n.json", "--report", "n.html"]) == 0
+    assert main(["plan", recipe, *CARD, "--sweep", "devices=1:3:2", "--save", "n.json"]) == 0
     one, three = Sweep.load("n.json").points
     assert (one.devices, three.devices, three.hardware) == (1, 3, "rtx-3060-12gb")
     assert "3 cards are" in capsys.readouterr().out
-    assert "how many cards?" in Path("n.html").read_text()
 
 
 def test_several_machines(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,11 +173,10 @@ def test_several_machines(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
     assert re.search(r"4 cards in 2 machines train [\d,.]+ tokens per second", said)
     assert re.search(r"copies between machines [\d.]+ .?s", said)
     assert "All processes of a machine take" in said
-    assert main(["plan", recipe, *CARD, "--sweep", "nodes=1,3", "--save", "n.json", "--report", "n.html"]) == 0
+    assert main(["plan", recipe, *CARD, "--sweep", "nodes=1,3", "--save", "n.json"]) == 0
     one, three = Sweep.load("n.json").points
     assert (one.nodes, three.nodes, three.devices) == (1, 3, 1)
     assert "3 machines are" in capsys.readouterr().out
-    assert "how many machines?" in Path("n.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -189,6 +186,7 @@ def test_several_machines(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
         ([*CARD, "--sweep", "memory=6GB:24GB", "--memory", "8GB"], "cannot be combined with a sweep over memory"),
         ([*CARD, "--sweep", "hardware=h200"], "hardware='rtx-3060' cannot be combined with a sweep over hardware"),
         ([*CARD, "--sweep", "memory=6GB:24GB", "--trace", "t.json"], "trace='t.json' shows one plan"),
+        ([*CARD, "--sweep", "memory=6GB:24GB", "--report", "s.html"], "--save table.csv keeps its table"),
         ([*CARD, "--sweep", "memory=6GB:24GB", "--save", "t.yaml"], "end the name with .csv or .json"),
         (
             ["--sweep", "hardware=rtx-3060,rtx-3091"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,7 @@ def test_texts_with_characters_that_end_lines_elsewhere(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     sample = RunSample(step=41, val_loss=None, prompt="a\u2028b", text="c\x85d\x0ce\nf")
     with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(sample.values(), ensure_ascii=False) + "\n")
+        file.write(json.dumps(asdict(sample), ensure_ascii=False) + "\n")
     without_later(folder / "samples.jsonl", 50)
     assert read_run(folder).samples[-1] == sample
 

@@ -7,107 +7,83 @@ from typing import Any
 
 import pytest
 
-from lt_offload.report import timeline
+from lt_offload.report.page import MAX_POINTS
+from lt_offload.report.timeline import KINDS, bars, iteration, kind_of
+from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.trace import Span, Trace
-from tests.support.reports.pages import figures
 from tests.support.samples import MB, make_plan, make_profile, make_trace
 
-PROFILE = make_profile(layers=8, tensors_per_layer=3)
-NAMES = [block.name for block in PROFILE.blocks]
-PLAN = make_plan(PROFILE)
+PLAN = make_plan(make_profile(layers=8, tensors_per_layer=3))
 PREDICTED = make_trace(PLAN)
 MEASURED = make_trace(PLAN, source="measured", noise=0.1)
 
 
-def drawn(trace: Trace = PREDICTED, plan: Any = PLAN) -> dict[str, Any]:
-    html = timeline.iteration(trace, plan, NAMES, trace.iteration_time, caption="one")
-    return figures(html)["one"]
+def bars_of(figure: Any, name: str) -> Any:
+    return next(trace for trace in figure.data if trace.name == name)
 
 
-def bars_of(figure: dict[str, Any], name: str) -> dict[str, Any]:
-    [found] = [trace for trace in figure["data"] if trace["name"] == name]
-    return found
-
-
-def test_all_lanes_and_the_budget_are_named() -> None:
-    said = [note["text"] for note in drawn()["layout"]["annotations"]]
-    for name in ("compute ", "copies to device ", "copies to host ", "updates on host ", "device memory: peak 423 MB"):
-        assert any(text.startswith(name) for text in said), name
-    assert "budget 440 MB" in said
-    assert {"forward", "backward"} <= set(said)
+def test_planned_and_measured_share_the_axis_of_time() -> None:
+    figure = iteration({"Predicted": PREDICTED, "Measured": MEASURED})
+    said = [note.text for note in figure.layout.annotations]
+    peak = "memory 423 MB of 440 MB"
+    assert said == ["Predicted 634 ms", peak, "Measured 673 ms", peak]
+    axes = [figure.layout[name] for name in ("xaxis", "xaxis2", "xaxis3")]
+    assert {axis.matches for axis in axes} == {"x4"}
+    lanes = set(bars_of(figure, "forward").y) | set(bars_of(figure, "weights to device").y)
+    assert {lane.partition("<br>")[0] for lane in lanes} == {"compute", "copies to device"}
+    assert len(figure.layout.yaxis.categoryarray) == len(MACHINE_LANES)
 
 
 def test_bars_lie_where_the_spans_are() -> None:
-    figure = drawn()
     first = min((s for s in PREDICTED.spans if s.label.startswith("backward")), key=lambda s: s.start)
-    backward = bars_of(figure, "backward")
-    assert backward["base"][0] == pytest.approx(1e3 * first.start)
-    assert backward["x"][0] == pytest.approx(1e3 * (first.end - first.start))
-    assert backward["hovertext"][0].startswith("backward, block 9 · lm_head · 112 ms from ")
-    assert backward["text"][:2] == ["9", "8"]
-    assert figure["layout"]["xaxis"]["range"] == [0, pytest.approx(1e3 * PREDICTED.iteration_time)]
-    assert figure["layout"]["xaxis"]["ticksuffix"] == " ms"
+    backward = bars_of(iteration({"one": PREDICTED}), "backward")
+    assert backward.base[0] == first.start
+    assert backward.x[0] == pytest.approx(first.end - first.start)
+    assert backward.hovertext[0].startswith("backward 9: 112 ms from ")
+    assert backward.text[:2] == ("9", "8")
 
 
-def test_every_kind_of_op_has_its_colour_and_legend_entry() -> None:
-    from importlib.resources import files
-
-    style = files("lt_offload.report").joinpath("report.css").read_text()
-    legend = timeline.legend(timeline.bars(PREDICTED, PLAN))
-    names = {trace["name"] for trace in drawn()["data"]} - {"device memory"}
-    assert names == {
-        "forward", "backward", "update", "weights to device", "optimizer state to device", "activations to device",
-        "gradients to host", "weights to host", "optimizer state to host", "activations to host",
-    }  # fmt: skip
-    for kind, name in timeline.KINDS.items():
-        assert f"--{timeline.colour(kind)}: " in style
-        assert (f'background:var(--{timeline.colour(kind)})"></i>{name}<' in legend) is (name in names)
-
-
-def test_merging_keeps_the_work_and_the_bytes() -> None:
-    drawn = timeline.bars(MEASURED, PLAN)
-    assert len(drawn) < len(MEASURED.spans)
-    assert sum(bar.ops for bar in drawn) == len(MEASURED.spans)
-    assert sum(bar.bytes for bar in drawn) == sum(PLAN.ops[span.op].bytes for span in MEASURED.spans)
-    for lane in ("compute", "h2d", "d2h", "host"):
-        assert sum(bar.busy for bar in drawn if bar.lane == lane) == pytest.approx(MEASURED.busy(lane))
+def test_every_kind_of_op_has_a_name_and_each_is_once_in_the_legend() -> None:
+    assert {kind_of(span) for span in PREDICTED.spans} <= KINDS.keys() - {"other"}
+    shown = [bar.name for bar in iteration({"one": PREDICTED, "two": MEASURED}).data if bar.showlegend is not False]
+    assert len(shown) == len(set(shown)) == len({kind_of(span) for span in PREDICTED.spans})
+    for label, kind in (
+        ("forward 3 again", "forward-again"),
+        ("update 4, other rows", "update"),
+        ("backward 2, direct", "backward"),
+        ("clipping factor", "other"),
+    ):
+        assert kind_of(Span(op=-1, lane="host", label=label, start=0.0, end=0.1)) == kind
 
 
 def test_device_updates_within_a_backward_are_drawn_on_top() -> None:
-    backward = next(s for s in PREDICTED.spans if s.label.startswith("backward"))
-    update = next(op for op in PLAN.ops if op.kind == "update")
-    inner = Span(
-        op=update.id, lane="compute", label="update", start=backward.start, end=(backward.start + backward.end) / 2
+    order = [*KINDS]
+    assert max(map(order.index, ("forward", "backward"))) < min(map(order.index, ("update", "accumulate")))
+
+
+def test_spans_that_a_screen_cannot_tell_apart_are_one_bar() -> None:
+    spans = tuple(
+        Span(op=0, lane="h2d", label=f"prefetch weight {i // 3}", start=i * 1e-3, end=i * 1e-3 + 8e-4)
+        for i in range(30_000)
     )
-    drawn = timeline.bars(replace(PREDICTED, spans=(inner, *PREDICTED.spans)), PLAN)
-    nested = [bar for bar in drawn if bar.nested]
-    assert [(bar.kind, bar.ops) for bar in nested] == [("update", 1)]
-    assert drawn[-1] is nested[0]
 
+    def joined(count: int, seconds: float) -> list[Span]:
+        return bars(replace(PREDICTED, spans=spans[:count], iteration_time=seconds))
 
-def test_spans_outside_the_plan_are_named_by_their_label() -> None:
-    spans = (
-        Span(op=-1, lane="h2d", label="prefetch weight 3", start=0.0, end=0.1),
-        Span(op=-1, lane="host", label="something else", start=0.0, end=0.1),
-    )
-    drawn = timeline.bars(replace(PREDICTED, spans=spans), PLAN)
-    assert [(bar.kind, bar.block) for bar in drawn] == [("prefetch-weight", None), ("other", None)]
-
-
-def test_work_beyond_the_iteration_is_drawn_where_it_recurs() -> None:
-    op = next(op for op in PLAN.ops if op.kind == "prefetch")
-    spans = (
-        Span(op=op.id, lane="h2d", label="", start=-0.3, end=-0.1),
-        Span(op=op.id, lane="host", label="", start=0.9, end=1.25),
-        Span(op=op.id, lane="d2h", label="", start=-0.1, end=0.2),
-    )
-    trace = replace(PREDICTED, spans=spans, iteration_time=1.0, memory=())
-    drawn = {(bar.lane, round(bar.start, 9), round(bar.end, 9)) for bar in timeline.bars(trace, PLAN)}
-    assert drawn == {("h2d", 0.7, 0.9), ("host", 0.9, 1.0), ("host", 0.0, 0.25), ("d2h", 0.9, 1.0), ("d2h", 0.0, 0.2)}
+    assert joined(6, 6e-3) == list(spans[:6])
+    assert [(bar.label, bar.start, bar.end) for bar in joined(6, 0.5)] == [
+        ("prefetch weight 0", 0.0, spans[2].end),
+        ("prefetch weight 1", spans[3].start, spans[5].end),
+    ]
+    drawn = joined(30_000, 30.0)
+    assert len(drawn) < 1000
+    assert (drawn[0].start, drawn[-1].end) == (0.0, spans[-1].end)
+    assert {kind_of(bar) for bar in drawn} == {"prefetch-weight"}
 
 
 def test_memory_curve_never_hides_a_peak() -> None:
-    spike = ((0.0, 100), (0.50001, 380 * MB), (0.50002, 100))
+    points = [(i / 10_000, 100) for i in range(10_000)]
+    points[5_001] = (0.5001, 380 * MB)
     trace = Trace(
         source="measured",
         iteration_time=1.0,
@@ -115,35 +91,16 @@ def test_memory_curve_never_hides_a_peak() -> None:
         host_peak=0,
         budget_bytes=400 * MB,
         spans=(),
-        memory=spike,
+        memory=tuple(points),
     )
-    times, sizes = timeline.columns(trace, 1.0)
-    assert max(sizes) == 380 * MB
-    assert times[sizes.index(380 * MB)] == pytest.approx(0.5)
-    assert timeline.columns(replace(trace, memory=((0.3, 200 * MB),)), 1.0) == ([0.0, 1.0], [200 * MB] * 2)
-    assert timeline.columns(replace(trace, memory=()), 1.0) == ([], [])
+    curve = bars_of(iteration({"one": trace}), "device memory")
+    assert len(curve.x) <= MAX_POINTS + 2
+    assert curve.x[curve.y.index(380 * MB)] == 0.5001
+    late = bars_of(iteration({"one": replace(trace, memory=((0.3, 200 * MB),))}), "device memory")
+    assert (late.x, late.y) == ((0.0, 0.3, 1.0), (200 * MB,) * 3)
+    assert bars_of(iteration({"one": replace(trace, memory=())}), "device memory").x == ()
 
 
-def test_a_budget_far_above_the_peak_is_told_but_not_drawn() -> None:
-    figure = drawn(replace(PREDICTED, budget_bytes=10**12))
-    assert not any("budget 1 TB" in note["text"] for note in figure["layout"]["annotations"])
-    assert figure["layout"]["yaxis2"]["range"][1] < 10**9
-
-
-def test_forwards_that_run_again_have_a_colour_of_their_own() -> None:
-    op = next(op for op in PLAN.ops if op.kind == "forward" and op.block == 3)
-    plan = replace(PLAN, ops=tuple(replace(o, save="input", bytes=2 * MB) if o.id == op.id else o for o in PLAN.ops))
-    assert [bar.block for bar in timeline.bars(PREDICTED, plan) if bar.kind == "rerun"] == [3]
-    [said] = bars_of(drawn(plan=plan), "forward that runs again")["hovertext"]
-    assert said.startswith("forward that runs again, block 3 · model.layers.2")
-    assert said.endswith("reads 2 MB in host memory")
-
-
-def test_scattered_spans_are_merged_until_they_fit() -> None:
-    op = next(op for op in PLAN.ops if op.kind == "prefetch")
-    spans = tuple(
-        Span(op=op.id, lane="h2d", label="", start=i * 1e-3, end=i * 1e-3 + 5e-4) for i in range(3 * timeline.MAX_BARS)
-    )
-    drawn = timeline.bars(replace(PREDICTED, spans=spans, iteration_time=6.0), PLAN)
-    assert len(drawn) <= timeline.MAX_BARS
-    assert sum(bar.busy for bar in drawn) == pytest.approx(len(spans) * 5e-4)
+def test_the_budget_is_a_line_over_the_memory() -> None:
+    lines = [shape for shape in iteration({"one": PREDICTED}).layout.shapes if shape.yref == "y2"]
+    assert [line.y0 for line in lines] == [PREDICTED.device_peak, PREDICTED.budget_bytes]
