@@ -20,7 +20,7 @@ from lt_offload.profiling.optimizer import measure_optimizer
 from lt_offload.schema.profile import Contention, HardwareProfile, OptimizerProfile
 
 
-class Machine(NamedTuple):
+class MeasuredMachine(NamedTuple):
     """What steps are measured on."""
 
     hardware: HardwareProfile
@@ -38,7 +38,7 @@ def measure_machine(
     hardware: HardwareProfile | None = None,
     updates: OptimizerProfile | None = None,
     say: Callable[[str], None],
-) -> Machine:
+) -> MeasuredMachine:
     """Return what the machine and updates cost, and how lanes slow each other down, as far as that is not known."""
     if device.type == "cuda":
         use_expandable_segments(device)  # as the device does: what the allocator wastes is measured
@@ -52,7 +52,7 @@ def measure_machine(
             say("measuring how copies, updates and computations slow each other down")
             contention = measure_contention(optimizer, device, host_threads=updates.host_threads)
             machine = _alone(machine, contention)
-    return Machine(machine, updates, contention)
+    return MeasuredMachine(machine, updates, contention)
 
 
 def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:

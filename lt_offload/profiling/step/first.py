@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lt_offload.machine.driver import context_bytes, current
 from lt_offload.model.blocks import Structure
 from lt_offload.profiling.assemble import assemble
-from lt_offload.profiling.machine import Machine
+from lt_offload.profiling.machine import MeasuredMachine
 from lt_offload.profiling.meters import Stopwatch
 from lt_offload.profiling.optimizer import UpdateSizes
 from lt_offload.profiling.step.watched import WatchedStep
@@ -41,7 +41,7 @@ class FirstStep(WatchedStep):
         structure: Structure,
         optimizer: Optimizer,
         device: torch.device,
-        machine: Machine,
+        machine: MeasuredMachine,
         **watched: Any,
     ) -> None:
         super().__init__(model, structure, device, Stopwatch(device), **watched)
