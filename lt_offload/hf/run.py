@@ -266,12 +266,15 @@ class Run:
 
             with at_backward(run):
                 yield
-        if self._first is not None and first.elsewhere is None:
+        if first.elsewhere is not None:  # it has trained without a plan
+            self._structure = first.elsewhere
+        elif self._first is not None:
             raise without_backward(self.trainer)
 
     def show_gradients(self) -> None:
         """Show what the update will use, if a callback looks at it before or after; it is brought to the host."""
-        assert self.engine is not None
+        if self.engine is None:
+            return
         before, after = map(self._overridden, ("on_pre_optimizer_step", "on_optimizer_step"))
         self.engine.keeps_gradients = after
         if before:
@@ -307,10 +310,7 @@ class Run:
 
     def _begin_survey(self, batch: Any, why: str | None) -> FirstIteration:
         """Be ready for a step without a plan, for the reason ``why`` if there was one."""
-        structure = self._first.elsewhere if self._first is not None else None
         window, size, known, budget = self._leave(why), Size.of(batch), self.known(), self.budget
-        if self.profile is not None:  # what has turned out to be no block is called as it always is
-            structure = as_called(self.model, self.profile.blocks)
         if window is not None:
             for param, gradient in window.rest.items():
                 param.grad = gradient
@@ -338,7 +338,7 @@ class Run:
             self.device,
             self.planning,
             self.model,
-            structure or self._structure,
+            self._structure if self.profile is None else as_called(self.model, self.profile.blocks),
             self.optimizer,
             known,
             plan,
@@ -397,6 +397,8 @@ class Run:
         if self.engine is not None:
             yield self.engine
             return
+        if self._first is not None:  # its step is over, and has trained without a plan
+            self._close()
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         structure = find_blocks(model, self.settings.blocks)
         with self._beside(model), streamed(model, budget or self.budget, structure, self.device) as engine:

@@ -66,7 +66,7 @@ class ApartRuns:
 
     def _enter(self, index: int, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            return _Entry.apply(self._anchor, leaf.detach(), index)  # type: ignore[no-untyped-call]
+            return _PrivateEntry.apply(self._anchor, leaf.detach(), index)  # type: ignore[no-untyped-call]
         return leaf
 
 
@@ -94,7 +94,7 @@ class _Interface(BlockNode):
         return (None,) * 5
 
 
-class _Entry(EntryNode):
+class _PrivateEntry(EntryNode):
     """The node of an activation in the graph of a block."""
 
     @staticmethod

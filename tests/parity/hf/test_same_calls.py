@@ -23,6 +23,7 @@ from lt_offload.profiling.step.first import FirstStep
 from scripts.hf import cases
 from scripts.hf.runs import Outcome, home, quiet
 from tests.parity.callbacks.calls import Noted, drawn, note, noting
+from tests.parity.callbacks.test_first_steps import Unused
 from tests.sampling import some
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_") and name not in ("on_log", "on_save")]
@@ -177,8 +178,10 @@ def trainer_of(folder: Path, kind: type[Watched] = Watched, model: Callable[[], 
     return cases.plain(model, kind=kind, **options, **settings)(folder)
 
 
-def recorded(make: Callable[[], Any], context: Any = None, *, hooked: bool = True) -> tuple[Outcome, list[Noted]]:
-    """Train, and return what is left and what was called."""
+def recorded(
+    make: Callable[[], Any], context: Any = None, *, hooked: bool = True, parts: int = 1
+) -> tuple[Outcome, list[Noted]]:
+    """Train, plainly with blocks in so many ``parts``, and return what is left and what was called."""
     torch.manual_seed(3)
     with quiet(), noting() as noted:
         with context or nullcontext():
@@ -186,13 +189,16 @@ def recorded(make: Callable[[], Any], context: Any = None, *, hooked: bool = Tru
         trainer.remove_callback(PrinterCallback)  # it would print what is logged of the engine
         if hooked:
             hook(trainer)
-        trainer.train()
+        with lt_offload.micro_batched_reference(trainer.model, parts) if parts > 1 else nullcontext():
+            trainer.train()
         return Outcome.of(trainer), noted()
 
 
-def compared(make: Callable[[], Any], memories: list[str], *, hooked: bool = True, least: int = 1) -> None:
+def compared(
+    make: Callable[[], Any], memories: list[str], *, hooked: bool = True, least: int = 1, parts: int = 1
+) -> None:
     """Train both ways, with each of ``memories``; ``least``: so many steps show what to plan in the smallest one."""
-    plain, expected = recorded(make, hooked=hooked)
+    plain, expected = recorded(make, hooked=hooked, parts=parts)
     kinds = {"callback", "training_step", "log"} | ({"pre-hook", "hook", "backward"} if hooked else set())
     assert kinds <= {kind for kind, *_ in expected}
     showing: list[FirstStep] = []
@@ -206,7 +212,8 @@ def compared(make: Callable[[], Any], memories: list[str], *, hooked: bool = Tru
         showing.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FirstStep, "returned", noted)
-            found, called = recorded(make, lt_offload.hf_trainer(memory=memory, host_memory="4GB"), hooked=hooked)
+            context = lt_offload.hf_trainer(memory=memory, host_memory="4GB", micro_batches=parts)
+            found, called = recorded(make, context, hooked=hooked)
         assert called == expected
         assert plain.differs(found) == []
         assert len(showing) >= (1 if memory == RESIDENT else least)
@@ -229,6 +236,21 @@ def test_of_a_trainer(kind: str, tmp_path: Path) -> None:
     options = KINDS[kind]
     memories = some(["170kB", RESIDENT], 2, kind)
     compared(lambda: trainer_of(tmp_path, **options), memories, hooked=options.get("kind") is not Twice, least=2)
+
+
+def test_of_parts(tmp_path: Path) -> None:
+    compared(lambda: trainer_of(tmp_path), ["170kB", RESIDENT], hooked=False, parts=2)
+
+
+class OtherLayers(Unused):
+    """Has larger layers than those that it calls, whose first step trains without a plan."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+        return super().forward(input_ids, labels.clamp(min=0))
+
+
+def test_of_other_layers(tmp_path: Path) -> None:
+    compared(lambda: trainer_of(tmp_path, model=OtherLayers), ["100kB", RESIDENT], hooked=False, least=2)
 
 
 def test_of_other_gradients_in_a_window_that_is_planned_again(tmp_path: Path) -> None:
