@@ -282,9 +282,11 @@ class Passes:
         # Before its runs are known: what they have saved left when they ran, and nothing is to be recomputed.
         self._walk.skip_to(self._walk.timeline.backward(run.index))
         self._runs.take_surveyed(forward.runs)
-        for index in forward.runs:
-            for weight in self._blocks[index]:
-                weight.uses += weight.param.requires_grad
+        for index, ref in forward.runs.items():
+            present = ref()
+            if present is not None:
+                for weight in self._blocks[index]:
+                    weight.uses += len(present.parts) * weight.param.requires_grad
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 

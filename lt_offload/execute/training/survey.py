@@ -30,6 +30,7 @@ from lt_offload.execute.user_code.checks import Backward, OwnParameters
 from lt_offload.execute.user_code.guard import GuardModes, Suspended
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import called, intercept, is_compiled
+from lt_offload.model.parts import Cutter
 from lt_offload.model.state.effects import Effects
 
 
@@ -100,6 +101,7 @@ class Survey:
         kwargs: dict[str, Any],
         body: Callable[..., Any],
         *,
+        cutter: Cutter | None,
         again: Callable[..., Any] | None,
         reached: Callable[[int], None],
     ) -> Any:
@@ -111,7 +113,8 @@ class Survey:
             index: of the block.
             args: of the call.
             kwargs: of the call.
-            body: runs it, called with these arguments as a part of the block's private graph.
+            body: runs it, called with these arguments as a part of the block's private graph; with those of each part.
+            cutter: cuts the batch in parts; None: the block takes all of it.
             again: runs it a second time; None if it must run once.
             reached: told which outputs gradients will come to.
         """
@@ -122,7 +125,7 @@ class Survey:
         self._own[index].check()
         kind = type(self._structure.blocks[index].module)
         keeps = again is None or self._used + self._saved[kind] <= self._room
-        block = replace(block, option="offload" if keeps else "reload", recomputed=not keeps)
+        block = replace(block, option="offload" if keeps else "reload", recomputed=not keeps, cutter=cutter)
         run = BlockRun(block, body, weights, args, kwargs, pool=self._pool, uses={}, gradients=None)
         del args, kwargs
         run.reached = reached

@@ -13,6 +13,7 @@ from lt_offload import limits
 from lt_offload.compat.torch import tree_flatten, tree_map, tree_unflatten
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import BlockNode, EntryNode
+from lt_offload.model.parts import Cutter, in_parts
 from lt_offload.model.state.contexts import ambient, within
 
 
@@ -35,6 +36,7 @@ class ApartRuns:
         kwargs: dict[str, Any],
         body: Callable[..., Any],
         *,
+        cutter: Cutter | None,
         again: Callable[..., Any] | None,
         reached: Callable[[int], None],
     ) -> Any:
@@ -48,7 +50,7 @@ class ApartRuns:
         args, kwargs = tree_unflatten(entered, spec)
         entered.clear()
         with within(ambient()):  # no cast of a weight outlives its block
-            out = body(*args, **kwargs)
+            out = (body if cutter is None else in_parts(body, cutter))(*args, **kwargs)
         del args, kwargs
         numbers = iter(range(1 << 30))
 

@@ -102,9 +102,11 @@ class BoundaryCheck:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        entered: Sequence[Tensor],
+        entered: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        first: bool,
     ) -> Any:
-        """Run a block in a private graph; return its output, which is that graph's.
+        """Run a block, or a part of its batch, in a private graph; return its output, which is that graph's.
 
         Args:
             index: of the block.
@@ -112,24 +114,26 @@ class BoundaryCheck:
             forward: runs it.
             args: of the call.
             kwargs: of the call.
-            entered: its activations, as the graph has them.
+            entered: the same, as the graph has them, of the part.
+            first: it is the first part, or all.
 
         Raises:
             UnsupportedError: if an argument makes the block hand out what it computes.
         """
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         # Weak: what the model lets go of must die here as it does in training, where bytes are counted.
         given = [(weakref.ref(leaf), version(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
-        origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
-        for slot, tensor in zip(call.slots, entered, strict=True):
-            leaves[slot] = tensor
+        origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots] if first else []
+        leaves, spec = tree_flatten(entered)
+        inputs = [leaves[slot] for slot in call.slots]
+        del args, kwargs, entered
 
         def run() -> Any:
             # As training does it: without a graph no input requires grad, and some operations ask that before they
             # choose a kernel.
             given = list(leaves)
             if not torch.is_grad_enabled():
-                for slot, tensor in zip(call.slots, entered, strict=True):
+                for slot, tensor in zip(call.slots, inputs, strict=True):
                     given[slot] = tensor.detach()
             args, kwargs = tree_unflatten(given, spec)
             return forward(*args, **kwargs)
@@ -149,10 +153,19 @@ class BoundaryCheck:
         if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
             self._check_casts(index, out)
         self._check_hidden(index, leaves, out)
-        uses = self._uses[id(call)] = _uses(entered, out)
-        self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
-        mark_reached(origin for origin, used in zip(origins, uses, strict=True) if used)
+        uses, cut = _uses(inputs, out), call.cut()
+        if cut is not None:  # what every part is given is used by each; rows are put together before they are given on
+            pairs = zip(call.slots, uses, strict=True)
+            uses = [min(used, 1) if slot in cut.rows else used * len(cut.sizes) for slot, used in pairs]
+        self._uses[id(call)] = uses
+        self._note_inputs(origins, uses)
         return out
+
+    def _note_inputs(self, origins: Sequence[tuple[Any, int]], uses: Sequence[int]) -> None:
+        """Take note of where activations come from, and how often each is used."""
+        pairs = list(zip(origins, uses, strict=False))  # of further parts nothing is said
+        self._inputs += [(node, number, used) for (node, number), used in pairs]
+        mark_reached(origin for origin, used in pairs if used)
 
     def repeats(self, index: int, call: Call) -> bool:
         """Return whether a block may run again for its backward, as far as those of its kind have shown that."""
@@ -174,8 +187,7 @@ class BoundaryCheck:
         """Run a block without a graph, which another of its kind has had."""
         out, uses = forward(), self._uses[id(call)]
         self._given.append((index, given, Rest([])))
-        self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
-        mark_reached(origin for origin, used in zip(origins, uses, strict=True) if used)
+        self._note_inputs(origins, uses)
         return out
 
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any], arguments: _Versions) -> Any:

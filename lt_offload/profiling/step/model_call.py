@@ -19,7 +19,7 @@ from lt_offload.model.blocks import Block
 from lt_offload.model.calls import BlockOutput, Call, edges, is_block_node
 from lt_offload.model.compiled import Forward, is_compiled
 from lt_offload.model.head import HeadLoss
-from lt_offload.model.parts import Cutter, in_parts
+from lt_offload.model.parts import Cutter
 from lt_offload.model.saving import activations_of
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers
@@ -130,11 +130,9 @@ class ModelCall:
         recorder, account, cutter = self._recorder, self._account, self._recorder.cutters[index]
         known = len(recorder.by_signature)
         call, given = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
-        if cutter is not None:
-            if len(recorder.by_signature) > known:
-                with recorder.stage(block.module), within(call.contexts):
-                    recorder.boundary.check_samples(block, call, original)
-            original = in_parts(original, cutter)
+        if cutter is not None and len(recorder.by_signature) > known:
+            with recorder.stage(block.module), within(call.contexts):
+                recorder.boundary.check_samples(block, call, original)
         leaves = tree_leaves((args, kwargs))
         inputs = [leaves[slot] for slot in call.slots]
         self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
@@ -144,17 +142,19 @@ class ModelCall:
             self._hold(args, kwargs)
         self._note_before_last()
 
+        parts = iter(range(1 << 30))
+
         def body(*inner: Any, **named: Any) -> Any:
-            leaves = tree_leaves((inner, named))
-            entered = [leaves[slot] for slot in call.slots]
             (args, kwargs), *_ = given
-            return recorder.boundary.run(index, call, original, args, kwargs, entered)
+            first = next(parts) == 0
+            return recorder.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
 
         positions: list[int] = []
         with recorder.stage(block.module):
             repeats = recorder.boundary.repeats(index, call)
             reached = partial(_reached, call.reached, positions)
-            out = recorder.join(index, args, kwargs, body, again=original if repeats else None, reached=reached)
+            again = original if repeats else None
+            out = recorder.join(index, args, kwargs, body, cutter=cutter, again=again, reached=reached)
         given.clear()
         del args, kwargs
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
