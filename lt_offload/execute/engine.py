@@ -22,7 +22,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
-from lt_offload.execute.iteration import HALFWAY, Iteration, Transition
+from lt_offload.execute.iteration import HALFWAY, Iteration
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.bound_weights import expose
 from lt_offload.execute.memory.common import Common, Others
@@ -171,9 +171,9 @@ class Engine(LoopCalls):
             self.gradients = Gradients(device, updates, self.weights, plan, tables, common)
         self._intercept()
         unseen = [self.weights[index] for index in aliases.unseen]
-        calls = self._check_read, self._check_write
+        checks_of_use = self._iteration.check_read, self._iteration.check_write
         modes = self._survey.modes if self._survey is not None else None
-        self._guard = Guard(self.weights, self.residency, updates, *calls, unseen, common, modes)
+        self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
         self._fixed = InstalledSetup(self.structure, self.weights, updates, self._runs.repeated, self._runs.parted)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
@@ -254,7 +254,9 @@ class Engine(LoopCalls):
         params = {weight.param for weight in self.weights}
         calls = self._begin_step_within, self._after_step
         step = OptimizerStepHook(updates, params, *calls, delayed=self._window.delayed)
-        saved = SavedStates(updates, self._check_read, self._check_write, self.drain, self.invalidate)
+        saved = SavedStates(
+            updates, self._iteration.check_read, self._iteration.check_write, self.drain, self.invalidate
+        )
         self._undo += [step.remove, saved.remove]
         return step
 
@@ -318,7 +320,7 @@ class Engine(LoopCalls):
         if not self.installed:
             return
         begun = self._iteration.begun > 0
-        self._iteration.enter(Transition.FAIL)
+        self._iteration.fail()
         with self._guard.suspended, self._gradient_view.consumed.standing(begun=begun):
             self._gradient_view.shown.drop()
             self._close_passes()
@@ -417,7 +419,7 @@ class Engine(LoopCalls):
             return
         self._grad_norm = self.gradients.end_iteration(gradients.norms_of_rest())
         self.updates.end_iteration(self.weights)
-        self._iteration.enter(Transition.UPDATED)
+        self._iteration.end()
         passes.forget_deferred()
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
@@ -445,7 +447,7 @@ class Engine(LoopCalls):
                 if self._passes is None:
                     raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
                 return self._passes.forward(index, forward, args, kwargs)
-            self._iteration.enter(Transition.VALIDATION)
+            self._iteration.check_validation()
             if self.streaming.begins(index):
                 self._guard.begin()
             return self.streaming.forward(index, forward, args, kwargs)
@@ -529,13 +531,7 @@ class Engine(LoopCalls):
         """Return why a checkpoint of now would not be complete, as a clause for people; None if it would be."""
         return self._iteration.unfinished()
 
-    def _check_read(self, use: str) -> None:
-        self._iteration.check(Transition.READ, use)
-
-    def _check_write(self, use: str) -> None:
-        self._iteration.check(Transition.WRITE, use)
-
     def _forget_sums(self) -> None:
-        self._iteration.enter(Transition.CLEAR)
+        self._iteration.clear()
         if self.gradients is not None:
             self.gradients.forget_sums()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.iteration import Iteration, Transition
+from lt_offload.execute.iteration import Iteration
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.clipping import RestClipping, require_positive
 from lt_offload.execute.updates.gradients import Gradients
@@ -294,7 +294,7 @@ class FollowedLoop:
 
     def _begin_step(self) -> bool:
         """``optimizer.step()`` begins; return whether there is something to update with."""
-        self._iteration.enter(Transition.STEP)
+        self._iteration.check_step()
         with self._guard.suspended:
             self._passes.complete_rest()
         if self._window.delayed:
