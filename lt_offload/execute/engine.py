@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.compat.torch import functorch_level
@@ -34,9 +35,10 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import check_match
 from lt_offload.execute.training.handover import Handover
 from lt_offload.execute.training.host_copies import HostCopies, host_limit, updated_on_host
-from lt_offload.execute.training.loop import FollowedLoop, LoopCalls, WindowGradients
+from lt_offload.execute.training.loop import LoopCalls
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
+from lt_offload.execute.updates.clipping import RestClipping
 from lt_offload.execute.updates.common_states import CommonUpdates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
@@ -128,7 +130,7 @@ class Engine(LoopCalls):
         self._gradient_view: GradientView
         self.host_copies: HostCopies
         self._passes: Passes | None = None
-        self._window_gradients: WindowGradients | None = None
+        self._rest = RestClipping([param for _, param in self.structure.rest])
         self._iteration = Iteration(
             plan, lambda: self._runs.open, lambda: self._passes.waiting if self._passes is not None else 0
         )
@@ -234,16 +236,6 @@ class Engine(LoopCalls):
         )
         if self._others is not None:
             self._join(self._others, updates)
-        self._window_gradients = WindowGradients(
-            self.model,
-            [param for _, param in self.structure.rest],
-            device=self.device,
-            gradients=self.gradients,
-            iteration=self._iteration,
-            passes=self._passes,
-            guard=self._guard,
-            view=self._gradient_view,
-        )
 
     def _watch_optimizer(self, updates: Updates) -> OptimizerStepHook:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
@@ -357,10 +349,12 @@ class Engine(LoopCalls):
         Raises:
             PlanError: if it is not the last one and the plan is one for windows of 1.
         """
-        passes, gradients = self._training()
+        passes = self.passes
         if not last:
             self._window.require()
-        gradients.begin(norm=grad_norm)
+        assert self.gradients is not None
+        self.gradients.square_sums = [] if grad_norm else None
+        self._rest.begin()
         self._iteration.enclosed = True
         self._place.begin()
         self._window.begin(last=last)
@@ -384,7 +378,7 @@ class Engine(LoopCalls):
         self._accounting.close()
         with self._guard.suspended:
             gave = self._iteration.begun > 0
-            self._finish() if self._window.last else self._training()[0].end()
+            self._finish() if self._window.last else self.passes.end()
             if gave:
                 self._gradient_view.leave()
 
@@ -407,17 +401,17 @@ class Engine(LoopCalls):
         with self.device.accounting():
             yield
 
+    @override
     def finish(self) -> None:
-        """End the iteration: every gradient has arrived, every update is done or queued."""
         with self._guard.suspended:
             self._finish()
 
     def _finish(self) -> None:
-        passes, gradients = self._training()
+        passes = self.passes
         assert self.gradients is not None and self.updates is not None
         if not passes.update(keep=self.keeps_gradients):
             return
-        self._grad_norm = self.gradients.end_iteration(gradients.norms_of_rest())
+        self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
         self.updates.end_iteration(self.weights)
         self._iteration.end()
         passes.forget_deferred()
@@ -455,34 +449,11 @@ class Engine(LoopCalls):
     # -- for whoever drives it ---------------------------------------------------------------------------------------
 
     @property
+    @override
     def passes(self) -> Passes:
         """The passes of the plan."""
-        return self._training()[0]
-
-    def _training(self) -> tuple[Passes, WindowGradients]:
-        """Return what only an engine with a plan has."""
-        assert self._passes is not None and self._window_gradients is not None, "training needs a plan"
-        return self._passes, self._window_gradients
-
-    def follow(self, optimizer: Optimizer, after_backward: Callable[[], None] = lambda: None) -> None:
-        """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration.
-
-        Args:
-            optimizer: whose step that is.
-            after_backward: is called when gradients are shown: what is made of them takes no device memory.
-        """
-        passes, gradients = self._training()
-        loop = FollowedLoop(
-            optimizer,
-            after_backward,
-            gradients=gradients,
-            iteration=self._iteration,
-            passes=passes,
-            guard=self._guard,
-            view=self._gradient_view,
-            finish=self.finish,
-        )
-        self._undo.append(loop.remove)
+        assert self._passes is not None, "training needs a plan"
+        return self._passes
 
     @property
     def stats(self) -> EngineStats:

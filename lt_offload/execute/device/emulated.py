@@ -1,8 +1,8 @@
 """A device in RAM: a budgeted arena, asynchronous lanes and an account of every allocation; the CPU is its processor.
 
-It makes the numbers of a CPU run and fails where a device of that size would fail. It says nothing about speed, except
-that links can be throttled. Tests make it hostile (``tests/support/hostile.py``): lanes that run tasks as late as
-possible or in random order, freed memory that is overwritten, and a happens-before checker.
+It makes the numbers of a CPU run and fails where a device of that size would fail. It says nothing about speed. Tests
+make it hostile (``tests/support/hostile/``): lanes that run tasks as late as possible or in random order, links of a
+given speed, freed memory that is overwritten, and a happens-before checker.
 """
 
 from __future__ import annotations
@@ -65,30 +65,10 @@ class DeviceAccount(Account):  # type: ignore[no-untyped-call]
         super()._charge(storage, free=free, cause=cause)
 
 
-class _Link:
-    """The bytes per second of one direction, and how much of its time computations have taken."""
+class TimedRunner:
+    """Does the work of tasks, and notes when."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.busy_until = 0.0
-        """When the last access of a computation ends."""
-        self.taken = 0.0
-        """Seconds of all accesses of computations."""
-
-
-class LinkRunner:
-    """Does the work of a task, no faster than its lane's link.
-
-    There is one link per direction; both work at the same time. What a computation itself reads or writes in host
-    memory goes first, at the full speed of the link; copies pause meanwhile. Nothing is computed meanwhile either: real
-    hardware would hide part of the access behind arithmetic.
-
-    Args:
-        rates: bytes per second by lane; lanes without one are not slowed down.
-    """
-
-    def __init__(self, rates: Mapping[str, float | None]) -> None:
-        self._links = {lane: _Link(rate) for lane, rate in rates.items() if rate is not None}
+    def __init__(self) -> None:
         self.recording = False
         self.spans: deque[tuple[int, str, str, float, float]] = deque()
 
@@ -96,26 +76,9 @@ class LinkRunner:
         """Run ``task``."""
         assert task.work is not None
         start = time.perf_counter()
-        link = self._links.get(task.lane)
-        if link is None:
-            task.work()
-        else:
-            taken = link.taken - max(0.0, link.busy_until - start)
-            task.work()
-            end = start + task.nbytes / link.bytes_per_s - taken
-            while (left := end + link.taken - time.perf_counter()) > 0:
-                time.sleep(left)
+        task.work()
         if self.recording:
             self.spans.append((task.op, task.lane, task.label, start, time.perf_counter()))
-
-    def cross(self, lane: str, nbytes: int) -> None:
-        """Block the calling thread, which computes, until it has moved ``nbytes`` over the link of ``lane``."""
-        link = self._links.get(lane)
-        if link is not None:
-            seconds = nbytes / link.bytes_per_s
-            link.busy_until = time.perf_counter() + seconds
-            link.taken += seconds
-            time.sleep(seconds)
 
 
 class EmulatedDevice(Device):
@@ -123,23 +86,14 @@ class EmulatedDevice(Device):
 
     Args:
         budget: bytes of device memory, a hard limit.
-        h2d_bytes_per_s: speed of copies to the device; None: as fast as the RAM.
-        d2h_bytes_per_s: the same for copies from the device. Both directions work at the same time.
         host_threads: threads that an update on the ``host`` lane may use; None: as many as the calling thread.
     """
 
     torch_device = torch.device("cpu")
 
-    def __init__(
-        self,
-        budget: int,
-        *,
-        h2d_bytes_per_s: float | None = None,
-        d2h_bytes_per_s: float | None = None,
-        host_threads: int | None = None,
-    ) -> None:
+    def __init__(self, budget: int, *, host_threads: int | None = None) -> None:
         self.budget = budget
-        self._runner = LinkRunner({"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s})
+        self._runner = TimedRunner()
         self._lanes = self._open_lanes({"host": host_threads} if host_threads else {})
         self._past = Task.past("compute", "compute")
         self._entered = False
@@ -231,11 +185,6 @@ class EmulatedDevice(Device):
             raise UnsupportedError("a tensor that is not contiguous cannot be read in host memory; call .contiguous()")
         with torch.inference_mode(False):
             return host.detach()
-
-    @override
-    def cross(self, lane: Lane, nbytes: int) -> None:
-        """Copies pause meanwhile, and nothing is computed; see :class:`LinkRunner`."""
-        self._runner.cross(lane, nbytes)
 
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:

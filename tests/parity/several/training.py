@@ -202,7 +202,9 @@ def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> tuple[Res
     schedule = scheduler(optimizer)
     late = delay and ranks.rank == ranks.size - 1
     threads = delay and (late or ranks.machine is not ranks)
-    device = HostileDevice(plan.budget_bytes, mode="thread" if threads else "lazy", check=not threads)
+    device = HostileDevice(
+        plan.budget_bytes, "thread" if threads else "lazy", check=not threads, at_once=("host", "network")
+    )
     sending: AbstractContextManager[None] = nullcontext()
     if late:
         _delay(device)

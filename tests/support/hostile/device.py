@@ -1,12 +1,12 @@
 """The emulated device with instruments attached: tests see what the engine does wrong on it.
 
-Lanes that run tasks as late as possible or in random order, memory that is overwritten when it is freed, a checker of
-accesses that nothing orders, and a seam that drops dependencies.
+Lanes that run tasks as late as possible or in random order, links of a given speed, memory that is overwritten when it
+is freed, a checker of accesses that nothing orders, and a seam that drops dependencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -21,6 +21,7 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.device.lanes import Lane, Lanes, Task, plain_torch
 from lt_offload.execute.memory.live_group import HostCopy
 from tests.support.hostile.lanes import UNORDERED, CallerLanes
+from tests.support.hostile.links import LinkRunner
 from tests.support.hostile.races import Checker, Clock
 
 Mode = Literal["lazy", "random", "thread"]
@@ -44,7 +45,11 @@ class HostileDevice(EmulatedDevice):
         ignore: called with the label of a task (or ``"compute"``, or ``"free LABEL"``) and the label of an event it is
             to be ordered after (a task's, ``"compute"``, or ``"release LABEL"`` for the release of a memory range);
             returning True drops that dependency.
-        links: speeds, as of :class:`EmulatedDevice`.
+        at_once: lanes whose tasks run when they are submitted, whatever the mode: other processes wait for them, while
+            this one may wait for those.
+        h2d_bytes_per_s: speed of copies to the device, in ``thread`` mode; None: as fast as the RAM.
+        d2h_bytes_per_s: the same for copies from the device. Both directions work at the same time.
+        host_threads: see :class:`EmulatedDevice`.
     """
 
     def __init__(
@@ -57,7 +62,10 @@ class HostileDevice(EmulatedDevice):
         counting: bool = True,
         poison: bool | None = None,
         ignore: Callable[[str, str], bool] | None = None,
-        **links: float | None,
+        at_once: Collection[Lane] = (),
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        host_threads: int | None = None,
     ) -> None:
         self._mode, self._seed = mode, seed
         self._checker = Checker() if check else None
@@ -65,12 +73,14 @@ class HostileDevice(EmulatedDevice):
         self._counts = counting
         self._poison = mode != "thread" if poison is None else poison
         self._ignore = ignore
+        self._at_once = at_once
         self._compute_label = "compute"
-        super().__init__(budget, **links)  # type: ignore[arg-type]
-        self.has_threads = mode == "thread"
+        self._rates = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s} if mode == "thread" else {}
+        super().__init__(budget, host_threads=host_threads)
 
     @override
     def _open_lanes(self, threads: Mapping[str, int]) -> Lanes:
+        self._runner = self._links = LinkRunner(self._rates)
         run = partial(_run, self._runner)  # which does not refer to this device, or nobody would collect it
         if self._mode == "thread":
             return Lanes(run, threads=threads)
@@ -138,6 +148,8 @@ class HostileDevice(EmulatedDevice):
         options = {"label": label, "op": op, "nbytes": nbytes, "urgency": urgency}
         event = super().submit(lane, task, after=after, reads=reads, writes=released, **options)  # type: ignore[arg-type]
         self._clocks[event] = clock
+        if lane in self._at_once:
+            self._lanes.finish([event])
         return event
 
     @override
@@ -228,6 +240,11 @@ class HostileDevice(EmulatedDevice):
             with plain_torch():
                 for tensor in tensors:
                     _fill(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+
+    @override
+    def cross(self, lane: Lane, nbytes: int) -> None:
+        """Copies pause meanwhile, and nothing is computed; see :class:`LinkRunner`."""
+        self._links.cross(lane, nbytes)
 
     @contextmanager
     @override

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lt_offload.execute.device import emulated
 from lt_offload.execute.device.lanes import GaveUp
+from tests.support.hostile import links
 from tests.support.hostile.device import HostileDevice
 from tests.unit.execute.device.conftest import KB, MODES
 
@@ -220,7 +220,7 @@ def test_copies_are_throttled_and_the_host_is_not(opened, monkeypatch):
     clock = SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda s: (slept.append(threading.current_thread().name), time.sleep(s))
     )
-    monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(links, "time", clock)
     device = opened("thread", h2d_bytes_per_s=1e6, d2h_bytes_per_s=2e6)
     device.record(True)
     for lane in ("h2d", "d2h", "host"):
