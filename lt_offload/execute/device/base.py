@@ -113,8 +113,6 @@ class Device(ABC):
     torch_device: torch.device
     budget: int
     """Bytes of device memory this process may occupy."""
-    has_threads = True
-    """Whether tasks run by themselves; else the calling thread runs them, where it waits for one."""
     _arena: Arena
     _lanes: Lanes
     _host: HostMemory
