@@ -8,8 +8,7 @@ OffloadError
 ├── InfeasibleError (ValueError)   no plan fits the budgets
 ├── CheckpointError (OSError)      a checkpoint that cannot be written: disk full, folder read-only
 ├── OverBudget (RuntimeError)      an allocation that would pass the budget
-├── ProcessError (RuntimeError)    another process of the run has failed, is gone or hangs
-└── Race (AssertionError)          the happens-before checker found two unordered accesses (a defect of ours)
+└── ProcessError (RuntimeError)    another process of the run has failed, is gone or hangs
 """
 
 from __future__ import annotations
@@ -61,10 +60,6 @@ class OverBudget(OffloadError, RuntimeError):
 
 class ProcessError(OffloadError, RuntimeError):
     """Another process of the same run has failed, is gone or hangs; says which one, and its error where it is known."""
-
-
-class Race(OffloadError, AssertionError):
-    """Two accesses to one buffer, at least one of them a write, are not ordered by events."""
 
 
 BEYOND_THE_PLAN = (

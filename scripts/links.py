@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 import lt_offload
 from lt_offload.distributed.ranks import Ranks
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import solve
 from lt_offload.plan.several import one_of
@@ -34,6 +33,7 @@ from lt_offload.units import parse_bytes
 from scripts.common import arguments, save
 from tests.parity.several.training import fork, store_at
 from tests.support import models
+from tests.support.hostile.device import HostileDevice
 
 GOAL = 1.6
 """Tokens per second of two processes, by those of one."""
@@ -99,7 +99,7 @@ def _train(folder: Path, plan: Plan, rank: int, count: int, link: int, steps: in
         ranks = Ranks()
     model = models.build(**MODEL)  # type: ignore[arg-type]
     optimizer = _optimizer(model)
-    device = EmulatedDevice(plan.budget_bytes, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
+    device = HostileDevice(plan.budget_bytes, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
     engine = Engine(model, optimizer, plan, device, others=ranks)
     ends = []
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.compat.torch import functorch_level
@@ -22,7 +23,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
-from lt_offload.execute.iteration import HALFWAY, Iteration, Transition
+from lt_offload.execute.iteration import HALFWAY, Iteration
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.bound_weights import expose
 from lt_offload.execute.memory.common import Common, Others
@@ -34,9 +35,10 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import check_match
 from lt_offload.execute.training.handover import Handover
 from lt_offload.execute.training.host_copies import HostCopies, host_limit, updated_on_host
-from lt_offload.execute.training.loop import FollowedLoop, LoopCalls, WindowGradients
+from lt_offload.execute.training.loop import LoopCalls
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
+from lt_offload.execute.updates.clipping import RestClipping
 from lt_offload.execute.updates.common_states import CommonUpdates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
@@ -128,7 +130,7 @@ class Engine(LoopCalls):
         self._gradient_view: GradientView
         self.host_copies: HostCopies
         self._passes: Passes | None = None
-        self._window_gradients: WindowGradients | None = None
+        self._rest = RestClipping([param for _, param in self.structure.rest])
         self._iteration = Iteration(
             plan, lambda: self._runs.open, lambda: self._passes.waiting if self._passes is not None else 0
         )
@@ -171,9 +173,9 @@ class Engine(LoopCalls):
             self.gradients = Gradients(device, updates, self.weights, plan, tables, common)
         self._intercept()
         unseen = [self.weights[index] for index in aliases.unseen]
-        calls = self._check_read, self._check_write
+        checks_of_use = self._iteration.check_read, self._iteration.check_write
         modes = self._survey.modes if self._survey is not None else None
-        self._guard = Guard(self.weights, self.residency, updates, *calls, unseen, common, modes)
+        self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
         self._fixed = InstalledSetup(self.structure, self.weights, updates, self._runs.repeated, self._runs.parted)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
@@ -234,16 +236,6 @@ class Engine(LoopCalls):
         )
         if self._others is not None:
             self._join(self._others, updates)
-        self._window_gradients = WindowGradients(
-            self.model,
-            [param for _, param in self.structure.rest],
-            device=self.device,
-            gradients=self.gradients,
-            iteration=self._iteration,
-            passes=self._passes,
-            guard=self._guard,
-            view=self._gradient_view,
-        )
 
     def _watch_optimizer(self, updates: Updates) -> OptimizerStepHook:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
@@ -254,7 +246,9 @@ class Engine(LoopCalls):
         params = {weight.param for weight in self.weights}
         calls = self._begin_step_within, self._after_step
         step = OptimizerStepHook(updates, params, *calls, delayed=self._window.delayed)
-        saved = SavedStates(updates, self._check_read, self._check_write, self.drain, self.invalidate)
+        saved = SavedStates(
+            updates, self._iteration.check_read, self._iteration.check_write, self.drain, self.invalidate
+        )
         self._undo += [step.remove, saved.remove]
         return step
 
@@ -318,7 +312,7 @@ class Engine(LoopCalls):
         if not self.installed:
             return
         begun = self._iteration.begun > 0
-        self._iteration.enter(Transition.FAIL)
+        self._iteration.fail()
         with self._guard.suspended, self._gradient_view.consumed.standing(begun=begun):
             self._gradient_view.shown.drop()
             self._close_passes()
@@ -355,10 +349,12 @@ class Engine(LoopCalls):
         Raises:
             PlanError: if it is not the last one and the plan is one for windows of 1.
         """
-        passes, gradients = self._training()
+        passes = self.passes
         if not last:
             self._window.require()
-        gradients.begin(norm=grad_norm)
+        assert self.gradients is not None
+        self.gradients.square_sums = [] if grad_norm else None
+        self._rest.begin()
         self._iteration.enclosed = True
         self._place.begin()
         self._window.begin(last=last)
@@ -382,7 +378,7 @@ class Engine(LoopCalls):
         self._accounting.close()
         with self._guard.suspended:
             gave = self._iteration.begun > 0
-            self._finish() if self._window.last else self._training()[0].end()
+            self._finish() if self._window.last else self.passes.end()
             if gave:
                 self._gradient_view.leave()
 
@@ -405,19 +401,19 @@ class Engine(LoopCalls):
         with self.device.accounting():
             yield
 
+    @override
     def finish(self) -> None:
-        """End the iteration: every gradient has arrived, every update is done or queued."""
         with self._guard.suspended:
             self._finish()
 
     def _finish(self) -> None:
-        passes, gradients = self._training()
+        passes = self.passes
         assert self.gradients is not None and self.updates is not None
         if not passes.update(keep=self.keeps_gradients):
             return
-        self._grad_norm = self.gradients.end_iteration(gradients.norms_of_rest())
+        self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
         self.updates.end_iteration(self.weights)
-        self._iteration.enter(Transition.UPDATED)
+        self._iteration.end()
         passes.forget_deferred()
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
@@ -445,7 +441,7 @@ class Engine(LoopCalls):
                 if self._passes is None:
                     raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
                 return self._passes.forward(index, forward, args, kwargs)
-            self._iteration.enter(Transition.VALIDATION)
+            self._iteration.check_validation()
             if self.streaming.begins(index):
                 self._guard.begin()
             return self.streaming.forward(index, forward, args, kwargs)
@@ -453,34 +449,11 @@ class Engine(LoopCalls):
     # -- for whoever drives it ---------------------------------------------------------------------------------------
 
     @property
+    @override
     def passes(self) -> Passes:
         """The passes of the plan."""
-        return self._training()[0]
-
-    def _training(self) -> tuple[Passes, WindowGradients]:
-        """Return what only an engine with a plan has."""
-        assert self._passes is not None and self._window_gradients is not None, "training needs a plan"
-        return self._passes, self._window_gradients
-
-    def follow(self, optimizer: Optimizer, after_backward: Callable[[], None] = lambda: None) -> None:
-        """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration.
-
-        Args:
-            optimizer: whose step that is.
-            after_backward: is called when gradients are shown: what is made of them takes no device memory.
-        """
-        passes, gradients = self._training()
-        loop = FollowedLoop(
-            optimizer,
-            after_backward,
-            gradients=gradients,
-            iteration=self._iteration,
-            passes=passes,
-            guard=self._guard,
-            view=self._gradient_view,
-            finish=self.finish,
-        )
-        self._undo.append(loop.remove)
+        assert self._passes is not None, "training needs a plan"
+        return self._passes
 
     @property
     def stats(self) -> EngineStats:
@@ -529,13 +502,7 @@ class Engine(LoopCalls):
         """Return why a checkpoint of now would not be complete, as a clause for people; None if it would be."""
         return self._iteration.unfinished()
 
-    def _check_read(self, use: str) -> None:
-        self._iteration.check(Transition.READ, use)
-
-    def _check_write(self, use: str) -> None:
-        self._iteration.check(Transition.WRITE, use)
-
     def _forget_sums(self) -> None:
-        self._iteration.enter(Transition.CLEAR)
+        self._iteration.clear()
         if self.gradients is not None:
             self.gradients.forget_sums()

@@ -100,11 +100,6 @@ class Account(TorchDispatchMode):
         for tensor in tensors_in(tensors):
             self._charge(tensor.untyped_storage(), free=False, cause=tensor)
 
-    def exclude(self, *tensors: torch.Tensor) -> None:
-        """Never charge the storages of these tensors: host copies, weights in an arena."""
-        for tensor in tensors_in(tensors):
-            self._charge(tensor.untyped_storage(), free=True, cause="exclude")
-
     def serial(self, tensor: torch.Tensor) -> int | None:
         """Return the identity of the tensor's storage in the timeline; None if it is not under account."""
         charge = self._live.get(address_of(tensor.untyped_storage()))

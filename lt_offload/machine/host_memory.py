@@ -66,18 +66,28 @@ class _Mapping:
     """Which has registered it."""
 
 
+def _nothing(address: int) -> int:
+    return 0
+
+
 class HostMemory:
     """Hands out host tensors. They live as long as somebody uses them, after ``close`` as ordinary memory.
 
     One thread at a time may ask for memory; tensors may die, and ``is_pageable`` be asked, on any.
 
     Args:
-        register: page-locks ``(address, bytes)`` and returns 0, or an error code.
+        register: page-locks ``(address, bytes)`` and returns 0, or an error code; None: nothing has to be page-locked.
         unregister: undoes that for an address and returns 0, or an error code.
         node: where the memory should be.
     """
 
-    def __init__(self, register: Register, unregister: Unregister, *, node: MemoryNode | None = None) -> None:
+    def __init__(
+        self,
+        register: Register | None = None,
+        unregister: Unregister = _nothing,
+        *,
+        node: MemoryNode | None = None,
+    ) -> None:
         self._register = register
         self._unregister = unregister
         self._node = node or MemoryNode()
@@ -145,15 +155,19 @@ class HostMemory:
         return pages.view(torch.uint8, starts[-1], base), tensors
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor``."""
+        """Return a copy of ``tensor``, or the very tensor where nothing has to be page-locked."""
+        if self._register is None:
+            self._account.charge(tensor)
+            return tensor
         copy = self.empty(tensor.shape, tensor.dtype)
         copy.copy_(tensor)
         return copy
 
     def take_in(self, pages: Pages) -> None:
         """Page-lock ``pages``, which somebody else has mapped and which ``nbytes`` does not count, if possible."""
-        self._give_back()
-        self._register_pages(pages, touch=False)
+        if self._register is not None:
+            self._give_back()
+            self._register_pages(pages, touch=False)
 
     def locked(self, nbytes: int) -> torch.Tensor | None:
         """Return page-locked bytes that ``nbytes`` does not count, None if the driver refuses.
@@ -235,7 +249,7 @@ class HostMemory:
         # Not asked again for as much as was refused once.
         if self._locked + nbytes >= self._limit:
             return False
-        code = self._register(address, nbytes)
+        code = 0 if self._register is None else self._register(address, nbytes)
         if code != 0:
             self._limit, self._error = self._locked + nbytes, code
             return False

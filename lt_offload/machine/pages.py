@@ -74,12 +74,6 @@ def map_pages(nbytes: int) -> Pages:
     return Pages(memory=memoryview(memory), start=lead * mmap.PAGESIZE, nbytes=count * mmap.PAGESIZE)
 
 
-def staggered(end: int, number: int) -> int:
-    """Return where memory ``number`` begins that follows others of one mapping: at ``end`` or after it, at a page."""
-    first = round_up(end, mmap.PAGESIZE) // mmap.PAGESIZE
-    return (first + (number * _STRIDE - first) % _PERIOD) * mmap.PAGESIZE
-
-
 def forget(tensor: torch.Tensor) -> None:
     """Take the pages of ``tensor`` out of memory if they are those of a file; whoever reads it again reads the file.
 
@@ -118,11 +112,11 @@ def make_file(nbytes: int, name: str) -> int:
 
 def spread(sizes: list[int]) -> tuple[list[int], int]:
     """Return where in a file each of ``sizes`` begins, at pages as mappings have them, and the file's size."""
-    starts, end = [], 0
+    starts, end = list[int](), 0
     for number, size in enumerate(sizes):
-        start = staggered(end, number)
-        starts.append(start)
-        end = start + round_up(size, mmap.PAGESIZE)
+        first = end // mmap.PAGESIZE
+        starts.append((first + (number * _STRIDE - first) % _PERIOD) * mmap.PAGESIZE)
+        end = starts[-1] + round_up(size, mmap.PAGESIZE)
     return starts, end
 
 

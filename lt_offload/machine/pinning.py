@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
-from lt_offload.machine.pages import Pages, map_pages
+from lt_offload.machine.pages import map_pages
 from lt_offload.units import format_bytes
 
 _TRIAL_BYTES = 64 << 20
@@ -80,32 +79,22 @@ def advice() -> str:
     return "there is no limit on locked memory for this process: free some RAM, and see what `dmesg` says"
 
 
-class _PinTrial:
+class _PinTrial(ExitStack):
     """Holds memory that was locked to see whether it can be."""
 
+    nbytes = 0
+
     def __init__(self, register: Register, unregister: Unregister) -> None:
-        self._register = register
-        self._unregister = unregister
-        self._held: list[Pages] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pages in self._held:
-            self._unregister(pages.address)
-        self._held.clear()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(pages.nbytes for pages in self._held)
+        super().__init__()
+        self._register, self._unregister = register, unregister
 
     def lock(self, nbytes: int) -> bool:
         pages = map_pages(nbytes)
-        locked = self._register(pages.address, pages.nbytes) == 0
-        if locked:
-            self._held.append(pages)
-        return locked
+        if self._register(pages.address, pages.nbytes) != 0:
+            return False
+        self.callback(lambda: self._unregister(pages.address))  # which keeps the pages until then
+        self.nbytes += pages.nbytes
+        return True
 
 
 def _by_limit(trial: _PinTrial, host_bytes: int) -> PinLimit:

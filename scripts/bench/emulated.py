@@ -254,9 +254,12 @@ def _batch(shape: list[int], seed: int = 0) -> dict[str, Any]:
 def _throttled(link: int | None) -> Iterator[None]:
     """Let emulated devices that are made within the context have links of the given speed."""
     from lt_offload.execute.device import emulated
+    from tests.support.hostile.device import HostileDevice
 
-    speeds = {} if link is None else {"h2d_bytes_per_s": link, "d2h_bytes_per_s": link}
-    with patch.object(emulated, "EmulatedDevice", partial(emulated.EmulatedDevice, **speeds)):
+    if link is None:
+        yield
+        return
+    with patch.object(emulated, "EmulatedDevice", partial(HostileDevice, h2d_bytes_per_s=link, d2h_bytes_per_s=link)):
         yield
 
 

@@ -104,14 +104,14 @@ MUTANTS = (
     _one(
         "a slot is freed without the computations that use it",
         DEVICE,
-        "[*tasks_of([*after, *inherited]), self._mark()]",
-        "tasks_of([*after, *inherited])",
+        "[*after, *buffer.inherited, self.mark()]",
+        "[*after, *buffer.inherited]",
     ),
     _one(
         "a slot is freed without the copies that use it",
         DEVICE,
-        "[*tasks_of([*after, *inherited]), self._mark()]",
-        "[self._mark()]",
+        "[*after, *buffer.inherited, self.mark()]",
+        "[self.mark()]",
     ),
     _one(
         "computations do not wait for copies",
@@ -125,7 +125,7 @@ MUTANTS = (
         "for task in (*tasks, *releases):",
         "for task in (*tasks,):",
     ),
-    _one("a copy overwrites a freed slot early", DEVICE, "            behind=_releases(writes),\n", ""),
+    _one("a copy overwrites a freed slot early", DEVICE, "            behind=before_writing(writes),\n", ""),
     _one(
         "a copy goes the other way",
         DEVICE,
@@ -141,8 +141,8 @@ MUTANTS = (
     _one(
         "a stream is waited for before anything is launched to it",
         DEVICE,
-        "        tasks, releases = tasks_of(events), _releases(writes)\n        self._lanes.finish(tasks)\n",
-        "        tasks, releases = tasks_of(events), _releases(writes)\n",
+        "tasks_of(before_writing(writes))\n        self._lanes.finish(tasks)\n",
+        "tasks_of(before_writing(writes))\n",
     ),
     _one(
         "the new arena may still be filled",

@@ -376,8 +376,8 @@ BLOCKS = (
     mutant(
         "weights of two steps may be read",
         ITERATION,
-        'backward=Outcome(Next.SAME, (Refused("HALFWAY", "{use}", UPDATING),)),',
-        "backward=Outcome(Next.SAME),",
+        "        if self.halfway:\n            raise limits.HALFWAY.error(use)\n",
+        "",
         "unit/execute/test_iteration.py",
     ),
     mutant(

@@ -15,14 +15,15 @@ import torch
 from typing_extensions import override
 
 from lt_offload import profile_config, solve
-from lt_offload.execute.device.base import Buffer, Cell, Event, Lane
-from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.device.base import Buffer, Cell, Event
+from lt_offload.execute.device.lanes import Lane
 from lt_offload.execute.engine import Engine
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support import models
 from tests.support.engines import make_optimizer
+from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.golden_plans import clock_stopped
 
 FAMILY = "llama-tied"
@@ -98,7 +99,7 @@ class Call:
     text: str
 
 
-class RecordingDevice(EmulatedDevice):
+class RecordingDevice(HostileDevice):
     """Writes down what is asked of it."""
 
     def __init__(self, budget: int) -> None:

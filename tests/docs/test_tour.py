@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload import Plan, Profile, profile, solve
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.profile import HardwareProfile
 from tests.docs import pages
+from tests.support.hostile.device import HostileDevice
 
 TOUR = pages.SITE / "tour"
 STEPS = 3
@@ -131,7 +131,7 @@ def plain() -> Trained:
 def by_the_real_engine(plan: Plan) -> Trained:
     @contextmanager
     def installed(built: nn.Module, chosen: torch.optim.Optimizer) -> Iterator[None]:
-        device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+        device = HostileDevice(plan.budget_bytes, "lazy", check=True)
         engine = Engine(built, chosen, plan, device)
         try:
             engine.install()

@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from lt_offload.strategy import offmate as lifecycle
 from tests.support import models, plans
+from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Forced, fit, seeded_module
 
 
@@ -40,7 +40,7 @@ class Fails(Callback):
 def test_weights_are_complete_when_an_exception_reaches_the_loggers(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
     logger, module = Uploader(tmp_path), seeded_module()
     logger.module = module
     with pytest.raises(RuntimeError, match="in a hook"):
@@ -60,7 +60,7 @@ def test_an_iteration_given_up_halfway_leaves_the_memory_of_gradients_to_the_nex
     structure = find_blocks(model)
     plan = plans.streamed(structure, optimizer, options=("keep",), places=("host",))
     assert {plan.groups[op.groups[0]].host_offset for op in plan.ops if op.payload == "grad"} == {0}
-    device = EmulatedDevice(1 << 30, mode, check=True)
+    device = HostileDevice(1 << 30, mode, check=True)
     engine = Engine(model, optimizer, plan, device, structure=structure)
     engine.install()
     twin = copy.deepcopy(model)

@@ -13,7 +13,6 @@ from torch.nn.functional import linear
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.part_run import PartRun
 from lt_offload.execute.blocks.repeats import Repeats
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory import activations
 from lt_offload.execute.memory.activations import MovedStorage, WeightAlias
@@ -21,6 +20,7 @@ from lt_offload.execute.memory.tensors import States
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
 from tests.support.engines import BUDGET, Result, differences
+from tests.support.hostile.device import HostileDevice
 
 WIDTH = 32
 Make = Callable[[], nn.Module]
@@ -111,7 +111,7 @@ def trained(
         return Result(losses, model, optimizer)
     structure = find_blocks(model)
     plan = plans.streamed(structure, optimizer, options=(option,), places=(place,))
-    device = EmulatedDevice(BUDGET, mode=mode, check=True, poison=True)  # type: ignore[arg-type]
+    device = HostileDevice(BUDGET, mode=mode, check=True, poison=True)  # type: ignore[arg-type]
     engine = Engine(model, optimizer, plan, device, structure=structure)
     engine.install()
     try:

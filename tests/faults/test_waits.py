@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import re
 
-from lt_offload.errors import Race
 from tests.support.engines import Case, differences, offloaded, plain
+from tests.support.hostile.races import Race
 
 ALL = ("keep", "recompute", "offload", "mixed", "reload")
 CASES = (
@@ -26,7 +26,6 @@ REDUNDANT = {
     ("prefetch state", "offload state"): "a state's range is released by its own copy to the host",
     ("prefetch state", "release"): "ranges of states are not shared in these plans",
     ("free", "write back"): "an engine that closes has awaited all copies before it frees what is left",
-    ("compute", "release"): "ranges of states are not shared in these plans",
 }
 
 

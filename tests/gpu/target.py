@@ -16,8 +16,8 @@ import torch
 
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.cuda import CudaDevice
-from lt_offload.execute.device.emulated import EmulatedDevice
 from tests.support.gpu_model import Gpu
+from tests.support.hostile.device import HostileDevice
 
 Kind = Literal["cuda", "fake", "cpu", "model"]
 
@@ -61,7 +61,7 @@ class Target:
             return CudaDevice(budget)
         if self.kind == "model":
             return CudaDevice(budget, runtime=LargeGpu(free=budget))  # type: ignore[arg-type]
-        return EmulatedDevice(budget, **{"mode": "thread", "check": True} | emulated)
+        return HostileDevice(budget, **{"mode": "thread", "check": True} | emulated)
 
     def synchronize(self) -> None:
         if self.cuda:

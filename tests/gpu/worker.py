@@ -27,7 +27,6 @@ from unittest.mock import patch
 import torch
 
 import lt_offload
-from lt_offload.errors import Race
 from lt_offload.execute.device.base import AllocatorEvents, Device
 from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.engine import Engine
@@ -37,6 +36,7 @@ from tests.gpu.machine import known_machine
 from tests.gpu.target import ROOM, Kind, Target, memory_now, used_by_driver
 from tests.support import models
 from tests.support.engines import Case, planned, trained_on
+from tests.support.hostile.races import Race
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3

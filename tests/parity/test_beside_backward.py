@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from lt_offload.errors import ProcessError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
 from tests.parity.several.cases import PAIRS, plan
 from tests.parity.several.training import STEPS, Case, plainly
 from tests.support.engines import Result, differences, make_optimizer, scheduler
+from tests.support.hostile.device import HostileDevice
 
 
 class Neighbours:
@@ -79,7 +79,7 @@ class Mirror:
             row[0].add_(other)
 
 
-class Late(EmulatedDevice):
+class Late(HostileDevice):
     """Copies take a while, each another one."""
 
     chance = random.Random(5)

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Plan
 from tests.support import models, plans
+from tests.support.hostile.device import HostileDevice
 
 BUDGET = 1 << 30
 
@@ -124,7 +124,7 @@ def planned(case: Case) -> Plan:
 
 
 def offloaded(case: Case, **device_options: Any) -> Result:
-    device = EmulatedDevice(BUDGET, **{"mode": case.mode, "seed": case.seed, "check": True} | device_options)
+    device = HostileDevice(BUDGET, **{"mode": case.mode, "seed": case.seed, "check": True} | device_options)
     return trained_on(device, case, planned(case))[0]
 
 
@@ -182,7 +182,7 @@ def trained_by(
 @contextmanager
 def installed(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Engine]:
     """An engine that follows a loop of one's own, on an emulated device that checks every access."""
-    device = EmulatedDevice(BUDGET, "lazy", check=True)
+    device = HostileDevice(BUDGET, "lazy", check=True)
     engine = Engine(model, optimizer, plan, device)
     try:
         engine.install()

@@ -28,7 +28,6 @@ def test_everything_is_one_tree() -> None:
         (errors.InfeasibleError, ValueError),
         (errors.CheckpointError, OSError),
         (errors.OverBudget, RuntimeError),
-        (errors.Race, AssertionError),
     ],
 )
 def test_bases(cls: type[BaseException], builtin: type[BaseException]) -> None:

@@ -7,34 +7,15 @@ left is order, which the next writer of the range takes over as ``releases``.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.base import Buffer
-from lt_offload.execute.device.lanes import Task
+from lt_offload.execute.device.base import Buffer, Event
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
-
-
-class ArenaBuffer(Buffer):
-    """A range in use. Whoever writes it is ordered after ``releases``."""
-
-    __slots__ = ("releases", "written")
-
-    def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor, releases: Sequence[Task]) -> None:
-        super().__init__(label, offset, nbytes, slab)
-        self.releases = releases
-        self.written = False
-        """Somebody writes it, after the releases."""
-
-    @property
-    def inherited(self) -> Sequence[Task]:
-        """What its next user has to be ordered after because of the former ones, if nobody has written it since."""
-        return () if self.written else self.releases
 
 
 @dataclass(slots=True, eq=False)
@@ -43,24 +24,16 @@ class Freed:
 
     start: int
     end: int
-    releases: tuple[Task, ...]
-    accesses: tuple[Any, ...]
-    """Kept for the happens-before checker."""
+    releases: tuple[Event, ...]
 
 
 class Arena:
-    """Range bookkeeping over one slab.
+    """Range bookkeeping over one slab of uint8 memory."""
 
-    Args:
-        slab: uint8 memory.
-        forgettable: says whether a freed range needs no ordering any more, so that it can be forgotten.
-    """
-
-    def __init__(self, slab: torch.Tensor, forgettable: Callable[[Freed], bool]) -> None:
+    def __init__(self, slab: torch.Tensor) -> None:
         self.slab = slab
-        self._forgettable = forgettable
         self._starts: list[int] = []
-        self._used: dict[int, ArenaBuffer] = {}
+        self._used: dict[int, Buffer] = {}
         self._freed: list[Freed] = []
         """Disjoint, ascending."""
         self._tidy_at = 16
@@ -76,8 +49,8 @@ class Arena:
         """Bytes in use."""
         return sum(buffer.nbytes for buffer in self._used.values())
 
-    def place(self, offset: int, nbytes: int, label: str) -> tuple[ArenaBuffer, list[Any]]:
-        """Take a range; return it, with its former users as ``releases``, and the accesses that the checker remembers.
+    def place(self, offset: int, nbytes: int, label: str) -> Buffer:
+        """Take a range; return it, with its former users as ``releases``.
 
         Raises:
             OverBudget: if the range is not inside the arena or not free.
@@ -94,11 +67,11 @@ class Arena:
             )
         taken = self._cut(offset, end)
         releases = list(dict.fromkeys(event for freed in taken for event in freed.releases))
-        buffer = ArenaBuffer(label, offset, nbytes, self.slab, releases)
+        buffer = Buffer(label, offset, nbytes, self.slab, releases)
         if nbytes:
             bisect.insort(self._starts, offset)
             self._used[offset] = buffer
-        return buffer, [access for freed in taken for access in freed.accesses]
+        return buffer
 
     def find(self, nbytes: int, label: str) -> int:
         """Return the lowest offset at which ``nbytes`` are free; raises ``OverBudget``."""
@@ -114,21 +87,21 @@ class Arena:
             f"{format_bytes(self.extent)} ({self.extent} bytes) are in use; the largest free range has {largest} bytes"
         )
 
-    def free(self, buffer: Buffer, releases: Iterable[Task], accesses: Iterable[Any] = ()) -> None:
+    def free(self, buffer: Buffer, releases: Iterable[Event]) -> None:
         """Give a range back; its next user is ordered after ``releases``."""
         if buffer.nbytes:
             assert self._used.get(buffer.offset) is buffer, f"{buffer.label} is not in use"
             del self._used[buffer.offset]
             del self._starts[bisect.bisect_left(self._starts, buffer.offset)]
-            freed = Freed(buffer.offset, buffer.offset + buffer.nbytes, tuple(releases), tuple(accesses))
-            if freed.releases or freed.accesses:
+            freed = Freed(buffer.offset, buffer.offset + buffer.nbytes, tuple(releases))
+            if freed.releases:
                 bisect.insort(self._freed, freed, key=_start)
         buffer.forget()
         if len(self._freed) > self._tidy_at:
-            self._freed = [freed for freed in self._freed if not self._forgettable(freed)]
+            self._freed = [freed for freed in self._freed if not all(event.done() for event in freed.releases)]
             self._tidy_at = 16 + 2 * len(self._freed)  # without this every write would look through a longer list
 
-    def _overlapping(self, start: int, end: int) -> ArenaBuffer | None:
+    def _overlapping(self, start: int, end: int) -> Buffer | None:
         if start == end:
             return None
         after = bisect.bisect_left(self._starts, end)
@@ -151,9 +124,9 @@ class Arena:
                 continue
             touched.append(freed)
             if freed.start < start:
-                rest.append(Freed(freed.start, start, freed.releases, freed.accesses))
+                rest.append(Freed(freed.start, start, freed.releases))
             if freed.end > end:
-                rest.append(Freed(end, freed.end, freed.releases, freed.accesses))
+                rest.append(Freed(end, freed.end, freed.releases))
         self._freed[low:high] = rest
         return touched
 

@@ -9,39 +9,32 @@ work has not been issued yet, and where an emulated device has no other way.
 
 An :class:`Event` is done when its task has run. Work on the compute lane that reads what a task wrote must be preceded
 by :meth:`Device.wait`; a task that reads what the compute lane wrote takes an event of :meth:`Device.mark` in
-``after``. A happens-before checker (emulated device) verifies exactly that: every access is declared as
-``reads``/``writes`` of :class:`Cell` objects.
+``after``. Every access is declared as ``reads``/``writes`` of :class:`Cell` objects, so that a happens-before checker
+(``tests/support/races.py``) can verify exactly that.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lt_offload.compat.torch import foreach_copy_
+from lt_offload.execute.device.lanes import Lane, Lanes, Task, plain_torch
+from lt_offload.machine.host_memory import HostMemory
 from lt_offload.machine.pages import Pages
 
-Lane = Literal["h2d", "d2h", "host", "peers", "parts", "network"]
-
-WAITING: frozenset[Lane] = frozenset({"peers", "parts"})
-"""Lanes that do nothing but wait for other processes."""
-ON_HOST: frozenset[Lane] = WAITING | {"host", "network"}
-"""Lanes whose tasks run on a thread of this process."""
-LOOSE: frozenset[Lane] = frozenset({"host", "peers"})
-"""Lanes whose tasks need not run in the order of submission: nothing orders two of them but what they run after."""
+if TYPE_CHECKING:
+    from lt_offload.execute.device.arena import Arena
 
 
-class Event(Protocol):
-    """Completion of one task, or of what the compute lane had been given when it was marked."""
-
-    def done(self) -> bool:
-        """Return whether the work has completed, without blocking."""
-        ...
+Event = Task
+"""Completion of one task, or of what the compute lane had been given when it was marked."""
 
 
 class AllocatorEvents(NamedTuple):
@@ -61,28 +54,31 @@ NO_BYTES = torch.empty(0, dtype=torch.uint8)
 class Cell:
     """Something whose accesses must be ordered: a device buffer or one tensor's host copy."""
 
-    __slots__ = ("__weakref__", "history", "label")
+    __slots__ = ("__weakref__", "label")
 
     def __init__(self, label: str = "") -> None:
         self.label = label
-        self.history: Any = None
-        """Owned by the happens-before checker."""
-
-    def check_written(self) -> None:
-        """Check what its owner promises of writes; a checking device calls it after every task that writes it."""
 
 
 class Buffer(Cell):
-    """A range of the arena, which is ``slab`` (uint8)."""
+    """A range of the arena in use. The arena is ``slab`` (uint8); whoever writes the range comes after ``releases``."""
 
-    __slots__ = ("_bytes", "nbytes", "offset", "slab")
+    __slots__ = ("_bytes", "nbytes", "offset", "releases", "slab", "written")
 
-    def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor) -> None:
+    def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor, releases: Sequence[Event]) -> None:
         super().__init__(label)
         self.offset = offset
         self.nbytes = nbytes
         self.slab = slab
+        self.releases = releases
+        self.written = False
+        """Somebody writes it, after the releases."""
         self._bytes: torch.Tensor | None = None
+
+    @property
+    def inherited(self) -> Sequence[Event]:
+        """What its next user has to be ordered after because of the former ones, if nobody has written it since."""
+        return () if self.written else self.releases
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -103,19 +99,28 @@ class Buffer(Cell):
         return self.bytes[:nbytes].view(dtype).view(tuple(shape))
 
 
+def before_writing(cells: Sequence[Cell]) -> list[Event]:
+    """Return what comes before a write to ``cells``, which is about to be given to a lane."""
+    ranges = [cell for cell in cells if isinstance(cell, Buffer)]
+    for buffer in ranges:
+        buffer.written = True
+    return [event for buffer in ranges for event in buffer.releases]
+
+
 class Device(ABC):
     """Where blocks run. Two implementations share all logic of the engine: ``EmulatedDevice`` and ``CudaDevice``."""
 
     torch_device: torch.device
     budget: int
     """Bytes of device memory this process may occupy."""
-    has_threads = True
-    """Whether tasks run by themselves; else the calling thread runs them, where it waits for one."""
+    _arena: Arena
+    _lanes: Lanes
+    _host: HostMemory
 
     @property
-    @abstractmethod
     def failed(self) -> bool:
         """Whether some task has failed."""
+        return self._lanes.failed
 
     @property
     def room(self) -> int:
@@ -128,17 +133,17 @@ class Device(ABC):
     def reserve(self, nbytes: int) -> None:
         """Make the arena ``nbytes`` large; nothing may be allocated in it. Raises ``OverBudget``."""
 
-    @abstractmethod
     def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
         """Take the range of the arena at ``offset``; raises ``OverBudget`` if any of it is in use.
 
         Tasks and compute that write the buffer are ordered after the events with which the range was freed before:
         ``submit`` and ``wait`` of a write to the buffer take care of that.
         """
+        return self._arena.place(offset, nbytes, label)
 
-    @abstractmethod
     def allocate(self, nbytes: int, label: str = "") -> Buffer:
         """Take the first range that fits, where no plan has fixed an offset; raises ``OverBudget``."""
+        return self.place(self._arena.find(nbytes, label), nbytes, label)
 
     @abstractmethod
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
@@ -194,19 +199,20 @@ class Device(ABC):
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
 
-    @abstractmethod
     def limit_host(self, nbytes: int) -> None:
         """Hand out at most ``nbytes`` of host memory from now on, what is in use included; ``OverBudget`` beyond."""
+        self._host.limit(nbytes)
 
-    @abstractmethod
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``'s contents in a host tensor fit for asynchronous copies, if possible the same."""
+        with plain_torch():
+            return self._host.adopt(tensor)
 
-    @abstractmethod
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised host tensor fit for asynchronous copies; never called per step."""
+        with plain_torch():
+            return self._host.empty(shape, dtype)
 
-    @abstractmethod
     def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return uninitialised host tensors that lie side by side, so that one copy moves them all.
 
@@ -217,9 +223,12 @@ class Device(ABC):
             The bytes of all of them (uint8), and the tensors, each at a multiple of ``ALIGNMENT`` from the beginning,
             in order and without gaps but for that. Every tensor has a storage of its own: saving one writes one.
         """
+        with plain_torch():
+            return self._host.group(parts)
 
-    def host_mapped(self, pages: Pages) -> None:  # noqa: B027
+    def host_mapped(self, pages: Pages) -> None:
         """Make ``pages``, which others than this device have mapped, fit for asynchronous copies, if possible."""
+        self._host.take_in(pages)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device, as part of a task on a copy lane; every such task copies with this."""
@@ -247,13 +256,19 @@ class Device(ABC):
     def cross(self, lane: Lane, nbytes: int) -> None:  # noqa: B027
         """The compute lane itself moves ``nbytes`` over the link of ``lane``: only throttled links need to be told."""
 
-    @abstractmethod
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised device memory outside the arena, for activations that are fetched back.
 
         It may still be in use by earlier work of the compute lane: a task that writes it takes a later ``mark`` in
         ``after``.
         """
+        if torch.is_inference_mode_enabled():
+            # A tensor made in inference mode could never be part of a graph, however long it lives.
+            with torch.inference_mode(False):
+                return self.empty(shape, stride, dtype)
+        if stride is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
 
     def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
         """Return uninitialised device memory as :meth:`empty` does: one tensor per (shape, dtype)."""
@@ -297,9 +312,9 @@ class Device(ABC):
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def now(self) -> float:
         """Return a time in seconds on the clock of ``spans``."""
+        return time.perf_counter()
 
     @abstractmethod
     def record(self, enabled: bool) -> None:
@@ -337,9 +352,9 @@ class Device(ABC):
         """Restart the high-water mark."""
 
     @property
-    @abstractmethod
     def host_bytes(self) -> int:
         """Bytes handed out by ``host_adopt`` and ``host_empty`` and still in use."""
+        return self._host.nbytes
 
     @abstractmethod
     def close(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +22,13 @@ import torch
 from typing_extensions import override
 
 from lt_offload.errors import BEYOND_THE_PLAN, ConfigError, OverBudget, UnsupportedError
-from lt_offload.execute.device.arena import Arena, ArenaBuffer
-from lt_offload.execute.device.base import ON_HOST, AllocatorEvents, Buffer, Cell, Device, Event, Lane
+from lt_offload.execute.device.arena import Arena
+from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, before_writing
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.execute.device.cuda_tasks import CudaTask, StreamState, TaskRunner, tasks_of
-from lt_offload.execute.device.lanes import plain_torch
-from lt_offload.execute.device.threads import ThreadLanes
+from lt_offload.execute.device.lanes import ON_HOST, Lane, Lanes, plain_torch
 from lt_offload.machine.driver import page_table_bytes
 from lt_offload.machine.host_memory import HostMemory
-from lt_offload.machine.pages import Pages
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import refusal
 from lt_offload.units import format_bytes
@@ -149,7 +146,7 @@ class CudaDevice(Device):
         self._runner = TaskRunner(cuda, self._copy_streams)
         node = cuda.memory_node()
         threads = host_threads or _spare_threads(len(node.cores))
-        self._lanes = ThreadLanes(self._runner, threads={"host": threads}, prepare=lambda lane: node.bind())
+        self._lanes = Lanes(self._runner, threads={"host": threads}, prepare=lambda lane: node.bind())
         self._host = HostMemory(cuda.register, cuda.unregister, node=node)
         self._staging_memory = self._host.locked(STAGING_BYTES)  # first: later there may be nothing left to lock
         self._staging: Staging | None = None
@@ -197,20 +194,11 @@ class CudaDevice(Device):
         # Copy streams may write at once, while kernels may still use this memory (or fill it: torch does so under
         # deterministic algorithms).
         self._cuda.current_stream().synchronize()
-        return Arena(slab, lambda freed: all(event.done() for event in freed.releases))
-
-    @override
-    def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
-        return self._arena.place(offset, nbytes, label)[0]
-
-    @override
-    def allocate(self, nbytes: int, label: str = "") -> Buffer:
-        return self.place(self._arena.find(nbytes, label), nbytes, label)
+        return Arena(slab)
 
     @override
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
-        inherited = buffer.inherited if isinstance(buffer, ArenaBuffer) else ()
-        self._arena.free(buffer, [*tasks_of([*after, *inherited]), self._mark()])
+        self._arena.free(buffer, [*after, *buffer.inherited, self.mark()])
 
     # -- lanes and events --------------------------------------------------------------------------------------------
 
@@ -233,7 +221,7 @@ class CudaDevice(Device):
             lane,
             task,
             after=tasks_of(after),
-            behind=_releases(writes),
+            behind=before_writing(writes),
             label=label,
             op=op,
             nbytes=nbytes,
@@ -260,9 +248,6 @@ class CudaDevice(Device):
 
     @override
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
-        return self._mark()
-
-    def _mark(self) -> CudaTask:
         # An event records the stream as it is now. What is launched later is not waited for, so that whoever takes a
         # mark too early reads what is about to be written.
         mark = _ended("compute")
@@ -286,7 +271,7 @@ class CudaDevice(Device):
 
     @override
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
-        tasks, releases = tasks_of(events), _releases(writes)
+        tasks, releases = tasks_of(events), tasks_of(before_writing(writes))
         self._lanes.finish(tasks)
         self._lanes.finish(releases)
         self._lanes.check(tasks)
@@ -300,11 +285,6 @@ class CudaDevice(Device):
     @override
     def stream(self) -> object:
         return self._cuda.current_stream()
-
-    @property
-    @override
-    def failed(self) -> bool:
-        return self._lanes.failed
 
     @override
     def synchronize(self, *events: Event) -> None:
@@ -329,29 +309,6 @@ class CudaDevice(Device):
         self._runner.reap()
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
-
-    @override
-    def limit_host(self, nbytes: int) -> None:
-        self._host.limit(nbytes)
-
-    @override
-    def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        with plain_torch():
-            return self._host.adopt(tensor)
-
-    @override
-    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        with plain_torch():
-            return self._host.empty(shape, dtype)
-
-    @override
-    def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        with plain_torch():
-            return self._host.group(parts)
-
-    @override
-    def host_mapped(self, pages: Pages) -> None:
-        self._host.take_in(pages)
 
     @override
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -392,16 +349,6 @@ class CudaDevice(Device):
                 )
             return self._cuda.zero_copy_view(host)
 
-    @override
-    def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        if torch.is_inference_mode_enabled():
-            # A tensor made in inference mode could never be part of a graph, however long it lives.
-            with torch.inference_mode(False):
-                return self.empty(shape, stride, dtype)
-        if stride is None:
-            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
-        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
-
     @contextmanager
     @override
     def accounting(self, signature: object = None) -> Iterator[None]:
@@ -439,10 +386,6 @@ class CudaDevice(Device):
     # -- figures -----------------------------------------------------------------------------------------------------
 
     @override
-    def now(self) -> float:
-        return time.perf_counter()
-
-    @override
     def record(self, enabled: bool) -> None:
         self._runner.record(enabled)
 
@@ -473,11 +416,6 @@ class CudaDevice(Device):
     @override
     def reset_peak(self) -> None:
         self._cuda.reset_peak()
-
-    @property
-    @override
-    def host_bytes(self) -> int:
-        return self._host.nbytes
 
     @override
     def close(self) -> None:
@@ -513,15 +451,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _release(lanes: ThreadLanes, streams: Mapping[str, StreamState], host: HostMemory) -> None:
+def _release(lanes: Lanes, streams: Mapping[str, StreamState], host: HostMemory) -> None:
     lanes.stop()
     for stream in streams.values():
         stream.cuda_stream.synchronize()
     host.close()
-
-
-def _releases(writes: Sequence[Cell]) -> list[CudaTask]:
-    ranges = [cell for cell in writes if isinstance(cell, ArenaBuffer)]
-    for cell in ranges:
-        cell.written = True
-    return tasks_of([event for cell in ranges for event in cell.releases])

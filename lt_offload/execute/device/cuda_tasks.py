@@ -13,9 +13,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lt_offload.execute.device.base import ON_HOST, Event
+from lt_offload.execute.device.base import Event
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
-from lt_offload.execute.device.lanes import Task
+from lt_offload.execute.device.lanes import ON_HOST, Task
 
 Span = tuple[int, str, str, float, float]
 

@@ -1,4 +1,4 @@
-"""Tasks of lanes, and how to run them on the calling thread: as late as possible, or in random order.
+"""Tasks, and the lanes that run them: a thread per lane.
 
 The tasks of a lane run in the order of submission, except on the lanes ``host`` and ``peers``, which take the most
 urgent one that may run: nothing orders two of their tasks but what they run after.
@@ -6,28 +6,35 @@ urgent one that may run: nothing orders two of their tasks but what they run aft
 A task runs after everything in ``after`` and ``behind`` has finished. If something in ``after`` failed, the task is
 cancelled with the same error; ``behind`` is order only. When a task fails, what its lane is given until the error has
 been reported to the caller is cancelled too.
+
+Nobody holds a lock while Python code of another thread could want it: queues and flags are such that every access is
+one step of the interpreter (atomic under its global lock), and a thread sleeps on a lock of its own until the very task
+finishes that it waits for. Copies and fused updates release the interpreter, so that lanes do overlap.
 """
 
 from __future__ import annotations
 
-import random
+import bisect
 import threading
-from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Literal
 
 import torch
-from typing_extensions import override
 
 from lt_offload.compat.torch import dispatch_modes, without_dispatch_modes
-from lt_offload.execute.device.base import LOOSE
 
-UNORDERED = "unordered"
-"""A lane whose tasks have no order among themselves."""
-_LOOSE = (UNORDERED, *LOOSE)
-"""Lanes whose tasks need not run in the order of submission."""
+Lane = Literal["h2d", "d2h", "host", "peers", "parts", "network"]
+
+WAITING: frozenset[Lane] = frozenset({"peers", "parts"})
+"""Lanes that do nothing but wait for other processes."""
+ON_HOST: frozenset[Lane] = WAITING | {"host", "network"}
+"""Lanes whose tasks run on a thread of this process."""
+LOOSE: frozenset[Lane] = frozenset({"host", "peers"})
+"""Lanes whose tasks need not run in the order of submission: nothing orders two of them but what they run after."""
 
 
 class Task:
@@ -37,7 +44,6 @@ class Task:
         "__weakref__",
         "after",
         "behind",
-        "clock",
         "error",
         "finished",
         "label",
@@ -77,8 +83,6 @@ class Task:
         self.waiters: list[Callable[[], object]] = []
         """Called when the task has finished. Who adds itself looks at ``finished`` afterwards."""
         self.error: BaseException | None = None
-        self.clock: tuple[int, ...] = ()
-        """Owned by the happens-before checker."""
 
     @classmethod
     def past(cls, lane: str, label: str) -> Task:
@@ -151,36 +155,101 @@ class GaveUp(Exception):
     """A task had waited for other processes when another task of this one failed, whose error is the one to report."""
 
 
-class Lanes(ABC):
-    """Runs tasks.
+class _LaneThread:
+    """One thread's tasks. Other threads only append to ``tasks`` and put into ``inbox``: nobody takes a lock."""
+
+    __slots__ = ("begun", "inbox", "over", "tasks", "thread")
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Task | None] = SimpleQueue()
+        """Tasks to look at; None: stop when all have finished."""
+        self.tasks: deque[Task] = deque()
+        """Unfinished tasks; the first may have finished a moment ago."""
+        self.begun = self.over = 0
+        """How many tasks it was given, and how many of them have run."""
+        self.thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether a task given now would be next in any case."""
+        return self.begun == self.over
+
+    def snapshot(self) -> tuple[Task, ...]:
+        """Return ``tasks`` as they are at some moment of the call."""
+        while True:
+            with suppress(RuntimeError):  # another thread changed them meanwhile
+                return tuple(self.tasks)
+
+
+def choose(ready: Sequence[Task]) -> Task:
+    """Return the task of ``ready`` (in order of submission) that a lane without an order runs next.
+
+    It is the most urgent one that finds what it reads, or else the first.
+    """
+    by_urgency = sorted(ready, key=lambda task: task.urgency) if len(ready) > 1 else ready
+    return next((task for task in by_urgency if task.arrived()), ready[0])
+
+
+class Lanes:
+    """Runs every lane on a thread of its own.
+
+    A thread that cannot go on sleeps until the very task finishes that it waits for; so does the caller in ``finish``.
 
     Args:
         execute: does the work of one task; whatever it raises is the task's failure.
+        threads: how many threads torch may use for one operation, by lane; others: as many as for the caller's.
+        prepare: called by every thread before its first task, with the name of its lane.
     """
 
-    def __init__(self, execute: Callable[[Task], None]) -> None:
+    def __init__(
+        self,
+        execute: Callable[[Task], None],
+        *,
+        threads: Mapping[str, int],
+        prepare: Callable[[str], object] | None = None,
+    ) -> None:
         self._execute = execute
         self._errors = threading.Lock()
         self._error: BaseException | None = None
         self.failed = False
         """Whether some task has failed, reported or not."""
         self._broken: dict[str, BaseException] = {}
+        self._threads = threads
+        self._prepare = prepare
+        self._lanes: dict[str, _LaneThread] = {}
+        self._stopping = False
 
-    @abstractmethod
     def submit(self, task: Task) -> None:
         """Queue ``task``."""
+        assert not self._stopping, "the device is closed"
+        lane = self._lanes.get(task.lane)
+        if lane is None:
+            lane = self._lanes[task.lane] = _LaneThread()
+            self._start(task.lane, lane)
+        task.serial = lane.begun
+        lane.begun += 1
+        lane.tasks.append(task)
+        lane.inbox.put(task)
 
-    @abstractmethod
-    def advance(self) -> None:
-        """Give tasks an occasion to run."""
+    def run_here(self, task: Task) -> bool:
+        """Run ``task`` on the calling thread if that keeps all orders; return whether it did."""
+        lane = self._lanes.get(task.lane)
+        if (lane is not None and not lane.idle) or not task.ready():
+            return False
+        with plain_torch():
+            task.finish(self._run(task))
+        return True
 
-    @abstractmethod
-    def finish(self, tasks: Iterable[Task]) -> None:
-        """Block until ``tasks`` have finished; errors stay for :meth:`check`."""
-
-    @abstractmethod
     def pending(self, lane: str | None = None) -> list[Task]:
         """Return the unfinished tasks of ``lane``, or of all."""
+        lanes = [thread for name, thread in tuple(self._lanes.items()) if lane in (None, name)]
+        return [task for thread in lanes for task in thread.snapshot() if not task.finished]
+
+    def finish(self, tasks: Iterable[Task]) -> None:
+        """Block until ``tasks`` have finished; errors stay for :meth:`check`."""
+        for task in tasks:
+            if not task.finished:
+                task.join()
 
     def check(self, tasks: Iterable[Task] = ()) -> None:
         """Raise the first error that was not reported yet, else the error of the first failed one of ``tasks``."""
@@ -198,7 +267,13 @@ class Lanes(ABC):
 
     def stop(self) -> None:
         """Run what is queued and end all threads; idempotent."""
-        self.finish(self.pending())
+        self._stopping = True
+        for lane in self._lanes.values():
+            lane.inbox.put(None)
+        for lane in self._lanes.values():
+            if lane.thread is not None and lane.thread is not threading.current_thread():
+                lane.thread.join()
+            lane.thread = None
 
     def _take_error(self) -> BaseException | None:
         """Return the first error that was not reported yet, and cancel what its lanes were given meanwhile."""
@@ -229,71 +304,70 @@ class Lanes(ABC):
                     self.failed = True  # last: who sees it finds the error
         return error
 
+    def _start(self, name: str, lane: _LaneThread) -> None:
+        started = threading.Event()
+        lane.thread = threading.Thread(
+            target=self._work, args=(name, lane, started), name=f"lt_offload {name}", daemon=True
+        )
+        before = torch.get_num_threads()
+        lane.thread.start()
+        started.wait()
+        if name in self._threads:
+            # The worker's choice holds for itself, but torch would also give it to threads that are yet to come.
+            torch.set_num_threads(before)
 
-class CallerLanes(Lanes):
-    """Runs tasks on the calling thread. Deterministic.
+    def _work(self, name: str, lane: _LaneThread, started: threading.Event) -> None:
+        try:
+            if name in self._threads:
+                torch.get_num_threads()  # a thread that asks for the first time is given everybody's number: not later
+                torch.set_num_threads(self._threads[name])
+            if self._prepare is not None:
+                self._prepare(name)
+        finally:
+            started.set()
+        with torch.no_grad():
+            if name in LOOSE:
+                self._run_by_urgency(lane)
+            else:
+                self._run_in_order(lane)
 
-    Without a seed a task runs only when somebody must have it: as late as possible. With one, some tasks that might run
-    do run at every occasion.
-    """
+    def _run_in_order(self, lane: _LaneThread) -> None:
+        while (task := lane.inbox.get()) is not None:
+            while (blocker := task.blocker()) is not None:
+                blocker.join()
+            self._do(task, lane)
+            lane.tasks.popleft()
+            del task, blocker  # or an idle lane would keep what its last task refers to
 
-    def __init__(self, execute: Callable[[Task], None], seed: int | None = None) -> None:
-        super().__init__(execute)
-        self._random = None if seed is None else random.Random(seed)
-        self._queues: defaultdict[Any, deque[Task]] = defaultdict(deque)
+    def _run_by_urgency(self, lane: _LaneThread) -> None:
+        ready: list[Task] = []
+        stopping = False
+        while not (stopping and not lane.tasks):
+            while not ready or not lane.inbox.empty():
+                task = lane.inbox.get()
+                if task is None:
+                    stopping = True
+                    break
+                self._consider(task, lane, ready)
+            if ready:
+                task = choose(ready)
+                ready.remove(task)
+                self._do(task, lane)
+                lane.tasks.remove(task)
+            task = None  # or an idle lane would keep what its last task refers to
 
-    @override
-    def submit(self, task: Task) -> None:
-        self._queue_of(task).append(task)
-        self.advance()
+    def _do(self, task: Task, lane: _LaneThread) -> None:
+        error = self._run(task)
+        lane.over += 1  # first, so that who has waited for the last task finds the lane idle
+        task.finish(error)
 
-    @override
-    def pending(self, lane: str | None = None) -> list[Task]:
-        return [t for queue in self._queues.values() for t in queue if lane in (None, t.lane)]
-
-    @override
-    def advance(self) -> None:
-        if self._random is None:
+    @staticmethod
+    def _consider(task: Task, lane: _LaneThread, ready: list[Task]) -> None:
+        """Put ``task`` among the ``ready`` ones, or have it come again when what it waits for has finished."""
+        if task.finished or task in ready:
             return
-        while self._random.random() < 0.5 and (heads := self._ready()):
-            self._run_head(self._random.choice(heads))
-
-    @override
-    def finish(self, tasks: Iterable[Task]) -> None:
-        for task in tasks:
-            if self._random is None:
-                self._force(task)
-            else:
-                while not task.finished:
-                    self._run_head(self._random.choice(self._ready()))
-
-    def _queue_of(self, task: Task) -> deque[Task]:
-        return self._queues[task if task.lane in _LOOSE else task.lane]
-
-    def _ready(self) -> list[Task]:
-        return [queue[0] for queue in self._queues.values() if queue and queue[0].ready()]
-
-    def _force(self, target: Task) -> None:
-        wanted = [target]
-        while wanted:
-            if wanted[-1].finished:
-                wanted.pop()
-                continue
-            head = self._queue_of(wanted[-1])[0]
-            blocker = next((t for t in (*head.after, *head.behind) if not t.finished), None)
-            if blocker is None:
-                self._run_head(head)
-            else:
-                wanted.append(blocker)
-
-    def _run_head(self, task: Task) -> None:
-        self._queue_of(task).popleft()
-        if task.lane in _LOOSE:
-            del self._queues[task]
-        with plain_torch():
-            task.finish(self._run(task))
-        if self._random is None:
-            # Unordered tasks clean up after others: the sooner they run, the sooner a late use is noticed.
-            for key in [key for key in self._queues if isinstance(key, Task) and key.lane == UNORDERED]:
-                if key.ready() and not key.finished:
-                    self._run_head(key)
+        while (blocker := task.blocker()) is not None:
+            blocker.waiters.append(partial(lane.inbox.put, task))
+            if not blocker.finished:
+                return
+        bisect.insort(ready, task, key=lambda other: other.serial)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from operator import sub
 from typing import cast
 
-from lt_offload.execute.device.base import WAITING, AllocatorEvents, Device
+from lt_offload.execute.device.base import AllocatorEvents, Device
+from lt_offload.execute.device.lanes import WAITING
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace

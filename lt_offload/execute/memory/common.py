@@ -268,7 +268,6 @@ class Common:
         """By process and op: the round of updates in which the process has last carried out its part; of what machines
         add up, the window. Behind that, by op, the round for which its gradients have arrived, and then, by weight,
         that in which it has last had one."""
-        self._own_updates: list[Event] = []
 
     def _counters(self, ops: int) -> Any:
         (pages,) = map_common(self.machine, [8 * self.machine.size * ops], by=0, name="counters")
@@ -432,7 +431,6 @@ class Common:
             fetched = distinct(weight.group.last_fetch for weight in self.trained)
             self._device.synchronize(self._device.mark(), *fetched)
         self._round += 1
-        self._own_updates = []
         return self.publish(gradients=not beside)
 
     def theirs(self, weight: Weight) -> bool:
@@ -536,7 +534,6 @@ class Common:
         cells: Sequence[Cell] = (),
     ) -> Event:
         """Do the same where ``groups`` and ``cells`` are complete, or free, when ``ranks`` have carried ``op`` out."""
-        self._own_updates.append(own)
         if not ranks:
             return own
         event = self._device.submit(
@@ -553,13 +550,6 @@ class Common:
         for group in groups:
             group.updated_on_host_by(event)
         return event
-
-    def end_updates(self) -> None:
-        """All updates have been queued: where tasks run in the calling thread, see to this process's part."""
-        # Otherwise another process might wait for them while this one waits for it.
-        if not self._device.has_threads:
-            self._device.synchronize(*self._own_updates)
-        self._own_updates = []
 
 
 def _weight(member: Member) -> Weight | None:

@@ -17,9 +17,9 @@ A group has a host copy and at most one device copy. These hold, whatever the pl
 5. **The plan's ops follow each other from the plan's start** (``Residency.settled``): what takes or gives back ranges
    out of plan (streamed forwards, evictions, an iteration that broke off) says so, and the next pass settles first.
 
-The fields are written by the methods that are named after what has happened, and by nothing else. An emulated
-device that checks calls :meth:`HostCopy.check_written` after every task that writes a host copy, for rule 4, and its
-happens-before checker verifies 2 and 3; the others are checked by the methods.
+The fields are written by the methods that are named after what has happened, and by nothing else. The methods check 1
+and 5; tests run on a device (``tests/support/hostile.py``) that verifies 2 and 3 by a happens-before checker, and 4
+after every task that writes a :class:`HostCopy`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
@@ -39,25 +38,13 @@ from lt_offload.units import round_up
 
 
 class HostCopy(Cell):
-    """The host copy of a group, as whoever orders accesses sees it."""
+    """The host copy of ``group``, as whoever orders accesses sees it."""
 
-    __slots__ = ("_members", "snapshots")
+    __slots__ = ("group",)
 
-    def __init__(self, label: str, members: Sequence[Member]) -> None:
-        super().__init__(f"host {label}")
-        self._members = members
-        self.snapshots: Snapshots | None = None
-        """The snapshots of which it may be a part."""
-
-    def about_to_write(self, tensors: Iterable[Tensor]) -> None:
-        """Have snapshots set aside what is in ``tensors`` now, or wait until it has been read."""
-        if self.snapshots is not None:
-            self.snapshots.changing(tensors)
-
-    @override
-    def check_written(self) -> None:
-        wanted = self.snapshots is not None and self.snapshots.wants(_hosts(self._members))
-        assert not wanted, f"{self.label} was written, and a snapshot of it had not been told"
+    def __init__(self, group: LiveGroup) -> None:
+        super().__init__(f"host {group.label}")
+        self.group = group
 
 
 class LiveGroup:
@@ -84,6 +71,7 @@ class LiveGroup:
         "nbytes",
         "place",
         "room",
+        "snapshots",
         "span",
     )
 
@@ -99,7 +87,9 @@ class LiveGroup:
         """Changes when ``host`` does."""
         self._common: tuple[Tensor, Tensor] | None = None
         self._own: tuple[Tensor, Tensor] | None = None
-        self.host_cell = HostCopy(self.label, self.members)
+        self.host_cell = HostCopy(self)
+        self.snapshots: Snapshots | None = None
+        """The snapshots of which the host copy may be a part."""
         self.buffer: Buffer | None = None
         """The device copy."""
         self._device_ready: Event | None = None
@@ -155,7 +145,7 @@ class LiveGroup:
     @property
     def hosts(self) -> list[Tensor]:
         """The host copies that checkpoints hold: none of sums."""
-        return _hosts(self.members)
+        return [host for member in self.members for host in member.hosts]
 
     @property
     def weights(self) -> list[Weight]:
@@ -225,7 +215,8 @@ class LiveGroup:
 
     def about_to_write(self, tensors: Iterable[Tensor] | None = None) -> None:
         """The calling thread, or the task that runs, is about to write host copies: ``tensors`` of them, or all."""
-        self.host_cell.about_to_write(self.hosts if tensors is None else tensors)
+        if self.snapshots is not None:
+            self.snapshots.changing(self.hosts if tensors is None else tensors)
 
     # -- memory that processes have in common (``memory/common.py``) -------------------------------------------------
 
@@ -257,10 +248,6 @@ class LiveGroup:
             How many of its members now lie in other memory.
         """
         return sum(member.refresh(state(member.weight)) for member in self.members if isinstance(member, States))
-
-
-def _hosts(members: Iterable[Member]) -> list[Tensor]:
-    return [host for member in members for host in member.hosts]
 
 
 def distinct(events: Iterable[Event | None]) -> list[Event]:

@@ -88,7 +88,7 @@ class Transfer:
 
         On the host's lane: copies to the host may be issued by the thread that launches computations.
         """
-        snapshots = items[0].host_cell.snapshots
+        snapshots = items[0].snapshots
         if snapshots is None or not snapshots.wants(tensor for item in items for tensor in item.hosts):
             return None
         tensors = [tensor for item in items for tensor in item.hosts]
@@ -197,7 +197,7 @@ class Residency:
         self._settled = False
         self.all: list[LiveGroup] = layout.all
         for group in self.all:
-            group.host_cell.snapshots = self.snapshots
+            group.snapshots = self.snapshots
         self._releases: dict[int, list[Callable[[], None]]] = {}
         self._initial: dict[LiveGroup, int] = {}
         self._moves: dict[int, _Move] = {}

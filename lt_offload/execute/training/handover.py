@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.execute.blocks.runs import repeated
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.iteration import Iteration, Transition
+from lt_offload.execute.iteration import Iteration
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import room
 from lt_offload.execute.memory.tensors import Weight
@@ -77,7 +77,7 @@ class Handover:
         Raises:
             UnsupportedError: if plain PyTorch would update a weight with it that is frozen now.
         """
-        self._iteration.enter(Transition.LEAVE, "another plan was to go on")
+        self._iteration.check_leave("another plan was to go on")
         added = self._window.added
         with self._guard.suspended:
             cleared = self._view.cleared
@@ -114,7 +114,7 @@ class Handover:
             for param, grad in begun.rest.items():
                 param.grad = grad.to(param.device)
             self._window.added = begun.added
-            self._iteration.enter(Transition.CARRY)
+            self._iteration.carry()
             if not begun.cleared:
                 self._view.leave()
         if begun.added:
@@ -132,7 +132,7 @@ class Handover:
             self._guard.check_thread()
             self._setup.check()
             self._guard.begin()  # what was assigned to parameters is in the host copies from now on
-        return self._iteration.allows(Transition.LEAVE) and not self.staying and not self._guard.held
+        return not self._iteration.under_way and not self.staying and not self._guard.held
 
     def take_in(self) -> None:
         """Let host copies be what users have assigned to parameters: the engine is about to be closed.

@@ -22,7 +22,7 @@ from lt_offload.execute.blocks.run import BlockFunction, BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.iteration import Iteration, State, Transition
+from lt_offload.execute.iteration import Iteration, State
 from lt_offload.execute.memory.bound_weights import BoundWeights
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import Streaming
@@ -189,7 +189,7 @@ class Passes:
     def _begin_micro_batch(self) -> None:
         """A forward begins; others of the same micro-batch may wait for their backward."""
         # Only asked: the state changes when what an earlier forward has left is cleaned up.
-        self._iteration.check(Transition.FORWARD)
+        self._iteration.check_forward()
         if self._walk.begun or self._runs:
             self._restart()
         self._guard.check_thread()
@@ -209,14 +209,14 @@ class Passes:
     def _begin_deferred(self) -> None:
         if not self._window.added and not self.waiting:
             self._recorder.begin()
-        self._iteration.enter(Transition.FORWARD)
+        self._iteration.begin_forward()
         self._deferred.begin()
 
     def _begin_pass(self, waiting: int) -> None:
         """A pass begins; so many of the same micro-batch follow it."""
         self._window.begin_pass(waiting)
         self._to_follow, self._rest_complete = waiting, False
-        self._iteration.enter(Transition.FORWARD)
+        self._iteration.begin_forward()
         alone = self.of_all is None  # else sums of other processes are added to these
         self._walk.start(self._window.which, last=self._window.delayed and self._window.last and not waiting and alone)
         if not self._residency.settled:
@@ -252,7 +252,7 @@ class Passes:
             forwards: in the order of their calls.
         """
         with self._guard.suspended:
-            self._iteration.check(Transition.FORWARD)
+            self._iteration.check_forward()
             self._enter()
         self._surveyed = list(forwards)
         self._runs.take_shared(shared)
@@ -336,7 +336,7 @@ class Passes:
     def _begin_backward(self) -> None:
         self._setup.check_hooks()
         self._view.begin_backward(cleared=self.manual is not None)
-        self._iteration.enter(Transition.BACKWARD)
+        self._iteration.begin_backward()
         if self.common is not None and self._window.which == "updating":
             with self._recorder.waiting():
                 self.common.begin(beside=True)
@@ -384,7 +384,7 @@ class Passes:
                 self._restart()
             return
         self._complete()
-        self._iteration.enter(Transition.ADD)
+        self._iteration.add()
         if self.of_all is not None and self._window.last and not self.waiting:
             self._rest_complete = True
             self.of_all.add_up(by_updates=not shown)
@@ -397,7 +397,7 @@ class Passes:
         """
         if self._window.delayed or not self._iteration.ran_backward:
             return self._settle(keep=keep)
-        self._iteration.check(Transition.STEP)  # a step of ours, too, must leave no forward waiting
+        self._iteration.check_step()  # a step of ours, too, must leave no forward waiting
         self._complete()
         self.complete_rest()
         if self.common is not None:
@@ -431,7 +431,7 @@ class Passes:
             self.common.begin(beside=False)
         if not self._residency.settled:
             self._residency.settle()
-        self._iteration.enter(Transition.SETTLE)
+        self._iteration.settle()
         with self._view.kept(self._gradients, self._residency) if keep else nullcontext():
             self._walk.settle("settling" if self._window.delayed else "updating")
         if self.common is not None:
@@ -446,7 +446,7 @@ class Passes:
 
     def _restart(self) -> None:
         """Forget a forward that no backward followed."""
-        self._iteration.enter(Transition.FORGET)
+        self._iteration.forget()
         self._runs.close()
         # Nobody awaits what it has fetched, and a copy that is still to come holds device memory in the next pass.
         self._recorder.device.drain()
@@ -458,7 +458,7 @@ class Passes:
         self._deferred.close()
         self._surveyed = []
         if self._iteration.state is State.FORWARD and not self._walk.begun:
-            self._iteration.enter(Transition.FORGET)
+            self._iteration.forget()
 
     def reset(self) -> None:
         """Be ready for another pass, whatever has become of the present one."""

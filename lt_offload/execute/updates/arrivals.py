@@ -167,8 +167,6 @@ class Arrivals:
         )
         for group in groups:
             group.updated_on_host_by(event)
-        if not self._device.has_threads:
-            self._device.synchronize(event)
 
     def _part(self, weight: Weight) -> _Owned:
         places = self._slots.places[weight.index] if weight.total is None else weight.total.places

@@ -131,7 +131,6 @@ class CommonUpdates:
 
     def end(self) -> None:
         """All updates are queued."""
-        self._common.end_updates()
         if self._without:
             self._device.drain()
             self._states.move_in(self._without)

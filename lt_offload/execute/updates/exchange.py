@@ -41,7 +41,6 @@ class Exchange:
         """Of the present window, or of the last one; alike in all processes."""
         self._totals: set[Sum] = set()
         """What is added up in this window."""
-        self._later: list[tuple[Op, Sequence[Sum]]] = []
         self._events: list[Event] = []
 
     def begin(self, op: Op, weights: Sequence[Weight]) -> None:
@@ -53,12 +52,6 @@ class Exchange:
             self._number += 1
             self._events = []
         self._totals.update(totals)
-        if self._device.has_threads:
-            self._queue(op, totals)
-        else:
-            self._later.append((op, totals))
-
-    def _queue(self, op: Op, totals: Sequence[Sum]) -> None:
         groups = list(dict.fromkeys(total.group for total in totals))
         event = self._device.submit(
             "network",
@@ -92,11 +85,8 @@ class Exchange:
 
     def take(self) -> set[Sum]:
         """Return what is added up, or will be when what has been queued is over; the window is over."""
-        for op, totals in self._later:
-            self._queue(op, totals)
-            self._device.synchronize(self._events[-1])
-        found, self._totals, self._later = self._totals, set(), []
-        return found
+        totals, self._totals = self._totals, set()
+        return totals
 
     def finish(self, totals: Collection[Sum]) -> None:
         """Wait until ``totals`` are added up in all processes of this machine, and let all have them."""
@@ -113,4 +103,4 @@ class Exchange:
 
     def forget(self) -> None:
         """The backward has failed: what it has begun is over, or fails, too."""
-        self._totals, self._later, self._events = set(), [], []
+        self._totals, self._events = set(), []

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.model import head
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
@@ -26,6 +25,7 @@ from tests.parity.windows.training import Training, budgets
 from tests.support import models
 from tests.support.engines import Case, Result, differences, make_optimizer, trained_by
 from tests.support.engines import build as build_case
+from tests.support.hostile.device import HostileDevice
 
 VOCABULARY = 4096
 CHUNK = 32
@@ -95,7 +95,7 @@ def within(memory: int, **settings: Any) -> tuple[Result, str]:
     notes = " ".join(plan.notes)
     assert ("chunked_loss_reference" in notes) == (plan.options[-1] == "chunked")
     model = build()
-    device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+    device = HostileDevice(plan.budget_bytes, "lazy", check=True)
     found, peak = trained_by(device, plan, model, make_optimizer(model, "adamw-fused"), batches())
     assert peak <= plan.predicted.device_peak_bytes <= memory
     assert peak >= 0.9 * plan.predicted.device_peak_bytes
@@ -214,7 +214,7 @@ def test_what_follows_the_models_own_loss_has_room() -> None:
         plan = make_plan(found, Settings(memory=least(found, **settings), time_limit=5.0, **settings))
         model = copy.deepcopy(start)
         used = make_optimizer(model, "adamw-fused")
-        device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+        device = HostileDevice(plan.budget_bytes, "lazy", check=True)
         result, peak = trained_by(device, plan, model, used, batches, after=used.zero_grad)
         assert differences(Result(losses, plain, optimizer), result) == []
         # Gradients outside the blocks are planned for all the time, and gone here when the second model runs.
@@ -247,7 +247,7 @@ def test_gradients_that_are_added_to_others_have_room() -> None:
         "fused", of=profile(model, batches[0], optimizer=optimizer, device="cpu", run=lambda b: model(**b).loss)
     )
     plan = make_plan(found, Settings(memory=least(found, accumulate=2), time_limit=5.0, accumulate=2))
-    device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+    device = HostileDevice(plan.budget_bytes, "lazy", check=True)
     _, peak = trained_by(device, plan, model, optimizer, batches, after=optimizer.zero_grad, window=2)
     assert peak <= plan.predicted.device_peak_bytes
 
@@ -270,6 +270,6 @@ def test_updates_outside_the_blocks_have_room_at_the_smallest_budget() -> None:
     optimizer = torch.optim.AdamW(start.parameters(), lr=1e-2, foreach=False)
     found = profile(start, batch, optimizer=optimizer, device="cpu", run=lambda b: start(**b).loss)
     plan = make_plan(found, Settings(memory=least(found), time_limit=5.0))
-    device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+    device = HostileDevice(plan.budget_bytes, "lazy", check=True)
     _, peak = trained_by(device, plan, start, optimizer, [batch, batch])
     assert start.table.nbytes < peak <= plan.predicted.device_peak_bytes

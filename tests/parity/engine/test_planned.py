@@ -11,7 +11,6 @@ import torch
 
 import lt_offload
 from lt_offload.errors import InfeasibleError, OverBudget
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.rows import as_head, split, table_of
 from lt_offload.profiling import measure
@@ -21,6 +20,7 @@ from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
 from tests.support.engines import Result, differences, make_optimizer
+from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.fixed_times import with_fixed_times
 from tests.support.user_nets import ordinary
 
@@ -50,7 +50,7 @@ def profiled(family: str) -> tuple[Profile, dict[str, torch.Tensor]]:
 def run(plan: Plan, family: str, batch: dict[str, torch.Tensor], steps: int = 3):  # noqa: ANN201
     """Return losses, model and the measured peak."""
     model, optimizer = fresh(family)
-    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+    device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
     engine = Engine(model, optimizer, plan, device)
     try:
         engine.install()
@@ -154,7 +154,7 @@ def test_the_smallest_budget_is_what_the_planner_says(case: str) -> None:
     while high - low > high // 200:
         middle = (low + high) // 2
         try:
-            device = EmulatedDevice(middle, mode="lazy", accounting="always")
+            device = HostileDevice(middle, mode="lazy")
             model, optimizer = fresh(family)
             engine = Engine(model, optimizer, plan, device)
             try:

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lt_offload
 from lt_offload.errors import InfeasibleError, UnsupportedError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.pofo.propose import propose_pofo
@@ -27,6 +26,7 @@ from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
 from tests.support.engines import make_optimizer
+from tests.support.hostile.device import HostileDevice
 from tests.support.user_nets import ordinary
 
 PLANNERS: tuple[PlannerName, ...] = ("offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident")
@@ -63,7 +63,7 @@ def require_equal(task: Task, plan: Plan) -> None:
     """Carry out ``plan`` and compare."""
     model = copy.deepcopy(task.start)
     optimizer = make_optimizer(model, "adamw-fused")
-    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+    device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
     engine = Engine(model, optimizer, plan, device)
     try:
         engine.install()

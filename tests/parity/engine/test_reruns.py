@@ -17,7 +17,6 @@ from lt_offload.errors import PlanError, UnsupportedError
 from lt_offload.execute.blocks.part_run import PartRun
 from lt_offload.execute.blocks.repeats import Repeats
 from lt_offload.execute.blocks.run import BlockRun
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.user_code.param_grad import ConsumedGradient
 from lt_offload.model.blocks import find_blocks
@@ -31,6 +30,7 @@ from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import make_optimizer
+from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.by_hand import built
 
 LAYERS = 5
@@ -86,7 +86,7 @@ def session(
 ) -> Iterator[tuple[Engine, nn.Module, torch.optim.Optimizer]]:
     """Within the plan's budget, every allocation counted and every access checked."""
     model, optimizer = fresh(family, lora=lora)
-    device = EmulatedDevice(plan.budget_bytes, mode, seed=seed, check=True, accounting="always")
+    device = HostileDevice(plan.budget_bytes, mode, seed=seed, check=True)
     engine = Engine(model, optimizer, plan, device)
     try:
         engine.install()
@@ -474,7 +474,7 @@ def test_an_input_that_is_overwritten_is_not_used_again(option: str, inside: boo
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     structure = find_blocks(model)
     plan = plans.streamed(structure, optimizer, options=(option,), places=("device",))
-    device = EmulatedDevice(1 << 30, "lazy", check=True)
+    device = HostileDevice(1 << 30, "lazy", check=True)
     engine = Engine(model, optimizer, plan, device, structure=structure)
     engine.install()
     try:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from lt_offload.execute.blocks.runs import BlockRuns
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.memory import activations
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
 from tests.support.engines import BUDGET, Case, build, differences, make_optimizer, plain, trained_on
+from tests.support.hostile.device import HostileDevice
 
 OPTIONS = ("keep", "recompute", "offload", "mixed", "reload")
 
@@ -36,7 +36,7 @@ def trained(case: Case, plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
 
     monkeypatch.setattr(BlockRuns, "make", noted)
     monkeypatch.setattr(activations, "_alias", counted)
-    device = EmulatedDevice(BUDGET, "lazy", check=True, poison=True)
+    device = HostileDevice(BUDGET, "lazy", check=True, poison=True)
     return trained_on(device, case, plan)[0], steady, aliases
 
 

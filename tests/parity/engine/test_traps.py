@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from lt_offload.errors import OverBudget, PlanError, UnsupportedError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.user_code.param_grad import ConsumedGradient
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.saving import CacheCostly
 from tests.support import models, plans
 from tests.support.engines import BUDGET, Case, batches, build, differences, make_optimizer, offloaded, plain, scheduler
+from tests.support.hostile.device import HostileDevice
 
 ALL = ("keep", "recompute", "offload", "mixed", "reload")
 MIXED = Case(family="llama-tied", options=ALL, places=("device", "paged", "host"), dropout=0.1)
@@ -32,7 +32,7 @@ MIXED = Case(family="llama-tied", options=ALL, places=("device", "paged", "host"
 def session(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Iterator[Engine]:
     structure = find_blocks(model)
     plan = plans.streamed(structure, optimizer, options=case.options, places=case.places)
-    device = EmulatedDevice(BUDGET, **{"mode": case.mode, "check": True} | options)
+    device = HostileDevice(BUDGET, **{"mode": case.mode, "check": True} | options)
     engine = Engine(model, optimizer, plan, device, structure=structure)
     engine.install()
     try:
@@ -232,7 +232,7 @@ def test_backward_on_another_thread() -> None:
     optimizer = make_optimizer(model, case.optimizer)
     schedule = scheduler(optimizer)
     losses = []
-    with session(case, model, optimizer, accounting="off") as engine:
+    with session(case, model, optimizer, counting=False) as engine:
         torch.manual_seed(case.seed + 1)
         for batch in batches(case, model):
             with engine.iteration():
@@ -279,7 +279,7 @@ def test_forward_only_without_plan() -> None:
     batch = batches(case, model)[0]
     with torch.no_grad():
         expected = model(**batch).logits
-    device = EmulatedDevice(120_000, mode="lazy", check=True)
+    device = HostileDevice(120_000, mode="lazy", check=True)
     engine = Engine(model, None, None, device)
     engine.install()
     with torch.inference_mode():

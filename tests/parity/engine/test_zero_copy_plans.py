@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import lt_offload
-from lt_offload.errors import PlanError, Race
+from lt_offload.errors import PlanError
 from lt_offload.execute.device.cuda import CudaDevice
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.activations import WeightAlias
 from lt_offload.plan import check
@@ -25,6 +24,8 @@ from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
 from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
 from tests.support.gpu_model import Gpu
+from tests.support.hostile.device import HostileDevice
+from tests.support.hostile.races import Race
 from tests.support.profiles.by_hand import built
 
 How = Callable[[int, tuple[int, ...], list[int]], list[int]]
@@ -107,8 +108,8 @@ def planned(case: Case, how: How, *, grad_zero_copy: bool = False) -> tuple[Plan
 
 def trained(case: Case, plan: Plan, budget: int, **device_options: Any) -> tuple[Result, int]:
     """Return the model trained on an emulated device, and the peak of device memory."""
-    options = {"mode": case.mode, "seed": case.seed, "check": True, "accounting": "always"} | device_options
-    return trained_on(EmulatedDevice(budget, **options), case, plan)
+    options = {"mode": case.mode, "seed": case.seed, "check": True} | device_options
+    return trained_on(HostileDevice(budget, **options), case, plan)
 
 
 HOST = ("host",)
@@ -260,7 +261,7 @@ def test_validation_reads_what_the_arena_has_no_room_for(how: How, mode: str) ->
     plan, budget = planned(case, how)
     model = build(case)
     optimizer = make_optimizer(model, case.optimizer)
-    device = EmulatedDevice(budget, mode, seed=case.seed, check=True, accounting="always")
+    device = HostileDevice(budget, mode, seed=case.seed, check=True)
     engine = Engine(model, optimizer, plan, device)
     found: list[torch.Tensor] = []
     try:

@@ -18,7 +18,6 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lt_offload import OffmateStrategy
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Settings, make_plan, simulate
 from lt_offload.plan.correct import timed
@@ -29,6 +28,7 @@ from lt_offload.schema.trace import Trace
 from lt_offload.strategy import offmate, replan
 from tests import sampling
 from tests.support.engines import equal
+from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Run, differences, fit, profiled, seeded_module
 
 EPOCHS = 4
@@ -156,7 +156,7 @@ def test_a_better_plan_takes_over_and_no_number_changes(
     tmp_path: Path,
 ) -> None:
     if hostile:
-        device = lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True)  # noqa: E731
+        device = lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True)  # noqa: E731
         monkeypatch.setattr(offmate, "open_device", device)
     machine = Machine(monkeypatch, wrong, true)
     ours = train(share * least, options={"report_dir": tmp_path})

@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model.blocks import find_blocks
 from tests import sampling
 from tests.parity.models import quantized
 from tests.support import models, plans, tiny
 from tests.support.engines import BUDGET, Result, differences, make_optimizer, trained_by
+from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.budgets import BUDGETS, planned
 from tests.support.user_nets import ordinary, seed
 
@@ -87,7 +87,7 @@ def test_every_option_with_weights_that_leave_and_come_back_elsewhere(kind: str,
     model = quantized.adapted(**KINDS[kind])
     optimizer = make_optimizer(model, "adamw-fused")
     plan = plans.streamed(find_blocks(model), optimizer, options=(option,), places=("device", "host"))
-    device = EmulatedDevice(BUDGET, mode="lazy", check=True, poison=True)
+    device = HostileDevice(BUDGET, mode="lazy", check=True, poison=True)
     found, _ = trained_by(device, plan, model, optimizer, rows(model), seed=0)
     model = quantized.adapted(**KINDS[kind])
     expected = make_optimizer(model, "adamw-fused")

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import lt_offload
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
@@ -19,6 +18,7 @@ from tests.parity.engine import test_reruns as reruns
 from tests.parity.parts import nets
 from tests.support import engines, models
 from tests.support.engines import Case, Result, changed, differences, make_optimizer, plain, planned, trained_on
+from tests.support.hostile.device import HostileDevice
 
 PARTS = 4
 SHAPES = ((7, 12), (4, 9), (3, 11))
@@ -35,7 +35,7 @@ def reference(case: Case, parts: int = PARTS) -> Result:
 
 
 def ours(case: Case) -> Result:
-    device = EmulatedDevice(engines.BUDGET, mode=case.mode, seed=case.seed, check=True)
+    device = HostileDevice(engines.BUDGET, mode=case.mode, seed=case.seed, check=True)
     return trained_on(device, case, replace(planned(case), parts=PARTS))[0]
 
 
@@ -145,7 +145,7 @@ def test_every_budget_gives_the_numbers_of_the_reference(profile: Profile, budge
 def test_memory_stays_within_what_the_plan_says(profile: Profile, budget: str) -> None:
     plan = plan_for(profile, budget)
     model = start()
-    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+    device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
     batches = [sample(8, seed=seed) for seed in range(3)]
     _, peak = engines.trained_by(device, plan, model, make_optimizer(model, "adamw-fused"), batches)
     assert 0.6 * plan.predicted.device_peak_bytes < peak <= plan.predicted.device_peak_bytes

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 import lt_offload
 from lt_offload.distributed.chain import MachineChain
 from lt_offload.distributed.ranks import Ranks
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
 from tests.parity.models import quantized
 from tests.support import models
 from tests.support.engines import Result, make_optimizer, scheduler
+from tests.support.hostile.device import HostileDevice
 
 STEPS = 3
 PATIENCE = 500.0
@@ -202,7 +202,9 @@ def by_engine(case: Case, plan: Plan, ranks: Ranks, *, delay: bool) -> tuple[Res
     schedule = scheduler(optimizer)
     late = delay and ranks.rank == ranks.size - 1
     threads = delay and (late or ranks.machine is not ranks)
-    device = EmulatedDevice(plan.budget_bytes, mode="thread" if threads else "lazy", check=not threads)
+    device = HostileDevice(
+        plan.budget_bytes, "thread" if threads else "lazy", check=not threads, at_once=("host", "network")
+    )
     sending: AbstractContextManager[None] = nullcontext()
     if late:
         _delay(device)
@@ -263,7 +265,7 @@ def lopsided(case: Case, plan: Plan, ranks: Ranks) -> str:
     """Return what is said when the last process alone writes a weight."""
     model = case.build()
     optimizer = make_optimizer(model, case.optimizer)
-    device = EmulatedDevice(plan.budget_bytes)
+    device = HostileDevice(plan.budget_bytes)
     engine = Engine(model, optimizer, plan, device, others=ranks)
     try:
         engine.install()
@@ -280,7 +282,7 @@ def lopsided(case: Case, plan: Plan, ranks: Ranks) -> str:
     return "nothing"
 
 
-def _delay(device: EmulatedDevice) -> None:
+def _delay(device: HostileDevice) -> None:
     chance, copy = random.Random(7), device.copy
 
     def late(target: Tensor, source: Tensor) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.optim import AdamW
 from lt_offload.plan.assembly.window import windowed, with_sums
@@ -29,6 +28,7 @@ from lt_offload.schema.plan import Op, Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests.support import engines, models
 from tests.support.engines import Case, Result, differences, make_optimizer, trained_by
+from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.fixed_times import with_fixed_times
 
 VOCABULARY = 512
@@ -132,7 +132,7 @@ def trained(
     plan: Plan, budget: int, maker: str, family: str = "llama-tied", mode: str = "lazy", rows: int = VOCABULARY
 ) -> Result:
     model = build(maker, family, rows)
-    device = EmulatedDevice(budget, mode, check=True)
+    device = HostileDevice(budget, mode, check=True)
     result, peak = trained_by(device, plan, model, optimizer_of(model, maker), batches(model))
     assert peak <= budget
     return result
@@ -205,14 +205,14 @@ def test_training_goes_on_from_what_was_saved_and_with_other_plans(maker: str) -
     whole = make_plan(measured(maker), Settings(planner="greedy", memory=2 * budget))
     made = batches(build(maker))
     model = build(maker)
-    first, _ = trained_by(EmulatedDevice(budget, check=True), plan, model, optimizer_of(model, maker), made[:2])
+    first, _ = trained_by(HostileDevice(budget, check=True), plan, model, optimizer_of(model, maker), made[:2])
     losses = first.losses
     for batch, found in zip(made[2:], (whole, plan), strict=True):
         model = build(maker)
         optimizer = optimizer_of(model, maker)
         model.load_state_dict(first.model.state_dict())
         optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-        first, _ = trained_by(EmulatedDevice(2 * budget, check=True), found, model, optimizer, [batch])
+        first, _ = trained_by(HostileDevice(2 * budget, check=True), found, model, optimizer, [batch])
         losses += first.losses
     assert differences(plain(maker), Result(losses, first.model, first.optimizer)) == []
 
@@ -223,7 +223,7 @@ def test_batches_with_more_tokens_than_planned_find_room() -> None:
     for found in (plan, make_plan(measured("torch"), Settings(planner="greedy", memory=8 * budget))):
         model = build("torch")
         large = [models.batch(model, batch_size=6, sequence_length=24, seed=seed) for seed in range(2)]
-        device = EmulatedDevice(8 * budget, "lazy", check=True)
+        device = HostileDevice(8 * budget, "lazy", check=True)
         results.append(trained_by(device, found, model, optimizer_of(model, "torch"), large)[0])
     assert differences(*results) == []
 
@@ -236,7 +236,7 @@ def test_a_batch_may_have_more_tokens_than_the_table_has_rows() -> None:
 def test_a_step_in_the_midst_of_validations_sees_its_own_tokens() -> None:
     plan, budget = planned("torch", 0.3)
     model = build("torch")
-    optimizer, device = optimizer_of(model, "torch"), EmulatedDevice(2 * budget, "lazy", check=True)
+    optimizer, device = optimizer_of(model, "torch"), HostileDevice(2 * budget, "lazy", check=True)
     engine, losses = Engine(model, optimizer, plan, device), []
     engine.install()
     torch.manual_seed(0)
@@ -256,7 +256,7 @@ def test_a_step_in_the_midst_of_validations_sees_its_own_tokens() -> None:
 def test_a_use_of_other_rows_is_an_error_that_names_the_table_and_the_way_out() -> None:
     plan, budget = planned("torch", 1.0)
     model = build("torch")
-    device = EmulatedDevice(budget, "lazy", check=True)
+    device = HostileDevice(budget, "lazy", check=True)
     table = model.get_input_embeddings()
     plainly, calls = type(table).forward, 0
 
@@ -276,7 +276,7 @@ def test_squares_of_gradients_are_those_of_both_parts() -> None:
     norms = []
     for found in (plan, make_plan(measured("torch"), Settings(planner="greedy", memory=2 * budget))):
         model = build("torch")
-        optimizer, device = optimizer_of(model, "torch"), EmulatedDevice(2 * budget, "lazy", check=True)
+        optimizer, device = optimizer_of(model, "torch"), HostileDevice(2 * budget, "lazy", check=True)
         engine = Engine(model, optimizer, found, device)
         engine.install()
         with engine.iteration(grad_norm=True):

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.plan.assembly.window import windowed, with_sums
@@ -28,6 +27,7 @@ from lt_offload.schema.profile import Profile
 from tests.parity.tables.test_tables import MAKERS, VOCABULARY, build, measured, optimizer_of
 from tests.support import models
 from tests.support.engines import Result, differences, installed
+from tests.support.hostile.device import HostileDevice
 
 Shape = tuple[int, int]
 """Samples and tokens; a plan is for (5, 24)."""
@@ -128,7 +128,7 @@ class Training:
         mode: str = "lazy",
     ) -> CarriedWindow | None:
         """Carry out micro-batches, of windows of so many, of which some are the last; return what they have left."""
-        device = EmulatedDevice(budget, mode, check=True, accounting="always")
+        device = HostileDevice(budget, mode, check=True)
         engine = Engine(self.model, self.optimizer, plan, device)
         left = None
         try:
@@ -296,7 +296,7 @@ def test_a_window_begins_anew_after_an_error(complete: bool) -> None:
     plan, budget = planned("torch", 0.3)
     training = Training("torch")
     model, optimizer = training.model, training.optimizer
-    engine = Engine(model, optimizer, plan, device := EmulatedDevice(budget, "lazy", check=True))
+    engine = Engine(model, optimizer, plan, device := HostileDevice(budget, "lazy", check=True))
     engine.install()
     first, second = batches([((5, 24), (5, 24))])[0]
     with engine.iteration(last=False):

@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grad_norm_
 
 import lt_offload
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Plan, solve
 from lt_offload.schema.explain import OTHER_BITS, brief
@@ -24,6 +23,7 @@ from tests import sampling
 from tests.parity.windows.training import budgets
 from tests.support import models
 from tests.support.engines import Result, differences, make_optimizer
+from tests.support.hostile.device import HostileDevice
 
 Batch = dict[str, Any]
 Step = Callable[[nn.Module, Batch], Tensor]
@@ -145,7 +145,7 @@ def by(plan: Plan, start: nn.Module, step: Step, window: int = 1) -> Result:
     """Train by ``plan``, on an emulated device that checks every access and holds the budget."""
     model = copy.deepcopy(start)
     optimizer = make_optimizer(model, "adamw-fused")
-    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+    device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
     engine = Engine(model, optimizer, plan, device)
     try:
         engine.install()
@@ -303,7 +303,7 @@ def test_a_step_of_a_trainer_with_a_forward_that_waits_still_is_refused() -> Non
     model = copy.deepcopy(start)
     optimizer = make_optimizer(model, "adamw-fused")
     plan = solve(profiled(start, both), memory=700_000)
-    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True)
+    device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
     engine = Engine(model, optimizer, plan, device)
     engine.install()
 

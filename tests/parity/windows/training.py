@@ -11,7 +11,6 @@ from torch import nn
 
 import lt_offload
 from lt_offload.errors import InfeasibleError, UnsupportedError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.activations import ROUNDING
 from lt_offload.plan import Plan
@@ -19,6 +18,7 @@ from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
 from tests.support.engines import Factory, Result, differences, make_optimizer
+from tests.support.hostile.device import HostileDevice
 
 Shape = tuple[int, int]
 """Samples and tokens."""
@@ -73,7 +73,7 @@ class Training:
         """Train by ``plan``, on an emulated device that checks every access and holds the budget."""
         model = copy.deepcopy(self.start)
         optimizer = make_optimizer(model, self.optimizer)
-        device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+        device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
         engine = Engine(model, optimizer, plan, device)
         try:
             engine.install()

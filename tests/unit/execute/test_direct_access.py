@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lt_offload.errors import Race, UnsupportedError
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell
-from lt_offload.execute.device.emulated import EmulatedDevice
+from tests.support.hostile.device import HostileDevice
+from tests.support.hostile.races import Race
 
 
 @pytest.fixture
@@ -13,7 +14,7 @@ def opened():
     devices = []
 
     def make(mode="lazy", **options):
-        devices.append(EmulatedDevice(1 << 20, mode, **options))
+        devices.append(HostileDevice(1 << 20, mode, **options))
         return devices[-1]
 
     yield make
@@ -22,7 +23,7 @@ def opened():
 
 
 def test_a_direct_view_is_the_host_memory_and_costs_none_of_the_device(opened):
-    device = opened(accounting="always")
+    device = opened()
     host = device.host_adopt(torch.arange(6.0).view(2, 3))
     with device.accounting():
         view = device.zero_copy_view(host)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import lt_offload
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName
 from tests.support import models, plans
+from tests.support.hostile.device import HostileDevice
 
 PACKAGE = str(Path(lt_offload.__file__).parent)
 
@@ -30,7 +30,7 @@ def test_a_step_calls_no_more_functions_than_it_did(option: OptionName, place: U
     model = models.build("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     plan = plans.streamed(find_blocks(model), optimizer, options=(option,), places=(place,))
-    device = EmulatedDevice(1 << 30, "lazy", check=False, poison=False)
+    device = HostileDevice(1 << 30, "lazy", check=False, poison=False)
     engine = Engine(model, optimizer, plan, device)
     engine.install()
     engine.follow(optimizer)

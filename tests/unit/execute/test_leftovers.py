@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from tests.support import engines, models, plans
+from tests.support.hostile.device import HostileDevice
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def slab_of(device: EmulatedDevice) -> weakref.ref[torch.UntypedStorage]:
+def slab_of(device: HostileDevice) -> weakref.ref[torch.UntypedStorage]:
     return weakref.ref(device._arena.slab.untyped_storage())
 
 
@@ -41,7 +41,7 @@ def test_the_arena_is_gone_with_the_device(optimizer: str, mode: str, fails: boo
     model = engines.build(case)
     optimizer_ = engines.make_optimizer(model, optimizer)
     plan = plans.streamed(find_blocks(model), optimizer_, options=case.options, places=case.places)
-    device = EmulatedDevice(engines.BUDGET, mode)  # type: ignore[arg-type]
+    device = HostileDevice(engines.BUDGET, mode)  # type: ignore[arg-type]
     engine = Engine(model, optimizer_, plan, device)
     engine.install()
     slab = slab_of(device)
@@ -62,7 +62,7 @@ def test_the_arena_is_gone_with_the_device(optimizer: str, mode: str, fails: boo
 
 def test_of_forwards_without_gradients_as_well() -> None:
     model = models.build("llama")
-    device = EmulatedDevice(engines.BUDGET)
+    device = HostileDevice(engines.BUDGET)
     engine = Engine(model, None, None, device)
     engine.install()
     slab = slab_of(device)
@@ -75,7 +75,7 @@ def test_of_forwards_without_gradients_as_well() -> None:
 
 def test_another_engine_finds_the_arena_of_the_same_device_free() -> None:
     model = models.build("llama")
-    device = EmulatedDevice(engines.BUDGET, check=True)
+    device = HostileDevice(engines.BUDGET, check=True)
     outputs = []
     for _ in range(2):
         engine = Engine(model, None, None, device)
@@ -94,7 +94,7 @@ def test_what_blocks_have_saved_is_gone_with_the_graph_and_after_the_backward(op
     model = engines.build(case)
     optimizer = engines.make_optimizer(model, "sgd")
     plan = plans.streamed(find_blocks(model), optimizer, options=case.options, places=case.places)
-    device = EmulatedDevice(engines.BUDGET, "lazy")
+    device = HostileDevice(engines.BUDGET, "lazy")
     engine = Engine(model, optimizer, replace(plan, parts=parts), device)
     engine.install()
     installed = device.memory()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lt_offload.errors import PlanError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Op, Plan
 from tests.support import models, plans
+from tests.support.hostile.device import HostileDevice
 
 BUDGET = 1 << 30
 
@@ -24,7 +24,7 @@ def trained(change: Any, place: str = "device") -> dict[str, bool]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     structure = find_blocks(model)
     plan = change(plans.streamed(structure, optimizer, options=("keep",), places=(place,)))
-    device = EmulatedDevice(BUDGET, "lazy")
+    device = HostileDevice(BUDGET, "lazy")
     engine = Engine(model, optimizer, plan, device, structure=structure)
     before = {name: param.detach().clone() for name, param in structure.tensors}
     try:
@@ -76,7 +76,7 @@ def test_beside_a_gpu_updates_stay_where_they_are(processor: str, runs: bool) ->
         plans.streamed(structure, optimizer, options=("keep",), places=(place,))
         for place in ("device", "paged", "host")
     )
-    device = EmulatedDevice(BUDGET, "lazy")
+    device = HostileDevice(BUDGET, "lazy")
     engine = Engine(model, optimizer, here, device, structure=structure)
     engine.install()
     try:

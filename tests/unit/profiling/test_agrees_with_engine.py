@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from tests.support import models, plans, user_nets
+from tests.support.hostile.device import HostileDevice
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def said_and_moved(
     found = profile(
         model, batch, optimizer=optimizer, device="cpu", hardware=load_hardware("h200"), structure=structure
     )
-    device = EmulatedDevice(1 << 30, mode="lazy")
+    device = HostileDevice(1 << 30, mode="lazy")
     moved: dict[int, int] = {}
     submit = device.submit
 

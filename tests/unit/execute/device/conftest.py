@@ -2,7 +2,7 @@
 
 import pytest
 
-from lt_offload.execute.device.emulated import EmulatedDevice
+from tests.support.hostile.device import HostileDevice
 
 MODES = ["lazy", "random", "thread"]
 """How an emulated device runs its tasks: as late as possible, in a random order, on threads."""
@@ -15,7 +15,7 @@ def opened():
     devices = []
 
     def make(mode="lazy", budget=1 << 20, arena=64 * KB, **options):
-        device = EmulatedDevice(budget, mode, **options)
+        device = HostileDevice(budget, mode, **options)
         device.reserve(arena)
         devices.append(device)
         return device

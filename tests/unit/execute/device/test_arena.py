@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.arena import Arena, Freed
+from lt_offload.execute.device.arena import Arena
 from lt_offload.execute.device.lanes import Task
 from lt_offload.schema.plan import ALIGNMENT
 
 UNIT = ALIGNMENT
 
 
-def arena(units: int, settled=lambda freed: False) -> Arena:
-    return Arena(torch.zeros(units * UNIT, dtype=torch.uint8), settled)
+def arena(units: int) -> Arena:
+    return Arena(torch.zeros(units * UNIT, dtype=torch.uint8))
 
 
 def pending(label: str) -> Task:
@@ -23,7 +23,7 @@ def pending(label: str) -> Task:
 
 def test_a_buffer_is_a_view_of_its_range():
     space = arena(4)
-    buffer, _ = space.place(UNIT, 2 * UNIT, "w")
+    buffer = space.place(UNIT, 2 * UNIT, "w")
     buffer.view(torch.float32, (2, UNIT // 4)).fill_(1.0)
     assert torch.equal(space.slab[UNIT : 3 * UNIT].view(torch.float32), torch.ones(UNIT // 2))
     assert not space.slab[:UNIT].any()
@@ -40,10 +40,10 @@ def test_overlap_is_refused_and_names_the_other(offset, nbytes):
 
 def test_neighbours_and_empty_ranges_do_not_overlap():
     space = arena(3)
-    middle, _ = space.place(UNIT, UNIT, "middle")
+    middle = space.place(UNIT, UNIT, "middle")
     space.place(0, UNIT, "low")
     space.place(2 * UNIT, UNIT, "high")
-    empty, _ = space.place(UNIT, 0, "empty")
+    empty = space.place(UNIT, 0, "empty")
     assert empty.view(torch.float32, (0, 3)).shape == (0, 3)
     space.free(empty, [])
     space.free(middle, [])
@@ -57,7 +57,7 @@ def test_a_range_beyond_the_end_is_refused():
 
 def test_freeing_twice_is_an_error_of_ours():
     space = arena(2)
-    buffer, _ = space.place(0, UNIT, "w")
+    buffer = space.place(0, UNIT, "w")
     space.free(buffer, [])
     with pytest.raises(AssertionError, match="w is not in use"):
         space.free(buffer, [])
@@ -82,7 +82,7 @@ def test_the_next_user_meets_exactly_the_releases_of_its_range():
         if live and rng.random() < 0.5:
             buffer = live.pop(rng.randrange(len(live)))
             units = range(buffer.offset // UNIT, (buffer.offset + buffer.nbytes) // UNIT)
-            space.free(buffer, [pending(f"r{step}")], [f"a{step}"])
+            space.free(buffer, [pending(f"r{step}")])
             expected.update(dict.fromkeys(units, f"{step}"))
             continue
         start = rng.randrange(32)
@@ -92,20 +92,16 @@ def test_the_next_user_meets_exactly_the_releases_of_its_range():
             with pytest.raises(OverBudget):
                 space.place(start * UNIT, len(units) * UNIT, "new")
             continue
-        buffer, accesses = space.place(start * UNIT, len(units) * UNIT, "new")
+        buffer = space.place(start * UNIT, len(units) * UNIT, "new")
         wanted = {expected.pop(u) for u in units if u in expected}
         assert {t.label for t in buffer.releases} == {f"r{w}" for w in wanted}
-        assert set(accesses) == {f"a{w}" for w in wanted}
         live.append(buffer)
     assert len(space._freed) <= 32
 
 
 def test_settled_ranges_are_forgotten():
-    def settled(freed: Freed) -> bool:
-        return all(event.done() for event in freed.releases)
-
-    space = arena(1000, settled)
-    buffers = [space.place(i * UNIT, UNIT, f"b{i}")[0] for i in range(1000)]
+    space = arena(1000)
+    buffers = [space.place(i * UNIT, UNIT, f"b{i}") for i in range(1000)]
     for buffer in buffers:
         event = pending(buffer.label)
         space.free(buffer, [event])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lt_offload.errors import Race
 from lt_offload.execute.device.base import Cell
+from tests.support.hostile.races import Race
 from tests.unit.execute.device.conftest import KB, MODES
 
 # -- happens-before ----------------------------------------------------------------------------------------------------

@@ -256,15 +256,6 @@ def test_what_stays_on_the_device_counts(opened):
     assert device.memory() == 10 * KB
 
 
-@pytest.mark.parametrize(("accounting", "second"), [("always", 7000), ("off", 0)])
-def test_accounting_always_and_off(opened, accounting, second):
-    device = opened(arena=0, accounting=accounting)
-    for nbytes in (5000, 7000):
-        with device.accounting("a"):
-            torch.empty(nbytes, dtype=torch.uint8)
-    assert device.peak_memory() == second
-
-
 def test_backward_is_counted(opened):
     device = opened(arena=0)
     weight = torch.ones(64, 64, requires_grad=True)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lt_offload.execute.device import emulated
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.device.lanes import GaveUp
+from tests.support.hostile import links
+from tests.support.hostile.device import HostileDevice
 from tests.unit.execute.device.conftest import KB, MODES
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_long_chains_of_lanes_need_no_recursion(opened, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tasks_are_outside_autograd_inference_autocast_and_dispatch_modes(opened, mode):
-    device = opened(mode, accounting="always")
+    device = opened(mode)
     seen = {}
 
     def look():
@@ -186,7 +186,7 @@ def test_memory_released_by_a_failed_task_can_be_used_again(opened, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_close_reports_an_error_that_nobody_saw(mode):
-    device = EmulatedDevice(KB, mode)
+    device = HostileDevice(KB, mode)
     device.submit("host", fail)
     with pytest.raises(KeyError):
         device.close()
@@ -220,7 +220,7 @@ def test_copies_are_throttled_and_the_host_is_not(opened, monkeypatch):
     clock = SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda s: (slept.append(threading.current_thread().name), time.sleep(s))
     )
-    monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(links, "time", clock)
     device = opened("thread", h2d_bytes_per_s=1e6, d2h_bytes_per_s=2e6)
     device.record(True)
     for lane in ("h2d", "d2h", "host"):
@@ -266,7 +266,7 @@ def threads():
 @pytest.mark.parametrize("closed", [True, False])
 def test_nothing_is_left_of_a_device(mode, closed):
     before = len(threads())
-    device = EmulatedDevice(1 << 20, mode, check=True, poison=True)
+    device = HostileDevice(1 << 20, mode, check=True, poison=True)
     device.reserve(KB)
     buffer = device.place(0, KB)
     log = []

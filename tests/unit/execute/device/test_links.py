@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from lt_offload.execute.device import emulated
-from lt_offload.execute.device.emulated import LinkRunner
 from lt_offload.execute.device.lanes import Task
+from tests.support.hostile import links
+from tests.support.hostile.links import LinkRunner
 
 RATE = 1e6
 
@@ -35,7 +36,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(emulated, "time", clock)
+    for module in (emulated, links):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from lt_offload.execute.device.lanes import Task
-from lt_offload.execute.device.threads import ThreadLanes
+from lt_offload.execute.device.lanes import Lanes, Task
 
 LANES = ("h2d", "d2h", "host")
 
@@ -19,7 +18,7 @@ class Program:
         self.random = random.Random(seed)
         self.failing = failing
         self.log, self.tasks, self.broken = [], [], set()
-        self.lanes = ThreadLanes(lambda task: task.work(), threads={})
+        self.lanes = Lanes(lambda task: task.work(), threads={})
 
     def work(self, at, pause, fails):
         def run():
@@ -100,7 +99,7 @@ def test_random_failures_cancel_what_depends_on_them_and_nothing_hangs(seed):
 
 
 def test_everybody_who_waits_is_woken():
-    lanes = ThreadLanes(lambda task: task.work(), threads={})
+    lanes = Lanes(lambda task: task.work(), threads={})
     gate = threading.Event()
     task = Task("h2d", gate.wait)
     lanes.submit(task)
@@ -117,7 +116,7 @@ def test_everybody_who_waits_is_woken():
 
 
 def test_what_is_queued_still_runs_when_lanes_stop():
-    lanes = ThreadLanes(lambda task: task.work(), threads={})
+    lanes = Lanes(lambda task: task.work(), threads={})
     gate, log = threading.Event(), []
     first = Task("h2d", gate.wait)
     lanes.submit(first)
@@ -132,7 +131,7 @@ def test_what_is_queued_still_runs_when_lanes_stop():
 
 def test_threads_are_prepared_before_their_first_task():
     log = []
-    lanes = ThreadLanes(lambda task: task.work(), threads={}, prepare=lambda lane: log.append((lane, "prepared")))
+    lanes = Lanes(lambda task: task.work(), threads={}, prepare=lambda lane: log.append((lane, "prepared")))
     for lane in LANES:
         lanes.submit(Task(lane, lambda lane=lane: log.append((lane, "task"))))
     lanes.stop()

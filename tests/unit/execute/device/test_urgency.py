@@ -6,15 +6,14 @@ import threading
 
 import pytest
 
-from lt_offload.errors import Race
 from lt_offload.execute.device.base import Cell
-from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.execute.device.lanes import Task
-from lt_offload.execute.device.threads import choose
+from lt_offload.execute.device.lanes import Task, choose
+from tests.support.hostile.device import HostileDevice
+from tests.support.hostile.races import Race
 
 
 def test_the_most_urgent_update_runs_first() -> None:
-    device = EmulatedDevice(1024, "thread")
+    device = HostileDevice(1024, "thread")
     log: list[str] = []
     gate = threading.Event()
     first = device.submit("host", gate.wait, urgency=9)
@@ -31,7 +30,7 @@ def test_the_most_urgent_update_runs_first() -> None:
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h"])
 def test_copies_keep_their_order(lane: str) -> None:
-    device = EmulatedDevice(1024, "thread")
+    device = HostileDevice(1024, "thread")
     log: list[int] = []
     for at in range(5):
         device.submit(lane, lambda at=at: log.append(at), urgency=-at)  # type: ignore[arg-type]
@@ -58,7 +57,7 @@ def test_what_is_there_goes_before_what_is_still_on_its_way() -> None:
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_two_updates_of_one_weight_have_to_be_ordered_by_an_event(ordered: bool) -> None:
-    device = EmulatedDevice(1024, "random", seed=1, check=True)
+    device = HostileDevice(1024, "random", seed=1, check=True)
     weight = Cell("weight")
     first = device.submit("host", lambda: None, writes=[weight], op=1, label="one")
     if ordered:

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, Moved
+from tests.support.hostile.device import HostileDevice
 
 MODES = ["lazy", "random", "thread"]
 
 
 @pytest.fixture(params=MODES)
 def device(request: pytest.FixtureRequest):
-    device = EmulatedDevice(1 << 20, request.param, check=True)
+    device = HostileDevice(1 << 20, request.param, check=True)
     device.reserve(0)
     yield device
     device.close()
@@ -34,7 +34,7 @@ def saved() -> dict[str, torch.Tensor]:
 
 
 def travel(
-    device: EmulatedDevice, pool: HostPool, tensors: dict[str, torch.Tensor]
+    device: HostileDevice, pool: HostPool, tensors: dict[str, torch.Tensor]
 ) -> tuple[ActivationOffloader, list[Moved]]:
     """Have ``tensors`` copied to the host and back; return what stands for them."""
     offloader = ActivationOffloader(device, pool, "0")
@@ -46,7 +46,7 @@ def travel(
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_tensors_come_back_as_they_were(device: EmulatedDevice, own: bool) -> None:
+def test_tensors_come_back_as_they_were(device: HostileDevice, own: bool) -> None:
     pool = HostPool(device)
     for _ in range(3):  # the same host memory is used again
         tensors = saved()
@@ -60,7 +60,7 @@ def test_tensors_come_back_as_they_were(device: EmulatedDevice, own: bool) -> No
     assert pool.nbytes == 4096, "storages stand side by side in one buffer"
 
 
-def test_memory_is_let_go_of_when_its_copy_is_over(device: EmulatedDevice) -> None:
+def test_memory_is_let_go_of_when_its_copy_is_over(device: HostileDevice) -> None:
     """Whoever is given it next, here by writing where the saved tensors were, comes after the copy."""
     offloader, tensors = ActivationOffloader(device, HostPool(device), "0"), saved()
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -75,7 +75,7 @@ def test_memory_is_let_go_of_when_its_copy_is_over(device: EmulatedDevice) -> No
     offloader.close()
 
 
-def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device: EmulatedDevice) -> None:
+def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device: HostileDevice) -> None:
     """Nothing has waited for these: their backward broke off while they were on their way back."""
     pool = HostPool(device)
     travel(device, pool, saved())[0].close()
@@ -86,7 +86,7 @@ def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device
     assert pool.nbytes == 4096
 
 
-def test_one_call_copies_them_all_and_each_is_counted(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_copies_them_all_and_each_is_counted(device: HostileDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     copy_all = device.copy_all
 
@@ -108,7 +108,7 @@ def test_one_call_copies_them_all_and_each_is_counted(device: EmulatedDevice, mo
     assert calls == [3, 3]
 
 
-def test_memory_for_many_is_held_against_the_budget(device: EmulatedDevice) -> None:
+def test_memory_for_many_is_held_against_the_budget(device: HostileDevice) -> None:
     parts = [(torch.Size([1 << 16]), torch.float32)] * 4
     with device.accounting():
         first = device.empty_all(parts)

@@ -10,28 +10,28 @@ from torch import nn
 
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device, Event
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup, needed_by_compute
 from lt_offload.execute.memory.residency import Transfer
 from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.tensors import Weight
+from tests.support.hostile.device import HostileDevice
 
 
 @pytest.fixture(params=["lazy", "thread"])
-def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
-    device = EmulatedDevice(1 << 16, request.param, check=True)
+def device(request: pytest.FixtureRequest) -> Iterator[HostileDevice]:
+    device = HostileDevice(1 << 16, request.param, check=True)
     device.reserve(1 << 12)
     yield device
     device.close()
 
 
 @pytest.fixture
-def group(device: EmulatedDevice) -> LiveGroup:
+def group(device: HostileDevice) -> LiveGroup:
     """On the device, where it was fetched to."""
     weight = Weight(0, "w", nn.Parameter(torch.ones(8)))
     (group,) = Layout(device, [weight], [[weight]], None).all
-    group.host_cell.snapshots = Snapshots()
+    group.snapshots = Snapshots()
     group.attach(device.allocate(group.room))
     Transfer(device, [group], label="fetch").fetch()
     return group
@@ -81,10 +81,10 @@ def test_a_device_copy_that_the_host_has_overtaken_is_not_used(group: LiveGroup)
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_task_that_writes_without_a_word_is_found(group: LiveGroup, told: bool) -> None:
-    assert group.host_cell.snapshots is not None
+    assert group.snapshots is not None
     group.device.drain()
     storages = {host.untyped_storage(): 0 for host in group.hosts}
-    snapshot = group.host_cell.snapshots.take(storages, 1 << 16)
+    snapshot = group.snapshots.take(storages, 1 << 16)
     _update(group.device, group, told=told)
     if not told:
         with pytest.raises(AssertionError, match="a snapshot of it had not been told"):

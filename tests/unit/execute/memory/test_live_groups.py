@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
@@ -22,6 +21,7 @@ from lt_offload.plan.assembly.groups import group_tensors
 from lt_offload.plan.assembly.ops import Draft
 from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
 from tests.support import models, plans
+from tests.support.hostile.device import HostileDevice
 
 SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -84,7 +84,7 @@ def plan_of(weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (
 
 @pytest.fixture
 def device() -> Any:
-    made = EmulatedDevice(1 << 22, "lazy", check=True)
+    made = HostileDevice(1 << 22, "lazy", check=True)
     made.reserve(1 << 20)
     yield made
     made.close()
@@ -103,7 +103,7 @@ def members(groups: list[LiveGroup]) -> list[list[int]]:
     return [[member.index for member in group.members] for group in groups]
 
 
-def test_what_lies_side_by_side_and_travels_together_is_one_group(device: EmulatedDevice) -> None:
+def test_what_lies_side_by_side_and_travels_together_is_one_group(device: HostileDevice) -> None:
     weights = weights_of()
     everything = tuple(range(len(weights)))
     first, second = offsets_of(weights), offsets_of(weights, start=8 * ALIGNMENT)
@@ -111,7 +111,7 @@ def test_what_lies_side_by_side_and_travels_together_is_one_group(device: Emulat
     assert members(Layout(device, weights, [weights], plan).all) == [[0, 1, 2, 3, 4]]
 
 
-def test_a_gap_in_any_op_and_another_use_divide(device: EmulatedDevice) -> None:
+def test_a_gap_in_any_op_and_another_use_divide(device: HostileDevice) -> None:
     weights = weights_of()
     everything = tuple(range(len(weights)))
     plan = plan_of(
@@ -123,7 +123,7 @@ def test_a_gap_in_any_op_and_another_use_divide(device: EmulatedDevice) -> None:
     assert members(Layout(device, weights, [weights], plan).all) == [[0, 1], [2, 3], [4]]
 
 
-def test_the_order_in_the_arena_counts(device: EmulatedDevice) -> None:
+def test_the_order_in_the_arena_counts(device: HostileDevice) -> None:
     weights = weights_of()
     order = (3, 0, 4, 1, 2)
     at = dict(zip(order, offsets_of([weights[i] for i in order]), strict=True))
@@ -132,7 +132,7 @@ def test_the_order_in_the_arena_counts(device: EmulatedDevice) -> None:
 
 
 @pytest.mark.parametrize("gaps", [(), (1,), (1, 3)])
-def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int, ...]) -> None:
+def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int, ...]) -> None:
     """Dropped apart, so that there is a group for each, but fetched together."""
     weights = weights_of()
     before = [weight.host.clone() for weight in weights]
@@ -160,7 +160,7 @@ def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int
         assert weight.param.data.data_ptr() == weight.host.data_ptr()
 
 
-def test_what_is_apart_on_the_host_is_not_one_range(device: EmulatedDevice) -> None:
+def test_what_is_apart_on_the_host_is_not_one_range(device: HostileDevice) -> None:
     weights = weights_of()
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights))
     layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
@@ -170,7 +170,7 @@ def test_what_is_apart_on_the_host_is_not_one_range(device: EmulatedDevice) -> N
     assert [host.data_ptr() for host, _ in coalesced([first, third])] == [first.host.data_ptr(), third.host.data_ptr()]
 
 
-def test_saving_one_tensor_writes_its_bytes_only(device: EmulatedDevice) -> None:
+def test_saving_one_tensor_writes_its_bytes_only(device: HostileDevice) -> None:
     weights = weights_of(((4, 4), (4096,), (4, 4)))
     Layout(device, weights, [weights], None)
     assert len({w.group for w in weights}) == 1
@@ -180,7 +180,7 @@ def test_saving_one_tensor_writes_its_bytes_only(device: EmulatedDevice) -> None
         assert file.tell() < 4096
 
 
-def test_states_share_the_layout_of_the_arena(device: EmulatedDevice) -> None:
+def test_states_share_the_layout_of_the_arena(device: HostileDevice) -> None:
     weights = weights_of()
     rooms = tuple(aligned(2 * w.nbytes) for w in weights)
     offsets = tuple(sum(rooms[:i]) for i in range(len(rooms)))
@@ -214,7 +214,7 @@ def grads_of(weights: list[Weight]) -> list[tuple[Weight, Tensor]]:
 
 
 @pytest.mark.parametrize("missing", [None, 3])
-def test_small_gradients_leave_together(device: EmulatedDevice, missing: int | None) -> None:
+def test_small_gradients_leave_together(device: HostileDevice, missing: int | None) -> None:
     large = SMALL_GRADIENT // 4
     weights = weights_of((*SHAPES, (3, 3), (large,)))
     Layout(device, weights, [weights], None)
@@ -239,7 +239,7 @@ def test_copies_per_iteration_do_not_depend_on_the_number_of_tensors() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     structure = find_blocks(model)
     plan = plans.streamed(structure, optimizer, options=("keep",), places=("host",))
-    device = EmulatedDevice(1 << 26, "lazy", check=True)
+    device = HostileDevice(1 << 26, "lazy", check=True)
     engine = Engine(model, optimizer, plan, device, structure=structure)
     copies = []
     copy = device.copy

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
+from tests.support.hostile.device import HostileDevice
 
 ROOM = 512
 """What each of the weights takes of an arena."""
@@ -22,7 +22,7 @@ ROOM = 512
 @pytest.mark.parametrize("blocks", [0.5, 1, 1.5, 2, 3])
 def test_what_is_computed_with_stays_until_then(blocks: float) -> None:
     """The next block is fetched where there is room beside the one that runs, and takes nothing from that."""
-    device = EmulatedDevice(1 << 16, "lazy", check=True)
+    device = HostileDevice(1 << 16, "lazy", check=True)
     weights = [Weight(i, f"w{i}", nn.Parameter(torch.full((ROOM // 4,), float(i)))) for i in range(3)]
     sequence = [[weight] for weight in weights]
     residency: Any = SimpleNamespace(run_releases=lambda: None, unsettle=lambda: None)

@@ -9,17 +9,22 @@ lane. What a finished ``synchronize`` or ``drain`` has shown to the calling thre
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from weakref import WeakKeyDictionary
 
-from lt_offload.errors import Race
-from lt_offload.execute.device.base import LOOSE, Buffer, Cell
+from lt_offload.execute.device.base import Buffer, Cell
+from lt_offload.execute.device.lanes import LOOSE
 
 Clock = tuple[int, ...]
 """Entries that are missing at the end are 0."""
 
 ORIGIN: Clock = ()
 """Before everything."""
+
+
+class Race(AssertionError):
+    """Two accesses to one thing, at least one of them a write, that nothing orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,18 @@ class History:
     defined: bool = True
     """Something was written; False for arena memory just placed."""
     freed: bool = False
+    releases: tuple[Clock, ...] = ()
+    """What a write has to be ordered after because of who had the range before; as long as nobody has written it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Freed:
+    """A free range of the arena that was used before."""
+
+    start: int
+    end: int
+    accesses: tuple[Access, ...]
+    releases: tuple[Clock, ...]
 
 
 class Checker:
@@ -60,6 +77,13 @@ class Checker:
         self._clocks: dict[int, Clock] = {0: (1,)}
         """By index."""
         self._known = ORIGIN
+        self._histories: WeakKeyDictionary[Cell, History] = WeakKeyDictionary()
+        self._freed: list[_Freed] = []
+        """Disjoint."""
+
+    def history(self, cell: Cell) -> History:
+        """Return the accesses to ``cell`` that count."""
+        return self._histories.setdefault(cell, History())
 
     def task(
         self,
@@ -102,21 +126,29 @@ class Checker:
         """The calling thread has seen all lanes idle."""
         self.synchronize([clock for index, clock in self._clocks.items() if index])
 
-    def known(self, clocks: Iterable[Clock], accesses: Iterable[Access]) -> bool:
-        """Return whether everything submitted from now on is ordered after all of these anyway."""
-        return all(_merge(self._known, clock) == self._known for clock in clocks) and all(
-            access.before(self._known) for access in accesses
-        )
+    def place(self, buffer: Buffer) -> None:
+        """``buffer`` is new memory: whoever had the range before is remembered."""
+        start, end = buffer.offset, buffer.offset + buffer.nbytes
+        taken = [freed for freed in self._freed if freed.start < end and start < freed.end]
+        if taken:
+            rest = [replace(freed, end=start) for freed in taken if freed.start < start]
+            rest += [replace(freed, start=end) for freed in taken if end < freed.end]
+            self._freed = [freed for freed in self._freed if freed not in taken] + rest
+        accesses = dict.fromkeys(access for freed in taken for access in freed.accesses)
+        releases = dict.fromkeys(clock for freed in taken for clock in freed.releases)
+        self._histories[buffer] = History(list(accesses), defined=False, releases=tuple(releases))
 
-    def place(self, buffer: Buffer, accesses: Iterable[Access]) -> None:
-        """``buffer`` is new memory, last touched by ``accesses``."""
-        buffer.history = History(list(accesses), defined=False)
-
-    def free(self, buffer: Buffer) -> list[Access]:
-        """Nobody may touch ``buffer`` any more; return what the next user of its memory must be ordered after."""
-        history: History = buffer.history
+    def free(self, buffer: Buffer, after: Iterable[Clock]) -> None:
+        """Nobody may touch ``buffer`` any more; whoever writes its memory next is ordered after ``after``."""
+        history = self.history(buffer)
         history.freed = True
-        return history.accesses
+        if buffer.nbytes:
+            end, releases = buffer.offset + buffer.nbytes, (*after, *history.releases)
+            self._freed.append(_Freed(buffer.offset, end, tuple(history.accesses), releases))
+
+    def forget_memory(self) -> None:
+        """The arena is another one."""
+        self._freed.clear()
 
     def _access(
         self, lane: str, index: int, clock: Clock, by: str, reads: Sequence[Cell], writes: Sequence[Cell]
@@ -124,9 +156,7 @@ class Checker:
         # Reads first: who reads and writes a thing needs it to be defined before.
         for write, cells in ((False, reads), (True, writes)):
             for cell in cells:
-                if cell.history is None:
-                    cell.history = History()
-                _check(cell.history, Access(lane, index, clock[index], write, by, _name(cell)), clock)
+                _check(self.history(cell), Access(lane, index, clock[index], write, by, _name(cell)), clock)
 
 
 def _check(history: History, new: Access, clock: Clock) -> None:
@@ -139,7 +169,7 @@ def _check(history: History, new: Access, clock: Clock) -> None:
             raise Race(f"{new}, not ordered after: {old}")
     if new.write:
         history.accesses[:] = [new]
-        history.defined = True
+        history.defined, history.releases = True, ()
     else:
         history.accesses[:] = [a for a in history.accesses if a.write or a.index != new.index] + [new]
 
