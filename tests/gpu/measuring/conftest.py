@@ -28,7 +28,7 @@ def short(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     if not target.real:
         monkeypatch.setattr(rates, "_COPY_BYTES", 4 * MIB)
         monkeypatch.setattr(contention, "_COPY_BYTES", 4 * MIB)
-        monkeypatch.setattr(contention, "_ROUNDS", (1, 1))
+        monkeypatch.setattr(contention, "_ROUNDS", 1)
         monkeypatch.setattr(zero_copy, "_SPEED_BYTES", 4 * MIB)
         monkeypatch.setattr(zero_copy, "LEAST_SPEED", 0.0)
 

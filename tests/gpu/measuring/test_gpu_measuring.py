@@ -139,7 +139,7 @@ def test_a_model_is_measured_in_little_memory(
     """However fast the device is: it would multiply matrices of a quarter of a gigabyte, were there room."""
     monkeypatch.setattr(rates, "_LONG_ENOUGH", math.inf)
     monkeypatch.setattr(rates, "_MOST_TIMES", 1)
-    monkeypatch.setattr(contention, "_ROUNDS", (1, 1))
+    monkeypatch.setattr(contention, "_ROUNDS", 1)
     monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
     monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", contention.measure_contention)
     if not target.real:
