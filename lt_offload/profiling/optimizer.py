@@ -464,7 +464,7 @@ def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], No
         mapped: whether they are in memory like that of the engine for a GPU.
     """
     sample = replace(_largest(optimizer), shape=_TRIAL_SHAPE)
-    trials = _ELEMENTS["cuda" if mapped else "cpu"] // math.prod(_TRIAL_SHAPE)
+    trials = _ELEMENTS["cuda" if mapped else "cpu"] // 2 // math.prod(_TRIAL_SHAPE)
     stand_ins = [_ParameterStandIn(sample, torch.device("cpu")) for _ in range(trials)]
     for stand_in in stand_ins:
         stand_in.step()  # makes the state
