@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
     group.addoption("--full", action="store_true", help="all rows of the grids of which a run takes a sample otherwise")
     group.addoption("--every-row", action="store_true", help="all rows of all tests but those grids")
-    group.addoption("--few", action="store_true", help="of tests/gpu on the fake GPU: a quarter of the loops and users")
+    group.addoption("--few", action="store_true", help="of tests/gpu on the fake GPU: a part of each file")
     group.addoption("--recompute", action="store_true", help="of tests/parity: every plan recomputes all that it can")
     group.addoption("--rows", type=int, metavar="N", default=0, help="no more tests than a sample of so many")
     group.addoption("--sample-seed", type=int, metavar="N", default=sampling.SEED, help="draws the samples")
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave tests that take long some of their rows, without --full."""
     kept = items
     if not config.getoption("every_row"):
-        kept = sampling.without_slow(sampling.of_tests(items, sampling.SHARES))
+        kept = sampling.of_files(sampling.without_slow(sampling.of_tests(items, sampling.SHARES)), sampling.TESTS)
     if count := config.getoption("rows"):
         kept = sampling.some(kept, count)
     left_out = set(items).difference(kept)
@@ -123,9 +123,10 @@ def no_rank() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let profiles be of one machine, which is measured once and whose lanes share nothing."""
+    """Let profiles be of one machine, which is measured once and whose lanes share nothing, and each block run once."""
     from lt_offload.schema.profile import Contention
     from tests.support.machine import this_machine
 
     monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", lambda *args, **kwargs: Contention())
     monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", lambda *args, **kwargs: this_machine())
+    monkeypatch.setattr("lt_offload.profiling.meters._MOST", 1)

@@ -1,12 +1,14 @@
 """The rows of grids that one run of the tests takes: a sample drawn by a seed, or all with ``--full``.
 
 Large grids draw their rows themselves. Of all other tests a run takes a few rows where they differ in a ``seed`` only,
-a part of the rows in the folders of ``SHARES``, few of the tests that are marked ``slow`` and none that is ``long``.
+a part of the rows in the folders of ``SHARES``, a part of each file's tests in those of ``TESTS``, few of the tests
+that are marked ``slow`` and none that is ``long``.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 from collections import Counter, defaultdict
@@ -52,6 +54,8 @@ ON_THE_FAKE_GPU = {
 """The same there; rows of users and loops are whole runs."""
 FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuring": 3}
 """The same with ``--few``."""
+TESTS, FEW_TESTS = {"parity": 2}, {"gpu/loops": 4, "gpu/users": 4, "gpu/measuring": 2, "gpu/engine": 2}
+"""One test in so many of each file there is run, and at least one; and of them on the fake GPU, with ``--few``."""
 NOT_WITH_FEW = "gpu/loops/test_cli.py"
 """What is left out with ``--few``: whole runs of the command line, twenty seconds each."""
 SEEDS = 5
@@ -133,12 +137,13 @@ def without_slow(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item not in left_out]
 
 
-def a_quarter(items: list[pytest.Item], places: Sequence[str]) -> list[pytest.Item]:
-    """Return ``items`` with one in four of the tests in the folders ``places``."""
-    names = {
-        item.nodeid.partition("[")[0]
-        for item in items
-        if any(item.path.is_relative_to(HERE / place) for place in places)
-    }
-    left_out = names.difference(some(sorted(names), len(names) // 4, "quarter"))
+def of_files(items: list[pytest.Item], shares: Mapping[str, int]) -> list[pytest.Item]:
+    """Return ``items`` with one in so many of the tests of each file in a folder of ``shares``, and at least one."""
+    tests = defaultdict[Path, dict[str, None]](dict)
+    for item in items:
+        tests[item.path][item.nodeid.partition("[")[0]] = None
+    left_out: set[str] = set()
+    for path, mine in tests.items():
+        share = next((share for place, share in shares.items() if path.is_relative_to(HERE / place)), 1)
+        left_out.update(set(mine).difference(some(list(mine), math.ceil(len(mine) / share), path.name)))
     return [item for item in items if item.nodeid.partition("[")[0] not in left_out]

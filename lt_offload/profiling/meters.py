@@ -35,7 +35,7 @@ AHEAD = 1.5
 
 _AGREE = 0.05
 """The two fastest of several repetitions differ by less than this part if nothing has disturbed them."""
-_MOST, _LONG = 6, 1.5
+_MOST, _LONG = 4, 1.5
 """So many repetitions, and seconds of them, are enough in any case."""
 _aten = torch.ops.aten
 _attention: Callable[..., int] = sdpa_flop_count

@@ -59,10 +59,11 @@ _STEPS, _UNCHANGED = 16, 3
 _SAMPLE_ELEMENTS, _LEAST_ELEMENTS = 1 << 22, 1 << 16
 """Of the tensor that is updated, and of all of it that a device has to have room for."""
 _ESTIMATE_SHAPE = (256, 256)
-_HOST_ELEMENTS = 1 << 25
-"""With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
-_TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
-"""Tensors of a trial: for an fp32 AdamW a quarter of a gigabyte in all, and steps of milliseconds."""
+_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 23}
+"""By device, of all that is updated at a time: with gradients and states half a gigabyte for an fp32 AdamW, more than
+caches of servers hold; the emulated device is not worth so much time."""
+_TRIAL_SHAPE = (512, 2048)
+"""Of tensors whose update takes milliseconds."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
@@ -367,8 +368,9 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     """
     name, sample = type(optimizer).__name__, _largest(optimizer)
     if device.type != "cuda":
-        speed = _speed(_host_stand_in(optimizer, sample), device)
-        scratch = _scratch(_ParameterStandIn(sample, device))
+        speed = _speed(_host_stand_in(optimizer, sample, _ELEMENTS["cpu"]), device)
+        # Per byte, which a few rows show.
+        scratch = _scratch(_ParameterStandIn(replace(sample, shape=_cut(sample.shape, _LEAST_ELEMENTS)), device))
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
     speeds = _host_speeds(optimizer, sample, memory_node_of(device))
     threads = _enough(speeds)
@@ -393,7 +395,7 @@ def _device_speed(optimizer: Optimizer, sample: _Sample, device: torch.device) -
         copies = max(1, min(elements, most) // max(1, math.prod(part.shape)))
         return _speed(_ParameterStandIn(part, device, copies=copies), device)
 
-    return in_what_room(measure, _HOST_ELEMENTS, least=_LEAST_ELEMENTS)
+    return in_what_room(measure, _ELEMENTS["cuda"], least=_LEAST_ELEMENTS)
 
 
 def _device_scratch(sample: _Sample, device: torch.device, most: int) -> float:
@@ -416,7 +418,7 @@ def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dic
     def measure() -> None:
         try:
             node.bind()
-            stand_in = _host_stand_in(optimizer, sample)
+            stand_in = _host_stand_in(optimizer, sample, _ELEMENTS["cuda"])
             stand_in.step()  # makes the state
             stand_in.map()
             for threads in thread_counts(cores - 1):
@@ -446,11 +448,11 @@ def thread_counts(most: int) -> list[int]:
     return counts if counts[-1] >= most else [*counts, most]
 
 
-def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _ParameterStandIn:
-    """Return copies of ``sample``, in total as large as the parameters, within bounds."""
+def _host_stand_in(optimizer: Optimizer, sample: _Sample, most: int) -> _ParameterStandIn:
+    """Return copies of ``sample``, in total as large as the parameters, of ``most`` elements and within the RAM."""
     elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    most = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
-    copies = min(elements, _HOST_ELEMENTS, int(most)) // max(1, math.prod(sample.shape))
+    room = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
+    copies = min(elements, most, int(room)) // max(1, math.prod(sample.shape))
     return _ParameterStandIn(sample, torch.device("cpu"), copies=max(1, copies))
 
 
@@ -462,7 +464,8 @@ def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], No
         mapped: whether they are in memory like that of the engine for a GPU.
     """
     sample = replace(_largest(optimizer), shape=_TRIAL_SHAPE)
-    stand_ins = [_ParameterStandIn(sample, torch.device("cpu")) for _ in range(_TRIALS)]
+    trials = _ELEMENTS["cuda" if mapped else "cpu"] // 2 // math.prod(_TRIAL_SHAPE)
+    stand_ins = [_ParameterStandIn(sample, torch.device("cpu")) for _ in range(trials)]
     for stand_in in stand_ins:
         stand_in.step()  # makes the state
         if mapped:

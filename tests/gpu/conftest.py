@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         few = config.getoption("few")
         kept = sampling.of_tests(kept, sampling.FEW_ON_THE_FAKE_GPU if few else sampling.ON_THE_FAKE_GPU)
         if few:
-            kept = sampling.a_quarter(kept, ("gpu/loops", "gpu/users"))
+            kept = sampling.of_files(kept, sampling.FEW_TESTS)
             kept = [item for item in kept if item.path != sampling.HERE / sampling.NOT_WITH_FEW]
     left_out = set(items).difference(kept)
     if left_out:

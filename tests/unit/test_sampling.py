@@ -102,12 +102,16 @@ def test_one_row_is_run_where_it_is_asked_for() -> None:
     assert sampling.of_tests(asked, {"a": 3}) == asked
 
 
-def test_a_quarter_of_the_tests_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_the_tests_of_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "FULL", False)
-    items = [item for number in range(8) for item in rows("a/test_x.py", f"test{number}", 1 + number % 3)]
-    others = rows("c/test_x.py", "other", 5)
-    chosen = sampling.a_quarter([*items, *others], ["a"])
-    assert [item for item in chosen if item in others] == others
-    kept = {item.nodeid.partition("[")[0] for item in chosen if item not in others}
-    assert len(kept) == 2
-    assert [item for item in items if item in chosen] == [i for i in items if i.nodeid.partition("[")[0] in kept]
+    files = {"a/test_x.py": 8, "a/test_y.py": 1, "c/test_z.py": 5}
+    items = [
+        item
+        for file, count in files.items()
+        for test in range(count)
+        for item in rows(file, f"test{test}", 1 + test % 3)
+    ]
+    chosen = sampling.of_files(items, {"a": 4})
+    kept = {item.nodeid.partition("[")[0] for item in chosen}
+    assert [sum(file in name for name in kept) for file in files] == [2, 1, 5]
+    assert chosen == [item for item in items if item.nodeid.partition("[")[0] in kept]

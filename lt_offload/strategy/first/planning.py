@@ -183,7 +183,8 @@ class FirstPlanning(Processes):
         if self.profile is not None:  # what has turned out to be no block is called as it always is
             structure = as_called(self._module, self.profile.blocks)
         self._close_engine()
-        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        if self.profile is not None:
+            gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         self.run_before.warn_of_frozen(self._module)
         self._known = self.profile or known_machine(self, self.run_before)
         budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory

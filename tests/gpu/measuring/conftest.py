@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lt_offload.machine import zero_copy
-from lt_offload.profiling import contention, rates
+from lt_offload.profiling import contention, optimizer, rates
 from tests.gpu.measuring.tiny import MIB
 from tests.gpu.target import Target
 
@@ -24,11 +24,12 @@ def device(target: Target) -> Iterator[torch.device]:
 
 @pytest.fixture
 def short(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where times mean nothing, copies may be short."""
+    """Where times mean nothing, copies and updates may be short."""
     if not target.real:
         monkeypatch.setattr(rates, "_COPY_BYTES", 4 * MIB)
         monkeypatch.setattr(contention, "_COPY_BYTES", 4 * MIB)
-        monkeypatch.setattr(contention, "_ROUNDS", (1, 1))
+        monkeypatch.setattr(contention, "_ROUNDS", 1)
+        monkeypatch.setitem(optimizer._ELEMENTS, "cuda", 1 << 22)
         monkeypatch.setattr(zero_copy, "_SPEED_BYTES", 4 * MIB)
         monkeypatch.setattr(zero_copy, "LEAST_SPEED", 0.0)
 

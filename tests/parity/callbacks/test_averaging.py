@@ -210,6 +210,7 @@ def own(strategy: Any, **settings: Any) -> tuple[Run, OwnAverage]:
     return fit(strategy, seeded_module(**OPTIONS), callbacks=[callback, Nearby()], **settings), callback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", sampling.some([{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-true"}], 2), ids=str
 )

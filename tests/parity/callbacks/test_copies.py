@@ -86,6 +86,7 @@ def copying(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[di
     return found
 
 
+@pytest.mark.slow
 @with_every_budget
 def test_copies_compute_what_plain_ones_would(budget: str) -> None:
     assert differences(plain(Attending, copying), by_budget(Attending, budget, copying)) == []

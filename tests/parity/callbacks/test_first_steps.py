@@ -145,6 +145,7 @@ def test_they_equal_stock_and_lead_to_a_plan(case: str, monkeypatch: pytest.Monk
     assert len(made) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["a forward is dropped", "an optimizer of its own"])
 def test_they_equal_stock_in_little_memory(case: str) -> None:
     kind, settings = CASES[case]

@@ -79,6 +79,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", sampling.some([{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], 2))
 @pytest.mark.parametrize("activation_offload", [True, False])
 def test_each_that_is_larger_is_planned_for(window: dict[str, Any], activation_offload: bool, shown: list[int]) -> None:
@@ -113,6 +114,7 @@ def test_what_has_begun_with_a_step_that_counts_goes_on_with_such(shown: list[in
     assert shown == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_room_for_what_was_shown(shown: list[int], tmp_path: Path) -> None:
     """Its first batch is a small one."""
     memory = tight(seeded().model)
@@ -132,6 +134,7 @@ def test_no_other_plan_is_made_where_there_is_memory_enough(shown: list[int]) ->
     assert shown == [0]
 
 
+@pytest.mark.slow
 def test_padding_takes_more(shown: list[int]) -> None:
     """Attention leaves a mask out that hides nothing."""
     stock, ours = fit("auto", seeded(padded=5)), fit(OffmateStrategy(memory="200MB"), seeded(padded=5))

@@ -173,6 +173,7 @@ def test_a_device_that_is_too_small_is_said_with_what_is_needed(memory: str) -> 
     assert caught.value.needed_bytes is not None
 
 
+@pytest.mark.slow
 def test_so_it_is_of_a_step_that_needs_hooks() -> None:
     """It cannot be measured before they are called: its first step runs without a plan, and shows what it needs."""
     with pytest.raises(InfeasibleError, match=r"memory=1 kB is too small for a validation.*num_sanity_val_steps=0"):

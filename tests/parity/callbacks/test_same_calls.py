@@ -373,6 +373,7 @@ class Tuned(FirstThrownAway):
         return None if loss is None or (self.current_epoch == 0 and batch_idx == 1) else {"loss": loss, "of": batch_idx}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("kind", [Halves, AnyArguments, FirstLeftOut, FirstThrownAway, Tuned])
 def test_of_steps(kind: type[Traced]) -> None:

@@ -264,6 +264,7 @@ def saved_after_thawing(folder: Path) -> Path:
     return folder / "step=3.ckpt"
 
 
+@pytest.mark.slow
 def test_weights_that_only_the_optimizer_of_the_checkpoint_held_are_named(tmp_path: Path) -> None:
     path = saved_after_thawing(tmp_path)
     frozen = At("on_train_start", 99, thaw, body_frozen)
@@ -272,6 +273,7 @@ def test_weights_that_only_the_optimizer_of_the_checkpoint_held_are_named(tmp_pa
         fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[frozen], ckpt=path, max_epochs=2)
 
 
+@pytest.mark.slow
 def test_weights_that_a_hook_freezes_again_are_named(tmp_path: Path) -> None:
     path = saved_after_thawing(tmp_path)
 
@@ -289,6 +291,7 @@ def test_weights_that_a_hook_freezes_again_are_named(tmp_path: Path) -> None:
         fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[Freezing()], ckpt=path, max_epochs=2)
 
 
+@pytest.mark.slow
 def test_weights_frozen_since_train_again(tmp_path: Path) -> None:
     """Frozen at the start of the resumed run, held by its optimizer: they train as in the checkpoint's run."""
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")

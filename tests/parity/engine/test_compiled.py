@@ -133,6 +133,7 @@ def measured(case: Case, batch: dict[str, Tensor]) -> Profile:
     return profile(model, batch, optimizer=optimizer, device="cpu", hardware=machine)
 
 
+@pytest.mark.slow
 def test_profiled_planned_and_trained() -> None:
     """Profiling on a batch of another shape leaves no trace in what is compiled for training."""
     case = Case(dropout=0.1, mode="thread", shapes=SHAPES)

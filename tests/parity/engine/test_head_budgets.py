@@ -149,6 +149,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
 def test_chunks_in_windows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three batches per update: the gradient of each loss is a third, which no dtype has."""

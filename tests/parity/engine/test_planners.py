@@ -168,7 +168,7 @@ def quickstart(**other: int) -> Task:
     return task(model.train(), {"input_ids": ids, "labels": ids.clone()})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quickstart_model() -> None:
     """A table of 49152 rows, and fewer of its layers, in two thirds of what they take."""
     made = quickstart(**({} if sampling.FULL else {"num_hidden_layers": 3}))

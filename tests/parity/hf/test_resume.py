@@ -40,6 +40,7 @@ def shrinking() -> list[Any]:
     return [longest, shortest, *others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_it_has_the_plan_of_its_run(evaluates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluation = {"eval_strategy": "steps", "eval_steps": 3, "_eval_dataset": cases.rows(5)} if evaluates else {}
@@ -86,6 +87,7 @@ class Freezing(TrainerCallback):  # type: ignore[misc]
         swapped(model)
 
 
+@pytest.mark.slow
 def test_it_trains_the_weights_that_its_run_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = partial(lt_offload.hf_trainer, memory="200kB", planner="stream")
     whole = train(held, tmp_path / "plain")
@@ -104,6 +106,7 @@ def test_it_trains_the_weights_that_its_run_trained(tmp_path: Path, monkeypatch:
     assert [sentence.split(": ")[-1].split(";")[0] for sentence in said] == ["model.embed_tokens.weight"]
 
 
+@pytest.mark.slow
 def test_weights_that_no_optimizer_holds_are_named(tmp_path: Path) -> None:
     """A Trainer's own has those that train when it is made."""
     context = partial(lt_offload.hf_trainer, memory="1GB", planner="resident")

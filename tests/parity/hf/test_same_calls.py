@@ -231,6 +231,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_trainer(kind: str, tmp_path: Path) -> None:
     options = KINDS[kind]

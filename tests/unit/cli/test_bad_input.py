@@ -275,6 +275,7 @@ def test_a_bar_of_ones_own_replaces_the_recipes(recipe: str) -> None:
     assert bar.refresh_rate == 7
 
 
+@pytest.mark.slow
 def test_quiet_says_results_only(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([recipe, "--quiet", "--trainer.default_root_dir", "run"]) == 0
     captured = capfd.readouterr()

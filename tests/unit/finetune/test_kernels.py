@@ -91,6 +91,7 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
         kernels.check_compiler()
 
 
+@pytest.mark.slow
 def test_the_table_of_ways_has_a_row_for_each() -> None:
     config = models.build("llama-tied").config
     found = list(cases(config, 0.5, batch_size=2, sequence_length=12))
@@ -135,6 +136,7 @@ def test_models_without_kernels_are_an_error() -> None:
         kernels.plan_liger(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(models.FAMILIES) & set(kernels.FAMILIES)))
 def test_kernels_that_are_planned_save_what_those_that_run_save(family: str) -> None:
     machine = replace(load_hardware("rtx-3060"), context_bytes=0)

@@ -269,6 +269,7 @@ def test_tensors_of_all_kinds_in_one_call(kernel: native.Kernel) -> None:
     assert native.update([], options()) == []
 
 
+@pytest.mark.slow
 def test_a_compiled_kernel_is_found_again(tmp_path: Path, kernel: native.Kernel, fresh: None) -> None:
     first = native.build(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
@@ -346,6 +347,7 @@ def test_a_source_that_does_not_compile_names_the_error(
     assert not list((tmp_path / "lt_offload" / "kernels").iterdir())
 
 
+@pytest.mark.slow
 def test_a_kernel_that_rounds_in_another_way_is_not_used(
     kernel: native.Kernel,
     fresh: None,

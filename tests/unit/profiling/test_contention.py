@@ -93,14 +93,13 @@ def machine(turns: Sequence[float]) -> Iterator[Any]:
     yield runs
 
 
-@pytest.mark.parametrize(("turns", "rounds", "scatter"), [([1.5, 1.5], 2, 0.0), ([1.5, 3.0, 1.5], 3, 0.5)])
-def test_measurements_are_repeated_until_they_agree(turns: list[float], rounds: int, scatter: float) -> None:
+@pytest.mark.parametrize(("turns", "factor", "scatter"), [([1.5, 1.5], 1.5, 0.0), ([1.5, 2.5], 2.0, 0.25)])
+def test_measurements_are_repeated(turns: list[float], factor: float, scatter: float) -> None:
     rates, runs = machine(turns)
     found = contention_of(rates)
-    assert len(runs) == rounds * (len(SHARING) + len(SETS))
+    assert len(runs) == 2 * (len(SHARING) + len(SETS))
     (host,) = [s for s in found.slowdowns if s.lane == "host" and s.beside == ("h2d", "d2h")]
-    assert host.factor == 1.5
-    assert host.scatter == pytest.approx(scatter)
+    assert (host.factor, host.scatter) == (pytest.approx(factor), pytest.approx(scatter))
     (copies,) = [s for s in found.slowdowns if s.lane == "h2d" and s.beside == ("d2h", "host")]
     assert (copies.factor, copies.scatter) == (1.0, 0.0)
 

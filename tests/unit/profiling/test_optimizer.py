@@ -223,11 +223,10 @@ def test_masters_are_counted_and_cost_what_they_move() -> None:
 def test_updates_on_the_host_are_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [nn.Parameter(torch.zeros(64, 100)) for _ in range(7)]
     optimizer = AdamW(found, fused=True)
-    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 7 * 64 * 100 * 4
-    monkeypatch.setattr(module, "_HOST_ELEMENTS", 20_000)
-    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 3 * 64 * 100 * 4
+    assert module._host_stand_in(optimizer, module._largest(optimizer), 1 << 25).nbytes == 7 * 64 * 100 * 4
+    assert module._host_stand_in(optimizer, module._largest(optimizer), 20_000).nbytes == 3 * 64 * 100 * 4
     monkeypatch.setattr(module, "available_host_bytes", lambda: 0)
-    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 64 * 100 * 4
+    assert module._host_stand_in(optimizer, module._largest(optimizer), 1 << 25).nbytes == 64 * 100 * 4
 
 
 def test_numbers_of_threads() -> None:

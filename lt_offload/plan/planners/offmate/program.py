@@ -62,16 +62,24 @@ class RelaxedPrograms:
     def solution(self, budget_bytes: int, host_budget_bytes: int | None, time_limit: float) -> Solution:
         """Return the relaxation's flows with rounded options: what a schedule needs that finds all times anew.
 
-        Errors as :func:`solve_offmate`.
+        Raises:
+            InfeasibleError: if the budgets are too small; see :meth:`needed_bytes`.
+            ConfigError: as :func:`solve_offmate`.
         """
         search = self._search
         search.limit(budget_bytes, host_budget_bytes, time_limit)
         # Interior points are faster from nothing; from a basis of almost the same program the simplex method is.
         method, self._method = self._method, "again"
         if not search.relax(method):
-            raise _infeasible(search.program.profile, search.config, Program)
+            raise InfeasibleError("the program has no solution")
         search.round()
         return search.solution()
+
+    def needed_bytes(self) -> int | None:
+        """Return the smallest device budget with which the last program would have a solution, None if none would."""
+        with suppress(InfeasibleError):
+            return smallest_budget(self._search.program.profile, self._search.config)
+        return None
 
 
 def lower_bound(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> float:

@@ -109,8 +109,8 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         try:
             solution = programs.solution(search.next, ram.next, left)
         except InfeasibleError as error:
-            candidates.fail(name, "the program has no solution")
-            if not (ram.back() or search.raise_to(error.needed_bytes)):
+            candidates.fail(name, str(error))
+            if not (ram.back() or search.raise_to(programs.needed_bytes())):
                 break
             continue
         except ConfigError as error:
