@@ -23,6 +23,7 @@ from lt_offload.cli import recipes
 from lt_offload.cli.compose import compose
 from lt_offload.cli.loggers import loggers
 from lt_offload.cli.progress import quiet, say
+from lt_offload.cli.static.flags import joined
 from lt_offload.cli.wording import explain, misconfigured
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
@@ -88,7 +89,7 @@ class App(LightningCLI):
             load_from_checkpoint_support=False,
             # Everything comes as arguments, files too, so that jsonargparse has one order of what overrides what.
             # run=False: Lightning's subcommands do not exist here, verbs/ calls the Trainer.
-            args=compose(files, args),
+            args=compose(files, joined(args)),
             run=False,
         )
 

@@ -9,7 +9,6 @@ import torch
 
 from lt_offload.cli import messages, recipes
 from lt_offload.cli.app import App
-from lt_offload.cli.static.flags import with_values
 from lt_offload.cli.table import Verb
 from lt_offload.finetune import processes
 
@@ -27,7 +26,7 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     # A plan for a card that is named is one on a GPU, whatever this machine has.
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
     function = verb.load()
-    app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], with_values(args))
+    app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
     if of_run:
         app.use_newest_checkpoint()
     else:

@@ -59,10 +59,10 @@ _STEPS, _UNCHANGED = 16, 3
 _SAMPLE_ELEMENTS, _LEAST_ELEMENTS = 1 << 22, 1 << 16
 """Of the tensor that is updated, and of all of it that a device has to have room for."""
 _ESTIMATE_SHAPE = (256, 256)
-_HOST_ELEMENTS = 1 << 25
-"""With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
-_TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
-"""Tensors of a trial: for an fp32 AdamW a quarter of a gigabyte in all, and steps of milliseconds."""
+_HOST_ELEMENTS = 1 << 24
+"""With gradients and states a quarter of a gigabyte, for an fp32 AdamW: more than caches hold."""
+_TRIAL_SHAPE, _TRIALS = (512, 2048), 8
+"""Tensors of a trial: for an fp32 AdamW an eighth of a gigabyte in all, and steps of milliseconds."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
@@ -368,7 +368,8 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     name, sample = type(optimizer).__name__, _largest(optimizer)
     if device.type != "cuda":
         speed = _speed(_host_stand_in(optimizer, sample), device)
-        scratch = _scratch(_ParameterStandIn(sample, device))
+        # Per byte, which a few rows show.
+        scratch = _scratch(_ParameterStandIn(replace(sample, shape=_cut(sample.shape, _LEAST_ELEMENTS)), device))
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
     speeds = _host_speeds(optimizer, sample, memory_node_of(device))
     threads = _enough(speeds)

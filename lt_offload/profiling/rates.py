@@ -24,9 +24,9 @@ from lt_offload.machine.pages import map_pages
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import locked
 
-_COPY_BYTES, _LEAST_COPY_BYTES = 64 << 20, 1 << 20
+_COPY_BYTES, _LEAST_COPY_BYTES = 32 << 20, 1 << 20
 """What is copied: so much, or less of it where the device has no room."""
-_STREAM_REPEATS, _THREAD_REPEATS = 16, 5
+_STREAM_REPEATS, _THREAD_REPEATS = 16, 3
 LOCKED_BYTES = 2 * _COPY_BYTES + STAGING_BYTES
 """Host memory that is page-locked for the measurement."""
 _Pair = tuple[Tensor, Tensor]
