@@ -65,7 +65,8 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
     ours = values([*files, *more], args).get("trainer.strategy") in STRATEGY_NAMES
     for file in (*files, *more):
         for key, value in dotted(read(file)):
-            _check_key(key, value, [*OF_FILES, *entries(verb.name)], ours, f" in {file}")
+            top = key.partition(".")[0]
+            _check_key(key if top in _TOP else top, value, [*OF_FILES, *entries(verb.name)], ours, f" in {file}")
     for name, _ in flags:
         if name not in of_call(verb) and (
             owners := [one.name for one in VERBS.values() if one.recipe and name in entries(one.name)]

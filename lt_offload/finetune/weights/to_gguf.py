@@ -237,8 +237,9 @@ def _rope_factors(config: Any) -> Tensor:
 
     size = _head(config)
     plain = 1.0 / _rope(config)["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    scaled: Tensor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
-    return plain / scaled
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    factors: Tensor = plain / scaled
+    return factors
 
 
 def _stored(name: str, tensor: Tensor, config: Any) -> Tensor:

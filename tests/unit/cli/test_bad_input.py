@@ -143,7 +143,7 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("modle: {name: x}", "unknown setting 'modle.name' in child.yaml; did you mean model.name?"),
+        ("modle: {name: x}", "unknown setting 'modle' in child.yaml; did you mean model?"),
         ("model: null", "recipe child.yaml: model: has no settings; remove it"),
         ("data: text.txt", "recipe child.yaml: data: 'text.txt' is no group of settings"),
         ("data: {path: a.txt, path: b.txt}", "'path' stands twice in one group"),
