@@ -60,7 +60,7 @@ def _dispatch(args: list[str]) -> int:
     first = args[0] if args else "--help"
     if first in ("--help", "-h", "help"):
         name = args[1] if args[1:] and args[1] in VERBS else pages.PROGRAM
-        print(pages.wrapped(pages.page(name)), end="")
+        pages.show(pages.page(name))
         return 0 if args else 2
     if first == "--version":
         print(f"lt-finetune {__version__}")
@@ -68,8 +68,7 @@ def _dispatch(args: list[str]) -> int:
     verb = VERBS.get(first)
     rest = args if verb is None else args[1:]
     if verb is not None and ({"-h", "--help"} & set(rest[:1]) or (not verb.recipe and {"-h", "--help"} & set(rest))):
-        print(pages.wrapped(pages.page(verb.name)), end="")
-        return 0
+        return pages.show(pages.page(verb.name))
     if verb is not None and not verb.recipe:
         words, flags = parse(verb, rest)
         return verb.load()(*words, **flags)
@@ -81,8 +80,7 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
     explained = [arg[2:].removesuffix(".help") for arg in args if arg.startswith("--") and arg.endswith(".help")]
     if not args or args[0].startswith("-"):
         if explained:
-            print(pages.wrapped(pages.group_help(explained[0], {})), end="")
-            return 0
+            return pages.show(pages.group_help(explained[0], {}))
         if args and (hint := did_you_mean(args[0], OPTIONS)):
             raise ConfigError(f"unknown option {args[0]!r}{hint}")
         call = "" if verb.name == "fit" else f"{verb.name} "
@@ -90,11 +88,9 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
     files, flags = recipes.chain(recipes.find(args[0])), args[1:]
     if {"-h", "--help"} & set(flags):
         flags = [flag for flag in flags if flag not in ("-h", "--help")]
-        print(pages.wrapped(pages.recipe_help(verb.name, files, values(files, flags))), end="")
-        return 0
+        return pages.show(pages.recipe_help(verb.name, files, values(files, flags)))
     if explained:
-        print(pages.wrapped(pages.group_help(explained[0], values(files))), end="")
-        return 0
+        return pages.show(pages.group_help(explained[0], values(files)))
     # Slips are found by the static tables within a tenth of a second, before torch is imported.
     check(files, flags, verb)
     os.environ.setdefault("TQDM_LEAVE", "")  # bars of libraries go when they are full; read when they are imported

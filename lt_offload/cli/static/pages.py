@@ -165,10 +165,11 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=\.)\s(?=[A-Z])", text, maxsplit=1)[0]
 
 
-def wrapped(text: str) -> str:
-    """Return a page in lines that are as long as the terminal is wide."""
+def show(text: str) -> int:
+    """Print a page in lines that are as long as the terminal is wide; return the exit code."""
     width = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
-    return "".join(f"{line}\n" for part in text.splitlines() for line in _wrapped(part, width))
+    print(*(line for part in text.splitlines() for line in _wrapped(part, width)), sep="\n")
+    return 0
 
 
 def _wrapped(line: str, width: int) -> Iterable[str]:

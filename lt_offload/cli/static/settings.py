@@ -109,8 +109,11 @@ def _check_choice(setting: HelpEntry, value: Any, where: str) -> None:
             raise ConfigError(f"{setting.key}: {value!r}{where} is a value of another setting; set {others[0]}={value}")
     # Words alone are refused here: the parser knows whether 0 is a way to say false.
     if isinstance(value, str) and setting.only_choices:
-        hint = did_you_mean(text, setting.choices) or f"; choose {', '.join(setting.choices)}"
-        raise ConfigError(f"{setting.key}: there is no {value!r}{where}{hint}")
+        raise ConfigError(f"{setting.key}: there is no {value!r}{where}{_nearest(text, setting)}")
+
+
+def _nearest(text: str, entry: HelpEntry) -> str:
+    return did_you_mean(text, entry.choices) or f"; choose {', '.join(entry.choices)}"
 
 
 def unknown(key: str, known: Sequence[str], where: str = "") -> str:
@@ -147,11 +150,10 @@ def parse(verb: Verb, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             raise ConfigError(f"{verb.name}: unknown flag --{name}{did_you_mean(name, _flags(known), prefix='--')}")
         if value is None:
             raise ConfigError(f"{verb.name}: --{name} needs a value: {usage}")
-        if known[name].only_choices and value not in known[name].choices:
-            choices = known[name].choices
-            hint = did_you_mean(value, choices) or f"; choose {', '.join(choices)}"
-            raise ConfigError(f"{verb.name}: --{name}={value!r} is none of its values{hint}")
     places = [entry for entry in known.values() if not entry.is_flag]
+    for entry, value in (*zip(places, words, strict=False), *((known[name], value) for name, value in flags)):
+        if entry.only_choices and value not in entry.choices:
+            raise ConfigError(f"{verb.name}: {entry.name}={value!r} is none of its values{_nearest(str(value), entry)}")
     if missing := [place.name for place in places[len(words) :]]:
         raise ConfigError(f"{verb.name} needs {' and '.join(missing)}: {usage}")
     if len(words) > len(places) and not any(place.takes == "..." for place in places):

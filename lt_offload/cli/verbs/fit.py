@@ -62,26 +62,22 @@ def fit(
     before = config.read_bytes() if first and path is not None and config.is_file() else None
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
-    except SystemExit as left:
-        processes.end_others(trainer)
-        clear()
-        _put_back(app, before)
-        app.summary.end(trainer, left)
-        terminated = EXIT_CODES[signal.SIGTERM]
-        # Lightning makes an exit of Ctrl-C as well, with the code of any failure: what was raised first tells it.
-        if left.code != terminated and not isinstance(left.__context__, KeyboardInterrupt):
-            raise  # of a callback, say
-        if first:
-            newest = checkpoint.newest(app.run_dir / "checkpoints")
-            way = f"{newest} is complete, continue with\nlt-finetune {app.run_dir} --resume"
-            hint = way if newest else "there is no checkpoint yet"
-            print(wrapped(f"interrupted after step {trainer.global_step}; {hint}"), file=sys.stderr)
-        return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     except BaseException as error:
         processes.end_others(trainer)
         clear()
         _put_back(app, before)
-        if report := app.summary.end(trainer, error):
+        report = app.summary.end(trainer, error)
+        left = error if isinstance(error, SystemExit) else None
+        terminated = EXIT_CODES[signal.SIGTERM]
+        # Lightning makes an exit of Ctrl-C as well, with the code of any failure: what was raised first tells it.
+        if left is not None and (left.code == terminated or isinstance(left.__context__, KeyboardInterrupt)):
+            if first:
+                newest = checkpoint.newest(app.run_dir / "checkpoints")
+                way = f"{newest} is complete, continue with\nlt-finetune {app.run_dir} --resume"
+                hint = way if newest else "there is no checkpoint yet"
+                print(wrapped(f"interrupted after step {trainer.global_step}; {hint}"), file=sys.stderr)
+            return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
+        if report and left is None:
             print(wrapped(f"how far the run came: {report}"), file=sys.stderr)
         raise
     clear()

@@ -103,4 +103,4 @@ def test_scripts_are_what_their_shell_can_read(shell: str, capsys: pytest.Captur
     if shutil.which(shell) is not None:
         subprocess.run([shell, "-n"], input=text, text=True, check=True)
     assert main(["completion", "csh"]) == 2
-    assert "choose bash, zsh, fish" in capsys.readouterr().err
+    assert "SHELL='csh' is none of its values; did you mean zsh" in capsys.readouterr().err
