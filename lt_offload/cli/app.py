@@ -137,13 +137,22 @@ class App(LightningCLI):
         except MisconfigurationException as error:
             raise ConfigError(misconfigured(first_line(error), self.config_init["trainer"])) from error
 
-    def use_newest_checkpoint(self) -> None:
-        """Let a verb that loads a checkpoint, and was told none, take the newest complete one of the run folder.
+    def choose_weights(self, *, of_run: bool) -> None:
+        """Let a verb that loads a checkpoint, and was told none, take the newest complete one of a run folder.
+
+        If a recipe was given, and not a run folder, its pretrained weights are meant, and that is said where the recipe
+        has been trained.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if a run folder has none.
         """
         if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
+            return
+        if not of_run:
+            with suppress(ConfigError):
+                run, _ = last_run(self.recipe, None)
+                verb = f"lt-finetune {self.verb.__name__} {run}"
+                say(f"taking the pretrained weights; '{verb}' takes those of the last run")
             return
         folder = self.recipe.parent / "checkpoints"
         newest = checkpoint.newest(folder)
@@ -153,15 +162,6 @@ class App(LightningCLI):
                 "recipe for the pretrained model"
             )
         self.options["ckpt_path"] = str(newest)
-
-    def say_if_pretrained(self) -> None:
-        """Say so where a verb takes the pretrained weights, although the recipe has been trained."""
-        if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
-            return
-        with suppress(ConfigError):
-            folder, _ = last_run(self.recipe, None)
-            verb = f"lt-finetune {self.verb.__name__} {folder}"
-            say(f"taking the pretrained weights; '{verb}' takes those of the last run")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
@@ -187,8 +187,9 @@ class App(LightningCLI):
                 _keep_metrics(self.run_dir)
         kwargs["default_root_dir"] = str(self.run_dir)
         trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
-        if self.verb.__name__ in ("generate", "chat"):
-            kwargs |= _one_device(config)
+        if self.verb.__name__ in ("generate", "chat"):  # one process answers, where several have trained
+            devices = config.get("devices")
+            kwargs |= {"devices": devices[:1] if isinstance(devices, list) else 1, "num_nodes": 1}
         # Decided here: left to Lightning, what is logged would depend on which packages are installed.
         kwargs["logger"] = trains and loggers(config.get("logger"), self.run_dir, self.options.get("wandb"))
         self.summary = RunSummary(self.run_dir)
@@ -257,12 +258,6 @@ def _check_same_data(run: Path, recipe: Path, path: object) -> None:
             f"--resume: data.path={str(path)!r} of {recipe} is not that of the run in {run}, {str(before)!r}; "
             f"'lt-finetune {run} --resume' has all settings of the run, or name the data with --data.path"
         )
-
-
-def _one_device(config: Namespace) -> dict[str, Any]:
-    """Return the settings with which one process answers, where several have trained."""
-    devices = config.get("devices")
-    return {"devices": devices[:1] if isinstance(devices, list) else 1, "num_nodes": 1}
 
 
 def _keep_metrics(folder: Path) -> None:

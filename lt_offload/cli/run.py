@@ -27,10 +27,7 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
     function = verb.load()
     app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
-    if of_run:
-        app.use_newest_checkpoint()
-    else:
-        app.say_if_pretrained()
+    app.choose_weights(of_run=of_run)
     code = 1
     try:
         code = function(app, **app.options)

@@ -20,7 +20,7 @@ from docstring_parser import Docstring, parse
 from lightning.pytorch import Trainer
 
 from lt_offload.cli.static.pages import FOLDER, SETTINGS, HelpEntry, shown
-from lt_offload.cli.static.settings import LINKED
+from lt_offload.cli.static.settings import LINKED, lightning_version
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -128,7 +128,7 @@ def of_settings() -> str:
     parts = []
     for name, target in GROUPS.items():
         first, *more = description(target)
-        lines = [f"{name}: {first}", *([] if target is Trainer else more)]
+        lines = [f"{name}: {first}", *([f"Of Lightning {lightning_version()}."] if target is Trainer else more)]
         below = [entry for entry in entries(target, f"{name}.") if entry.key not in LINKED]
         parts.append("\n\n".join(lines) + "\n\n" + "\n".join(entry.text for entry in below) + "\n")
     return "\n".join(parts)

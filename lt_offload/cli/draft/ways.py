@@ -94,17 +94,21 @@ _SPLITS = (BatchSplit(parts=4), BatchSplit(parts=16), BatchSplit(), BatchSplit(a
 
 @dataclass(frozen=True, slots=True)
 class WayToTrain:
-    """A method, and what its plan says; ``why`` not, where there is none."""
+    """A method, and what its plan says, or why there is none."""
 
     method: Method
     length: int
     split: BatchSplit = BatchSplit()
     plan: Plan | None = None
-    why: str = ""
-    needed_bytes: int | None = None
-    """The smallest device memory that would do, where that is what is too small."""
     error: Exception | None = None
-    """Why there is no plan, where that is not for want of memory."""
+
+    @property
+    def why(self) -> str:
+        """The words for the error that has ended it."""
+        error = self.error
+        if isinstance(error, InfeasibleError):
+            return reason(error)
+        return str(error) if isinstance(error, OffloadError) else named(error) if error is not None else ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -147,7 +151,7 @@ class Drafts:
         raise InfeasibleError(
             f"new: {self.source.name} cannot be trained in memory={self.machine.memory} with {ram} of RAM, even with "
             f"sequences of {ways[0].length} tokens: {'; '.join(f'{way.method.title} {way.why}' for way in ways)}",
-            needed_bytes=min((way.needed_bytes for way in ways if way.needed_bytes is not None), default=None),
+            needed_bytes=min(filter(None, (getattr(way.error, "needed_bytes", None) for way in ways)), default=None),
         )
 
     def _at(self, length: int, methods: Sequence[Method]) -> list[WayToTrain]:
@@ -156,7 +160,7 @@ class Drafts:
         for method in methods:
             status(f"planning {method.title}, {BATCH} x {length} tokens")
             ways.append(self.way(method, length))
-        errors = [way.error for way in ways if way.error is not None]
+        errors = [way.error for way in ways if way.error is not None and not isinstance(way.error, InfeasibleError)]
         if len(errors) == len(ways):
             raise errors[0]
         return ways
@@ -167,7 +171,7 @@ class Drafts:
         try:
             whole = self._profile(way)
         except Exception as error:  # whatever it is, the other methods may do
-            return _without_plan(way, error)
+            return replace(way, error=error)
         for split in _SPLITS:
             # Batches one after the other read all weights once for each of them: not worth a plan where parts fit.
             if way.plan is not None and (way.good or split.accumulate > 1):
@@ -185,7 +189,7 @@ class Drafts:
         if way.plan is not None:
             return way
         short = [error for error in errors if isinstance(error, InfeasibleError)]
-        return _without_plan(way, min(short, key=_needs) if short else errors[0])
+        return replace(way, error=min(short, key=_needs) if short else errors[0])
 
     def choose(self, ways: Sequence[WayToTrain]) -> tuple[list[WayToTrain], WayToTrain]:
         """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
@@ -201,7 +205,7 @@ class Drafts:
             try:
                 return left, self.final(wanted)
             except Exception as error:
-                left[left.index(wanted)] = _without_plan(wanted, error)
+                left[left.index(wanted)] = replace(wanted, plan=None, error=error)
                 errors.append(error)
         raise errors[0]
 
@@ -277,13 +281,6 @@ class Drafts:
 def _planned(ways: Sequence[WayToTrain]) -> bool:
     """Return whether one of ``ways`` has a plan."""
     return any(way.plan is not None for way in ways)
-
-
-def _without_plan(way: WayToTrain, error: Exception) -> WayToTrain:
-    """Return ``way`` as one that ``error`` has ended."""
-    if isinstance(error, InfeasibleError):
-        return replace(way, plan=None, why=reason(error), needed_bytes=error.needed_bytes)
-    return replace(way, plan=None, why=str(error) if isinstance(error, OffloadError) else named(error), error=error)
 
 
 def _needs(error: InfeasibleError) -> tuple[int, int]:

@@ -29,41 +29,34 @@ _LEAST_SECONDS = 4.0
 def plan_sweep(
     app: App,
     asked: SweepRange,
-    *,
     memory: str | None,
     hardware: str | None,
+    cards: tuple[int, int],
+    *,
     save: str | None,
-    report: str | None,
-    trace: str | None,
-    explain: bool,
-    devices: int = 1,
-    nodes: int = 1,
 ) -> int:
-    """Plan for a row of sizes, machines, numbers of cards or of machines and print a table."""
-    budget = Budget.of(memory)
+    """Plan for a row of sizes, machines, numbers of cards or of machines and print a table.
+
+    ``cards``: of each machine, and how many machines, where the sweep is not over them.
+    """
+    budget, (devices, nodes) = Budget.of(memory), cards
     if asked.axis in ("devices", "nodes"):
         for count in asked.sizes:
             check_cards(*((count, nodes) if asked.axis == "devices" else (devices, count)))
     for name in ("batch_size", "micro_batches"):
         if getattr(app.trainer.strategy, name, None) == "auto":
             raise ConfigError(f"trainer.strategy.{name}='auto' cannot be combined with a sweep; give a number")
-    named = {"memory": memory, "hardware": hardware, "devices": _several(devices), "nodes": _several(nodes)}
+    named = {"memory": memory, "hardware": hardware, "devices": devices, "nodes": nodes}
     given = named.get(asked.axis)
-    if given is not None:
+    if given not in (None, 1):
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
-    if trace is not None:
-        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; leave one of them out")
-    if report is not None:
-        raise ConfigError(f"report={report!r} draws one plan and a sweep makes many; --save table.csv keeps its table")
-    if explain:
-        raise ConfigError("--explain shows one plan and a sweep makes many; leave one of them out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     # Divided by the points, so that a sweep takes about as long whatever it goes over.
     seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
     swept = run_sweep(
         asked.axis,
-        list(_questions(app, asked, budget, hardware, solver(app, seconds), (devices, nodes))),
+        list(_questions(app, asked, budget, hardware, solver(app, seconds), cards)),
         model=model_name(app),
         dtype=app.model.model_dtype,
         sequence_length=app.datamodule.max_length,
@@ -74,10 +67,6 @@ def plan_sweep(
     if save is not None:
         print(f"table: {swept.save(save)}")
     return 0
-
-
-def _several(count: int) -> int | None:
-    return count if count > 1 else None
 
 
 def _questions(

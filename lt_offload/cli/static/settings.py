@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ LINKED = {"data.model": "model.name", "data.new_tokens": "model.new_tokens", "mo
 """Settings that follow another one and cannot be set by themselves."""
 _TOP = ("model", "data", "trainer")
 _MOST_NAMES = 12
+
+
+def lightning_version() -> str:
+    """Return the version of Lightning that is installed; empty if none is."""
+    try:
+        return version("lightning")
+    except PackageNotFoundError:
+        return ""
 
 
 def values(files: Sequence[Path], args: Sequence[str] = ()) -> dict[str, Any]:
@@ -89,7 +98,10 @@ def _check_key(key: str, value: Any, others: Sequence[str], ours: bool, where: s
     elif not (key in LINKED or key in groups() or key in others or key.startswith(("print_config", "config."))):
         # Settings of a class that is none of ours, which Lightning's parser will know, and maps in files.
         opaque = [name for name, entry in known.items() if {"OBJECT", *(["MAP"] if where else [])} & _kinds(entry)]
-        if not any(key.startswith(f"{name}.") for name in opaque if name != "trainer.strategy" or not ours):
+        free = any(key.startswith(f"{name}.") for name in opaque if name != "trainer.strategy" or not ours)
+        # Another version of Lightning may know more: its parser is asked, which takes seconds.
+        newer = f"Lightning {lightning_version()}." not in groups()["trainer"]
+        if not free and not (newer and key.rpartition(".")[0] == "trainer"):
             raise ConfigError(unknown(key, [*known, *others, *_TOP], where))
 
 

@@ -12,6 +12,7 @@ from lt_offload.cli.preflight import check_early
 from lt_offload.cli.progress import clear, status, wrapped
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
+from lt_offload.finetune.run import summary
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
@@ -37,8 +38,6 @@ def fit(
         explain: say what the plan does with every block, not just a paragraph about it.
         wandb: log to Weights & Biases, too, as a run of this project (lt-offload if none is named).
     """
-    from lt_offload.finetune.run.summary import print_summary, run_gains, write_report
-
     if explain and not hasattr(app.trainer.strategy, "explain"):
         raise ConfigError(
             f"--explain: trainer.strategy={type(app.trainer.strategy).__name__} makes no plan; leave the flag out, or "
@@ -93,11 +92,11 @@ def fit(
     report = None
     try:
         report = app.summary.end(trainer)
-        if gains := run_gains(app.summary, trainer):
-            write_report(app.run_dir, gains)
+        if gains := summary.run_gains(app.summary, trainer):
+            summary.write_report(app.run_dir, gains)
     finally:  # the last thing to be read, also if that failed or was cut short
         clear()
-        print_summary(app.summary, trainer, report)
+        summary.print_summary(app.summary, trainer, report)
     return 0 if app.summary.broken is None else 3
 
 
