@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -40,7 +40,9 @@ def entries(target: Callable[..., Any], prefix: str = "") -> Iterator[HelpEntry]
     Raises:
         ValueError: if one of ours is not in the docstring.
     """
-    about = {param.arg_name: _plain(param.description or "") for doc in _docs(target) for param in doc.params}
+    about = {
+        param.arg_name: " ".join((param.description or "").split()) for doc in _docs(target) for param in doc.params
+    }
     # App is no flag, and some verbs import it for type checkers alone.
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, localns={"App": object})
     for name, parameter in inspect.signature(target).parameters.items():
@@ -109,7 +111,7 @@ def _plain(text: str) -> str:
 def of_verb(verb: Verb) -> str:
     """Return the page of one verb."""
     function = verb.load()
-    parts = list(entries(function))
+    parts = [replace(entry, about=_plain(entry.about)) for entry in entries(function)]
     words, flags = ([one for one in parts if one.is_flag is kind] for kind in (False, True))
     if verb.recipe:
         call = f"{'' if verb.name == 'fit' else verb.name + ' '}RECIPE [--key value ...]"
@@ -130,7 +132,12 @@ def of_settings() -> str:
         first, *more = description(target)
         lines = [f"{name}: {first}", *([f"Of Lightning {lightning_version()}."] if target is Trainer else more)]
         below = [entry for entry in entries(target, f"{name}.") if entry.key not in LINKED]
-        parts.append("\n\n".join(lines) + "\n\n" + "\n".join(entry.text for entry in below) + "\n")
+        parts.append(
+            "\n\n".join(lines)
+            + "\n\n"
+            + "\n".join(replace(entry, about=_plain(entry.about)).text for entry in below)
+            + "\n"
+        )
     return "\n".join(parts)
 
 
