@@ -1,6 +1,6 @@
 """Lightning's command line for fine-tuning: from files and flags to settings, and errors that name the wrong one.
 
-``verbs/`` does something with them.
+``verbs/`` does something with them, which :func:`run` begins and ends.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lt_offload.cli import recipes
+from lt_offload.cli import messages, recipes
 from lt_offload.cli.compose import compose
 from lt_offload.cli.loggers import loggers
 from lt_offload.cli.progress import quiet, say
 from lt_offload.cli.static.flags import joined
+from lt_offload.cli.table import Verb
 from lt_offload.cli.wording import explain, misconfigured
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.processes import is_first
+from lt_offload.finetune.processes import end_others, is_first, let_the_first_speak
 from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
@@ -209,6 +211,33 @@ class App(LightningCLI):
             kwargs["enable_model_summary"] = False
         kwargs["callbacks"] = [*self.summary.callbacks, *wanted, *bars]  # a bar shows what the others have measured
         return super().instantiate_trainer(**kwargs)
+
+
+def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
+    """Carry out ``verb`` with the settings of ``files`` and flags, and return the exit code.
+
+    Args:
+        verb: what to do.
+        files: recipe and what it builds on, later ones override.
+        args: flags.
+        of_run: whether the recipe was given as the folder of a run, whose newest checkpoint is then meant, too.
+    """
+    messages.install()
+    # A plan for a card that is named is one on a GPU, whatever this machine has.
+    on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
+    function = verb.load()
+    app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
+    app.choose_weights(of_run=of_run)
+    code = 1
+    try:
+        code = function(app, **app.options)
+    finally:
+        # Also after an exception: the others would wait for this one with their next exchange.
+        if code != 0:
+            end_others(app.trainer)
+    if code != 0 and not is_first():
+        let_the_first_speak()
+    return code
 
 
 def _check_length(config: Namespace) -> None:

@@ -97,7 +97,7 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
     if not processes.is_first():
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the first one has the same warnings
     status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")
-    code: int = imported("lt_offload.cli.run").run(verb, files, flags, of_run=recipes.is_run(args[0]))
+    code: int = imported("lt_offload.cli.app").run(verb, files, flags, of_run=recipes.is_run(args[0]))
     return code
 
 
