@@ -81,7 +81,11 @@ def plan(
         for flag, asked in ((f"trace={trace!r}", trace), ("--explain", explain)):
             if asked:
                 raise ConfigError(f"{flag} shows one plan and a sweep makes many; leave one of them out")
-        return plan_sweep(app, parse_sweep(sweep), memory, hardware, (count, machines), save=save, report=report)
+        if report is not None:
+            raise ConfigError(
+                f"report={report!r} draws one plan and a sweep makes many; --save table.csv keeps its table"
+            )
+        return plan_sweep(app, parse_sweep(sweep), memory, hardware, (count, machines), save=save)
     try:
         profile, made = _planned(app, budget, hardware, (count, machines))
     except InfeasibleError as error:
