@@ -1,6 +1,6 @@
 """Lightning's command line for fine-tuning: from files and flags to settings, and errors that name the wrong one.
 
-``verbs/`` does something with them.
+``verbs/`` does something with them, which :func:`run` begins and ends.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lt_offload.cli import recipes
+from lt_offload.cli import messages, recipes
 from lt_offload.cli.compose import compose
 from lt_offload.cli.loggers import loggers
 from lt_offload.cli.progress import quiet, say
+from lt_offload.cli.static.flags import joined
+from lt_offload.cli.table import Verb
 from lt_offload.cli.wording import explain, misconfigured
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.processes import is_first
+from lt_offload.finetune.processes import end_others, is_first, let_the_first_speak
 from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
@@ -88,7 +91,7 @@ class App(LightningCLI):
             load_from_checkpoint_support=False,
             # Everything comes as arguments, files too, so that jsonargparse has one order of what overrides what.
             # run=False: Lightning's subcommands do not exist here, verbs/ calls the Trainer.
-            args=compose(files, args),
+            args=compose(files, joined(args)),
             run=False,
         )
 
@@ -136,13 +139,22 @@ class App(LightningCLI):
         except MisconfigurationException as error:
             raise ConfigError(misconfigured(first_line(error), self.config_init["trainer"])) from error
 
-    def use_newest_checkpoint(self) -> None:
-        """Let a verb that loads a checkpoint, and was told none, take the newest complete one of the run folder.
+    def choose_weights(self, *, of_run: bool) -> None:
+        """Let a verb that loads a checkpoint, and was told none, take the newest complete one of a run folder.
+
+        If a recipe was given, and not a run folder, its pretrained weights are meant, and that is said where the recipe
+        has been trained.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if a run folder has none.
         """
         if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
+            return
+        if not of_run:
+            with suppress(ConfigError):
+                run, _ = last_run(self.recipe, None)
+                verb = f"lt-finetune {self.verb.__name__} {run}"
+                say(f"taking the pretrained weights; '{verb}' takes those of the last run")
             return
         folder = self.recipe.parent / "checkpoints"
         newest = checkpoint.newest(folder)
@@ -152,15 +164,6 @@ class App(LightningCLI):
                 "recipe for the pretrained model"
             )
         self.options["ckpt_path"] = str(newest)
-
-    def say_if_pretrained(self) -> None:
-        """Say so where a verb takes the pretrained weights, although the recipe has been trained."""
-        if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
-            return
-        with suppress(ConfigError):
-            folder, _ = last_run(self.recipe, None)
-            verb = f"lt-finetune {self.verb.__name__} {folder}"
-            say(f"taking the pretrained weights; '{verb}' takes those of the last run")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
@@ -186,8 +189,9 @@ class App(LightningCLI):
                 _keep_metrics(self.run_dir)
         kwargs["default_root_dir"] = str(self.run_dir)
         trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
-        if self.verb.__name__ in ("generate", "chat"):
-            kwargs |= _one_device(config)
+        if self.verb.__name__ in ("generate", "chat"):  # one process answers, where several have trained
+            devices = config.get("devices")
+            kwargs |= {"devices": devices[:1] if isinstance(devices, list) else 1, "num_nodes": 1}
         # Decided here: left to Lightning, what is logged would depend on which packages are installed.
         kwargs["logger"] = trains and loggers(config.get("logger"), self.run_dir, self.options.get("wandb"))
         self.summary = RunSummary(self.run_dir)
@@ -207,6 +211,33 @@ class App(LightningCLI):
             kwargs["enable_model_summary"] = False
         kwargs["callbacks"] = [*self.summary.callbacks, *wanted, *bars]  # a bar shows what the others have measured
         return super().instantiate_trainer(**kwargs)
+
+
+def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
+    """Carry out ``verb`` with the settings of ``files`` and flags, and return the exit code.
+
+    Args:
+        verb: what to do.
+        files: recipe and what it builds on, later ones override.
+        args: flags.
+        of_run: whether the recipe was given as the folder of a run, whose newest checkpoint is then meant, too.
+    """
+    messages.install()
+    # A plan for a card that is named is one on a GPU, whatever this machine has.
+    on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
+    function = verb.load()
+    app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
+    app.choose_weights(of_run=of_run)
+    code = 1
+    try:
+        code = function(app, **app.options)
+    finally:
+        # Also after an exception: the others would wait for this one with their next exchange.
+        if code != 0:
+            end_others(app.trainer)
+    if code != 0 and not is_first():
+        let_the_first_speak()
+    return code
 
 
 def _check_length(config: Namespace) -> None:
@@ -256,12 +287,6 @@ def _check_same_data(run: Path, recipe: Path, path: object) -> None:
             f"--resume: data.path={str(path)!r} of {recipe} is not that of the run in {run}, {str(before)!r}; "
             f"'lt-finetune {run} --resume' has all settings of the run, or name the data with --data.path"
         )
-
-
-def _one_device(config: Namespace) -> dict[str, Any]:
-    """Return the settings with which one process answers, where several have trained."""
-    devices = config.get("devices")
-    return {"devices": devices[:1] if isinstance(devices, list) else 1, "num_nodes": 1}
 
 
 def _keep_metrics(folder: Path) -> None:

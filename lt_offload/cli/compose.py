@@ -8,8 +8,8 @@ beside the file that names it, as bases are, then in the working folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
 
 
 def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
-    """Return the arguments for the parser: ``files``, later ones first in rank, then the flags ``args``.
+    """Return the arguments for the parser: ``files``, later ones first in rank, then the flags ``args``, with ``=``.
 
     Raises:
         ConfigError: if a file cannot be read.
@@ -34,7 +34,8 @@ def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
     return [
         *(part for file in chain for part in ("--config", str(file), *_architecture(file))),
         *([] if merged is None else [f"{_CALLBACKS}={json.dumps(merged)}"]),
-        *_appending(args),
+        # With a plus the parser appends; without it a flag would replace the recipe's checkpoints and bars.
+        *(re.sub(rf"^{_CALLBACKS}=(?!(null|\[\])?$)", f"{_CALLBACKS}+=", arg) for arg in args),
     ]
 
 
@@ -55,19 +56,18 @@ def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: 
         if _group(file, "model").get(setting) is not None:
             # The piece comes before that file, whose learning rate has to win, as those of all later files do.
             return [*given] if file.resolve() == piece.resolve() else [*given[:index], piece, *given[index:]]
-    if any(_switches_on(arg, following, setting) for arg, following in pairwise([*args, ""])):
+    if any(_switches_on(arg, setting) for arg in args):
         # A flag switches it on, so it comes behind all files: flags override it anyway.
         return [*given, piece]
     return given
 
 
-def _switches_on(arg: str, following: str, setting: str) -> bool:
-    name, equals, value = arg.partition("=")
+def _switches_on(arg: str, setting: str) -> bool:
+    name, _, value = arg.partition("=")
     if name == "--config":
-        path = Path(value if equals else following)
-        return is_file(path) and _group(path, "model").get(setting) is not None
+        return is_file(value) and _group(Path(value), "model").get(setting) is not None
     flag = f"--model.{setting}"
-    return name.startswith(f"{flag}.") or (name == flag and (value if equals else following) not in ("null", ""))
+    return name.startswith(f"{flag}.") or (name == flag and value not in ("null", ""))
 
 
 def _callbacks(files: Sequence[Path]) -> list[Any] | None:
@@ -89,17 +89,6 @@ def _callbacks(files: Sequence[Path]) -> list[Any] | None:
         merged += [one for one in (callbacks if isinstance(callbacks, list) else [callbacks]) if one not in merged]
     # One file's list is what the parser makes of it, and its errors name that file.
     return merged if asked > 1 else None
-
-
-def _appending(args: Sequence[str]) -> Iterator[str]:
-    """Yield ``args``; callbacks are added to the list, unless it is emptied by ``null``."""
-    for arg, following in pairwise([*args, ""]):
-        name, equals, value = arg.partition("=")
-        # With a plus the parser appends; without it a flag would replace the recipe's checkpoints and bars.
-        if name == _CALLBACKS and (value if equals else following) not in ("null", "[]", ""):
-            yield f"{_CALLBACKS}+{equals}{value}"
-        else:
-            yield arg
 
 
 def _group(file: Path, name: str) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from lt_offload import __version__
 from lt_offload.cli import recipes
 from lt_offload.cli.progress import clear, keeping_quiet, status, wrapped
-from lt_offload.cli.static.arguments import parse
+from lt_offload.cli.static import pages
 from lt_offload.cli.static.completion import ASK, OPTIONS, answers
+from lt_offload.cli.static.settings import check, parse, values
 from lt_offload.cli.table import VERBS, Verb, imported
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.finetune import processes
@@ -24,7 +25,7 @@ from lt_offload.suggest import did_you_mean
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    What the codes mean is in ``static/help.py``, and in ``--help``.
+    ``static/pages/lt-finetune.txt``, which ``--help`` shows, says what the codes mean.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     # This comes first: a shell waits at every press of the tab key, and takes whatever is printed for an answer.
@@ -58,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(args: list[str]) -> int:
     first = args[0] if args else "--help"
     if first in ("--help", "-h", "help"):
-        from lt_offload.cli.static import help
-
-        print(help.of_verb(VERBS[args[1]]) if args[1:2] and args[1] in VERBS else help.program(), end="")
+        name = args[1] if args[1:] and args[1] in VERBS else pages.PROGRAM
+        pages.show(pages.page(name))
         return 0 if args else 2
     if first == "--version":
         print(f"lt-finetune {__version__}")
@@ -68,43 +68,36 @@ def _dispatch(args: list[str]) -> int:
     verb = VERBS.get(first)
     rest = args if verb is None else args[1:]
     if verb is not None and ({"-h", "--help"} & set(rest[:1]) or (not verb.recipe and {"-h", "--help"} & set(rest))):
-        from lt_offload.cli.static import help
-
-        print(help.of_verb(verb), end="")
-        return 0
+        return pages.show(pages.page(verb.name))
     if verb is not None and not verb.recipe:
-        words, flags = parse(verb.read(), rest)
+        words, flags = parse(verb, rest)
         return verb.load()(*words, **flags)
     return _with_recipe(verb or VERBS["fit"], rest)
 
 
 def _with_recipe(verb: Verb, args: list[str]) -> int:
     """Carry out a verb that needs a recipe, or explain its settings."""
-    from lt_offload.cli.static import help
-    from lt_offload.cli.static.settings import check
-
+    explained = [arg[2:].removesuffix(".help") for arg in args if arg.startswith("--") and arg.endswith(".help")]
     if not args or args[0].startswith("-"):
-        if (prefix := help.asked_group(args)) is not None:
-            print(help.of_group(prefix, []), end="")
-            return 0
+        if explained:
+            return pages.show(pages.group_help(explained[0], {}))
         if args and (hint := did_you_mean(args[0], OPTIONS)):
             raise ConfigError(f"unknown option {args[0]!r}{hint}")
         call = "" if verb.name == "fit" else f"{verb.name} "
         raise ConfigError(f"{verb.name} needs a recipe: lt-finetune {call}RECIPE ('lt-finetune ls' lists recipes)")
     files, flags = recipes.chain(recipes.find(args[0])), args[1:]
     if {"-h", "--help"} & set(flags):
-        print(help.of_recipe(verb, files, flags), end="")
-        return 0
-    if (prefix := help.asked_group(flags)) is not None:
-        print(help.of_group(prefix, files), end="")
-        return 0
+        flags = [flag for flag in flags if flag not in ("-h", "--help")]
+        return pages.show(pages.recipe_help(verb.name, files, values(files, flags)))
+    if explained:
+        return pages.show(pages.group_help(explained[0], values(files)))
     # Slips are found by the static tables within a tenth of a second, before torch is imported.
-    check(files, flags, verb.read())
+    check(files, flags, verb)
     os.environ.setdefault("TQDM_LEAVE", "")  # bars of libraries go when they are full; read when they are imported
     if not processes.is_first():
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the first one has the same warnings
     status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")
-    code: int = imported("lt_offload.cli.run").run(verb, files, flags, of_run=recipes.is_run(args[0]))
+    code: int = imported("lt_offload.cli.app").run(verb, files, flags, of_run=recipes.is_run(args[0]))
     return code
 
 

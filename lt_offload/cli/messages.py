@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TextIO
 
 from lt_offload.cli.progress import clear, quiet, status, wrapped
 from lt_offload.finetune.processes import is_first
@@ -59,17 +58,20 @@ def install() -> None:
     """Let messages and warnings go through this module from now on."""
     for message in _ADVICE:
         warnings.filterwarnings("ignore", message=message)
-    warnings.showwarning = _show
+    # A warning is told in one line, without the place in a library's source that it comes from.
+    warnings.formatwarning = lambda message, *_: str(message)
+    logging.captureWarnings(False)  # an earlier call's, whose place somebody may have taken since
+    logging.captureWarnings(True)
     for name in _TOLD:
         logging.getLogger(name).addFilter(_for_users)
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "lt_offload"):
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "lt_offload", "py.warnings"):
         logger = logging.getLogger(name)
         # Lightning's own handlers would write each message a second time. Messages of an earlier call
         # go, too: tests and notebooks call the command line several times in one process.
         for old in [old for old in logger.handlers if type(old) in (logging.StreamHandler, Messages)]:
             logger.removeHandler(old)
         logger.propagate = True
-    for name in ("lightning", "lt_offload"):
+    for name in ("lightning", "lt_offload", "py.warnings"):
         logging.getLogger(name).addHandler(Messages())
     # Importing it asks a hub for kernels of another package, which nobody here has asked for.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -87,22 +89,6 @@ def _waiting(record: logging.LogRecord) -> bool:
 def _for_users(record: logging.LogRecord) -> bool:
     """Return whether a message is for users: Lightning's are not, unless they are warnings."""
     return record.levelno >= logging.WARNING or record.pathname.startswith(_PACKAGE)
-
-
-def _show(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Write a warning in one line, without the place in a library's source that it comes from."""
-    if not is_first():
-        return
-    clear()
-    told = " ".join(str(message).removeprefix(_PREFIX).split())
-    print(wrapped(f"warning: {told}"), file=file or sys.stderr, flush=True)
 
 
 def _without_bars() -> None:

@@ -10,7 +10,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from lt_offload.cli.recipes import shipped
-from lt_offload.cli.static.help import EXIT_CODES
+from lt_offload.cli.static import pages
 from scripts.docs.keys import keys, markdown, verbs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,8 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 def exit_codes() -> str:
     """Return what the exit codes of ``lt-finetune`` mean, in the words of its help."""
-    rows = ("| {} | {} |".format(code, meaning.replace("|", "\\|")) for code, meaning in EXIT_CODES.items())
+    codes = re.findall(r"^ +(\d+)  (.*)$", pages.page(pages.PROGRAM), flags=re.MULTILINE)
+    rows = ("| {} | {} |".format(code, meaning.replace("|", "\\|")) for code, meaning in codes)
     return "\n".join(["| code | meaning |", "|---|---|", *rows])
 
 

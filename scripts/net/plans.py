@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from lt_offload.cli import recipes
-from lt_offload.cli.draft.header import hardware_of
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.schema.plan import Plan, PlannerName
+from scripts.recipes.headers import hardware_of
 from tests.support.profiles.golden_plans import SEEDS, clock_stopped, planned
 from tests.unit.plan.test_planner_bounds import PLANNERS
 

@@ -10,6 +10,7 @@ A busy machine needs more ``--seconds``; figures do not depend on its load other
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli import recipes
-from lt_offload.cli.draft.header import SimulatedStep, hardware_of, header, title_of, with_header
+from lt_offload.cli.draft.header import RAM, SimulatedStep, header
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_seconds
@@ -30,6 +31,29 @@ SECONDS = 60.0
 """What a plan may take: twice what it has where a recipe says nothing, so that a busy machine finds it, too."""
 
 Figure = dict[str, Any]
+_HARDWARE = re.compile(r"^#   lt-finetune plan \S+ --hardware (\S+)", re.MULTILINE)
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the comment at the top of a recipe with this ``text``."""
+    lines = text.splitlines()
+    return lines[: next((at for at, line in enumerate(lines) if not line.startswith("#")), len(lines))]
+
+
+def title_of(text: str) -> str:
+    """Return what the first line of a recipe with this ``text`` says it trains, without the RAM."""
+    return RAM.sub("", lines_of(text)[0].removeprefix("#").strip())
+
+
+def hardware_of(text: str) -> str | None:
+    """Return the machine that the comment at the top of a recipe names, None if it names none."""
+    found = _HARDWARE.search(text)
+    return found[1] if found else None
+
+
+def with_header(text: str, lines: Sequence[str]) -> str:
+    """Return a recipe's ``text`` with other ``lines`` at its top."""
+    return "\n".join([*lines, *text.splitlines()[len(lines_of(text)) :]]) + "\n"
 
 
 def planned(name: str, seconds: float) -> Figure | None:

@@ -14,8 +14,7 @@ from torch.distributed.run import get_args_parser
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
 from lt_offload.cli.main import main
-from lt_offload.cli.static.arguments import parse
-from lt_offload.cli.static.flags import with_values
+from lt_offload.cli.static.settings import parse
 from lt_offload.cli.table import VERBS, Verb
 from tests.docs import pages
 
@@ -96,7 +95,7 @@ def test_settings_and_verbs_are_accepted(command: str, folder: Path, capsys: pyt
     if verb.recipe:
         accept(verb, words[words[0] == verb.name :])
     else:
-        parse(verb.read(), words[1:])
+        parse(verb, words[1:])
     if verb.name in ("ls", "cp"):
         assert main([word.replace("mine.yaml", "other.yaml") for word in words]) == 0, capsys.readouterr().err
 
@@ -105,7 +104,7 @@ def accept(verb: Verb, words: list[str]) -> None:
     """Parse a command as the program does; raises if a setting is unknown or of the wrong type."""
     files = recipes.chain(recipes.find(words[0]))
     flags = [word for word in words[1:] if word not in ("--resume", "--help", "--print_config")]
-    App(verb.load(), files[-1], files, with_values(flags))
+    App(verb.load(), files[-1], files, flags)
 
 
 @pytest.mark.parametrize("block", pages.blocks("yaml"), ids=str)

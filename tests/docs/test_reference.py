@@ -41,7 +41,7 @@ def test_every_key_of_a_recipe_is_explained(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_option_of_the_strategy_is_explained() -> None:
-    names = [key.name for key in keys("lt_offload.strategy.offmate.OffmateStrategy", "trainer.strategy.")]
+    names = [key.key for key in keys("lt_offload.strategy.offmate.OffmateStrategy", "trainer.strategy.")]
     assert len(names) > 10
     assert "trainer.strategy.memory" in names
     for name in names:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,8 @@ from lt_offload.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lt_offload.schema.plan import Plan
 
-_RAM = re.compile(r" \(\d+ GB of RAM\)$")
-_HARDWARE = re.compile(r"^#   lt-finetune plan \S+ --hardware (\S+)", re.MULTILINE)
+RAM = re.compile(r" \(\d+ GB of RAM\)$")
+"""The end of a recipe's first line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,32 +76,10 @@ def header(
     step, enough = format_seconds(figures.iteration_s), format_seconds(figures.no_offload_s)
     device, host = format_bytes(figures.device_peak_bytes), format_bytes(figures.host_peak_bytes)
     return [
-        f"# {_RAM.sub('', title)} ({figures.ram} of RAM)",
+        f"# {RAM.sub('', title)} ({figures.ram} of RAM)",
         f"#   lt-finetune {recipe}{flags}",
         f"#   lt-finetune plan {recipe}{f' --hardware {hardware}' if hardware else ''}",
         f"# Simulated there: {step} per step of {figures.samples} x {figures.sequence_length} tokens ({enough} with "
         f"enough memory), {device} on the GPU, {host} of RAM",
         *([f"# Planned on {made}"] if made else []),
     ]
-
-
-def lines_of(text: str) -> list[str]:
-    """Return the comment at the top of a recipe with this ``text``."""
-    lines = text.splitlines()
-    return lines[: next((at for at, line in enumerate(lines) if not line.startswith("#")), len(lines))]
-
-
-def title_of(text: str) -> str:
-    """Return what the first line of a recipe with this ``text`` says it trains, without the RAM."""
-    return _RAM.sub("", lines_of(text)[0].removeprefix("#").strip())
-
-
-def hardware_of(text: str) -> str | None:
-    """Return the machine that the comment at the top of a recipe names, None if it names none."""
-    found = _HARDWARE.search(text)
-    return found[1] if found else None
-
-
-def with_header(text: str, lines: Sequence[str]) -> str:
-    """Return a recipe's ``text`` with other ``lines`` at its top."""
-    return "\n".join([*lines, *text.splitlines()[len(lines_of(text)) :]]) + "\n"

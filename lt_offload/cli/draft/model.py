@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,18 +39,15 @@ class NamedModel:
 
     def has_architecture_of(self, path: Path) -> bool:
         """Return whether the configuration in ``path`` is this one, whatever the model is called in it."""
-        with tempfile.TemporaryDirectory() as folder:
-            mine = Path(folder) / "config.json"
-            self.save_architecture(mine)
-            try:
-                return _shape(path) == _shape(mine)
-            except ConfigError:  # no configuration at all
-                return False
+        try:
+            return _shape(load.load_config("", str(path))) == _shape(self.config)
+        except ConfigError:  # no configuration at all
+            return False
 
 
-def _shape(path: Path) -> dict[str, Any]:
-    """Return what the configuration in ``path`` says of the model, without its name."""
-    values = load.load_config("", str(path)).to_diff_dict()
+def _shape(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what ``config`` says of the model, as a file has it, without its name."""
+    values = json.loads(json.dumps(config.to_diff_dict()))
     return {key: value for key, value in values.items() if key != NAME}
 
 
@@ -67,13 +63,11 @@ def named(model: str) -> NamedModel:
 
 
 def _found(model: str) -> NamedModel:
-    shipped = shipped_files("configs/models", ".json")
-    known = {str(json.loads(path.read_text(encoding="utf-8"))[NAME]): name for name, path in shipped.items()}
-    if is_file(user_path(model)) and is_gguf(user_path(model)):
-        return NamedModel(model, f"{user_path(model).stem.lower()}.json", load.load_config(model), shipped=False)
-    if is_file(user_path(model)):
-        config = load.load_config(model, str(user_path(model)))
-        path = user_path(model)
+    path = user_path(model)
+    if is_dir(path) or (is_file(path) and is_gguf(path)):
+        return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
+    if is_file(path):
+        config = load.load_config(model, str(path))
         name = str(path.parent) if path.name == "config.json" else str(config.name_or_path)
         if not name:
             raise ConfigError(
@@ -81,21 +75,18 @@ def _found(model: str) -> NamedModel:
                 "or give the model's folder"
             )
         return NamedModel(name, f"{_short(name)}.json", config, shipped=False)
-    if is_dir(user_path(model)):
-        return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
-    if model == SMOLLM2:
-        return NamedModel(model, "smollm2-135m", load.load_config(model, "smollm2-135m"), shipped=True)
-    if model in shipped:
-        hub = next(name for name, architecture in known.items() if architecture == model)
-        return NamedModel(hub, model, load.load_config(hub, model), shipped=True)
+    shipped = shipped_files("configs/models", ".json")
+    hubs = {name: str(json.loads(file.read_text(encoding="utf-8"))[NAME]) for name, file in shipped.items()}
     # Chat and base variants of a model have one shape: the description of one plans the other without a download.
-    variants = {_without_variant(hub): architecture for hub, architecture in known.items()}
-    if (architecture := variants.get(_without_variant(model))) is not None:
-        return NamedModel(model, architecture, load.load_config(model, architecture), shipped=True)
+    variants = {_without_variant(hub): name for name, hub in hubs.items()} | {SMOLLM2: "smollm2-135m"}
+    architecture = model if model in shipped else variants.get(model, variants.get(_without_variant(model)))
+    if architecture is not None:
+        name = hubs.get(model, model)
+        return NamedModel(name, architecture, load.load_config(name, architecture), shipped=True)
     try:
         return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
     except ConfigError as error:
-        hint = did_you_mean(model, [*known, *shipped])
+        hint = did_you_mean(model, [*hubs.values(), *shipped])
         raise ConfigError(
             f"new: {error}{hint or '; without the hub give a folder, a config.json or one of ' + ', '.join(shipped)}"
         ) from error
@@ -108,7 +99,8 @@ def _without_variant(name: str) -> str:
 
 def _short(name: str) -> str:
     """Return the last part of a model's name, as files are called."""
-    return Path(name).resolve().name.lower() if is_dir(user_path(name)) else name.rpartition("/")[2].lower()
+    path = user_path(name)
+    return (path.resolve().name if is_dir(path) else path.stem if is_file(path) else name.rpartition("/")[2]).lower()
 
 
 def _check_causal(model: str, config: PreTrainedConfig) -> None:

@@ -51,36 +51,18 @@ class Method:
     """Settings of the model, with their values and meaning."""
 
 
+_BF16, _LORA = "configs/bf16.yaml", "configs/lora.yaml"
+_ROUNDED = ("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights")
+_MASTERS = ("master_weights", True, "updates are of fp32 copies of the weights, in RAM")
+_EIGHT_BITS = ("optimizer", "adamw8bit", "moments in 8 bits, as in bitsandbytes: 2 bytes per weight instead of 8")
+_FOUR_BITS = ("quantize", "nf4", "layers under the adapters have four bits, unpacked where they compute")
 METHODS = (
     Method("full", "all weights in fp32"),
-    Method(
-        "bf16",
-        "all weights in bf16, fp32 masters",
-        ("configs/bf16.yaml",),
-        (("master_weights", True, "updates are of fp32 copies of the weights, in RAM"),),
-    ),
-    Method(
-        "bf16",
-        "all weights in bf16, rounded at random",
-        ("configs/bf16.yaml",),
-        (("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights"),),
-    ),
-    Method(
-        "bf16",
-        "all weights in bf16, AdamW in 8 bits",
-        ("configs/bf16.yaml",),
-        (
-            ("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights"),
-            ("optimizer", "adamw8bit", "moments in 8 bits, as in bitsandbytes: 2 bytes per weight instead of 8"),
-        ),
-    ),
-    Method("lora", "LoRA on bf16 weights", ("configs/bf16.yaml", "configs/lora.yaml")),
-    Method(
-        "qlora",
-        "LoRA on 4-bit weights (QLoRA)",
-        ("configs/bf16.yaml", "configs/lora.yaml"),
-        (("quantize", "nf4", "layers under the adapters have four bits, unpacked where they compute"),),
-    ),
+    Method("bf16", "all weights in bf16, fp32 masters", (_BF16,), (_MASTERS,)),
+    Method("bf16", "all weights in bf16, rounded at random", (_BF16,), (_ROUNDED,)),
+    Method("bf16", "all weights in bf16, AdamW in 8 bits", (_BF16,), (_ROUNDED, _EIGHT_BITS)),
+    Method("lora", "LoRA on bf16 weights", (_BF16, _LORA)),
+    Method("qlora", "LoRA on 4-bit weights (QLoRA)", (_BF16, _LORA), (_FOUR_BITS,)),
 )
 """The most exact first."""
 
@@ -112,17 +94,21 @@ _SPLITS = (BatchSplit(parts=4), BatchSplit(parts=16), BatchSplit(), BatchSplit(a
 
 @dataclass(frozen=True, slots=True)
 class WayToTrain:
-    """A method, and what its plan says; ``why`` not, where there is none."""
+    """A method, and what its plan says, or why there is none."""
 
     method: Method
     length: int
     split: BatchSplit = BatchSplit()
     plan: Plan | None = None
-    why: str = ""
-    needed_bytes: int | None = None
-    """The smallest device memory that would do, where that is what is too small."""
     error: Exception | None = None
-    """Why there is no plan, where that is not for want of memory."""
+
+    @property
+    def why(self) -> str:
+        """The words for the error that has ended it."""
+        error = self.error
+        if isinstance(error, InfeasibleError):
+            return reason(error)
+        return str(error) if isinstance(error, OffloadError) else named(error) if error is not None else ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -132,8 +118,8 @@ class WayToTrain:
     @property
     def good(self) -> bool:
         """Whether it is nearly as fast as on a GPU with enough memory."""
-        found = self.plan.predicted if self.plan else None
-        return found is not None and found.iteration_s <= _GOOD * found.no_offload_s
+        predicted = self.plan.predicted if self.plan else None
+        return predicted is not None and predicted.iteration_s <= _GOOD * predicted.no_offload_s
 
 
 class Drafts:
@@ -153,18 +139,20 @@ class Drafts:
         """
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
-        lengths = [length for length in _LENGTHS if length <= positions] or [positions]
-        # The longest first, as it is wanted; if that does not fit, the shortest, which decides whether anything does.
-        ways = self._at(lengths[0], wanted)
-        if len(lengths) > 1 and not _planned(ways):
-            shortest = ways = self._at(lengths[-1], wanted)  # next, as nothing in between fits if they do not
-            if _planned(ways):
-                between = (self._at(length, wanted) for length in lengths[1:-1])
-                ways = next(filter(_planned, between), shortest)
+        longest, *shorter = [length for length in _LENGTHS if length <= positions] or [positions]
+        ways = self._at(longest, wanted)
+        if shorter and not _planned(ways):
+            ways = self._at(shorter[-1], wanted)  # next, as nothing in between fits if they do not
+            between = (self._at(length, wanted) for length in shorter[:-1] if _planned(ways))
+            ways = next(filter(_planned, between), ways)
         if _planned(ways):
             return ways
-        needed = [way.needed_bytes for way in ways if way.needed_bytes is not None]
-        raise InfeasibleError(self._too_small(ways), needed_bytes=min(needed, default=None))
+        ram = format_bytes(self.machine.profile.host_bytes)
+        raise InfeasibleError(
+            f"new: {self.source.name} cannot be trained in memory={self.machine.memory} with {ram} of RAM, even with "
+            f"sequences of {ways[0].length} tokens: {'; '.join(f'{way.method.title} {way.why}' for way in ways)}",
+            needed_bytes=min(filter(None, (getattr(way.error, "needed_bytes", None) for way in ways)), default=None),
+        )
 
     def _at(self, length: int, methods: Sequence[Method]) -> list[WayToTrain]:
         """Return the ways with sequences of ``length`` tokens; raises what the first has failed with if all have."""
@@ -172,18 +160,18 @@ class Drafts:
         for method in methods:
             status(f"planning {method.title}, {BATCH} x {length} tokens")
             ways.append(self.way(method, length))
-        errors = [way.error for way in ways if way.error is not None]
+        errors = [way.error for way in ways if way.error is not None and not isinstance(way.error, InfeasibleError)]
         if len(errors) == len(ways):
             raise errors[0]
         return ways
 
     def way(self, method: Method, length: int) -> WayToTrain:
         """Return how fast ``method`` is, in the best of a few numbers of parts or batches: at a glance."""
-        way, short, failed = WayToTrain(method, length), None, None
+        way, errors = WayToTrain(method, length), list[Exception]()
         try:
             whole = self._profile(way)
         except Exception as error:  # whatever it is, the other methods may do
-            return _without_plan(way, error)
+            return replace(way, error=error)
         for split in _SPLITS:
             # Batches one after the other read all weights once for each of them: not worth a plan where parts fit.
             if way.plan is not None and (way.good or split.accumulate > 1):
@@ -192,17 +180,16 @@ class Drafts:
                 # One profile is scaled instead of estimated anew: a comparison needs no more,
                 # and takes a fraction of the time.
                 part = in_parts(scaled(whole, BATCH // split.accumulate), split.parts)
-                found = self._plan(part, _PRICE_SECONDS, split.accumulate)
-            except InfeasibleError as error:
-                short = error if short is None else min(short, error, key=_needs)
-                continue
+                plan = self._plan(part, _PRICE_SECONDS, split.accumulate)
             except Exception as error:
-                failed = failed or error
+                errors.append(error)
                 continue
-            if way.plan is None or found.predicted.iteration_s < way.plan.predicted.iteration_s:
-                way = replace(way, plan=found, split=split)
-        missing = short or failed
-        return _without_plan(way, missing) if way.plan is None and missing is not None else way
+            if way.plan is None or plan.predicted.iteration_s < way.plan.predicted.iteration_s:
+                way = replace(way, plan=plan, split=split)
+        if way.plan is not None:
+            return way
+        short = [error for error in errors if isinstance(error, InfeasibleError)]
+        return replace(way, error=min(short, key=_needs) if short else errors[0])
 
     def choose(self, ways: Sequence[WayToTrain]) -> tuple[list[WayToTrain], WayToTrain]:
         """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
@@ -218,7 +205,7 @@ class Drafts:
             try:
                 return left, self.final(wanted)
             except Exception as error:
-                left[left.index(wanted)] = _without_plan(wanted, error)
+                left[left.index(wanted)] = replace(wanted, plan=None, error=error)
                 errors.append(error)
         raise errors[0]
 
@@ -274,15 +261,6 @@ class Drafts:
         ]
         return "\n".join(lines) + "\n"
 
-    def _too_small(self, ways: Sequence[WayToTrain]) -> str:
-        machine = self.machine
-        ram = format_bytes(machine.profile.host_bytes)
-        needs = "; ".join(f"{way.method.title} {way.why}" for way in ways)
-        return (
-            f"new: {self.source.name} cannot be trained in memory={machine.memory} with {ram} of RAM, even with "
-            f"sequences of {ways[0].length} tokens: {needs}"
-        )
-
     def _profile(self, way: WayToTrain) -> Profile:
         file = self.folder / "draft.yaml"
         file.write_text(self.text(way), encoding="utf-8")
@@ -303,13 +281,6 @@ class Drafts:
 def _planned(ways: Sequence[WayToTrain]) -> bool:
     """Return whether one of ``ways`` has a plan."""
     return any(way.plan is not None for way in ways)
-
-
-def _without_plan(way: WayToTrain, error: Exception) -> WayToTrain:
-    """Return ``way`` as one that ``error`` has ended."""
-    if isinstance(error, InfeasibleError):
-        return replace(way, plan=None, why=reason(error), needed_bytes=error.needed_bytes)
-    return replace(way, plan=None, why=str(error) if isinstance(error, OffloadError) else named(error), error=error)
 
 
 def _needs(error: InfeasibleError) -> tuple[int, int]:

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Literal
 from lt_offload.cli.progress import say, status
 from lt_offload.compat.hugging_face import set_attention
 from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
 from lt_offload.finetune.module import check_data
+from lt_offload.plan import make_plan
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.what_if import Solver
+from lt_offload.profiling.from_config import profile_config
+from lt_offload.profiling.hardware import measure_machine
 from lt_offload.strategy.windows import reads_gradients, settings_from_trainer
 from lt_offload.units import Budget, format_bytes
 
@@ -38,9 +42,6 @@ def estimate(
     """
     parts = micro_batches or parts_of(app)
     assert parts != "auto"
-    from lt_offload.profiling.from_config import profile_config
-    from lt_offload.profiling.hardware import measure_machine
-
     module, data = app.model, app.datamodule
     if hardware is not None:
         say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
@@ -71,8 +72,6 @@ def configuration(app: App) -> PreTrainedConfig:
     Raises:
         ConfigError: if there is none without the hub, or a setting does not suit it.
     """
-    from lt_offload.finetune import load
-
     module, data = app.model, app.datamodule
     config = load.load_config(module.name, module.architecture)
     check_data(config, max_length=data.max_length)
@@ -125,8 +124,6 @@ def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> 
 
 def solver(app: App, seconds: float) -> Solver:
     """Return what plans with the strategy's settings, each plan in ``seconds`` at most; for all cards of a profile."""
-    from lt_offload.plan import make_plan
-
     settings = settings_of(app)
     # Never more time than the user allows for a single plan.
     settings = replace(settings, time_limit=min(settings.time_limit, seconds))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from lt_offload.cli.planning.estimate import estimate, model_name, on_machine, parts_of, settings_of, solver
+from lt_offload.cli.planning.estimate import estimate, model_name, on_machine, settings_of, solver
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.several import check_cards, one_of
@@ -29,43 +29,34 @@ _LEAST_SECONDS = 4.0
 def plan_sweep(
     app: App,
     asked: SweepRange,
-    *,
     memory: str | None,
     hardware: str | None,
+    cards: tuple[int, int],
+    *,
     save: str | None,
-    report: str | None,
-    trace: str | None,
-    explain: bool,
-    devices: int = 1,
-    nodes: int = 1,
 ) -> int:
-    """Plan for a row of sizes, machines, numbers of cards or of machines and print a table."""
-    budget = Budget.of(memory)
+    """Plan for a row of sizes, machines, numbers of cards or of machines and print a table.
+
+    ``cards``: of each machine, and how many machines, where the sweep is not over them.
+    """
+    budget, (devices, nodes) = Budget.of(memory), cards
     if asked.axis in ("devices", "nodes"):
         for count in asked.sizes:
             check_cards(*((count, nodes) if asked.axis == "devices" else (devices, count)))
-    if getattr(app.trainer.strategy, "batch_size", None) == "auto":
-        raise ConfigError("trainer.strategy.batch_size='auto' cannot be combined with a sweep; give a number")
-    if parts_of(app) == "auto":
-        raise ConfigError("trainer.strategy.micro_batches='auto' cannot be combined with a sweep; give a number")
-    named = {"memory": memory, "hardware": hardware, "devices": _several(devices), "nodes": _several(nodes)}
+    for name in ("batch_size", "micro_batches"):
+        if getattr(app.trainer.strategy, name, None) == "auto":
+            raise ConfigError(f"trainer.strategy.{name}='auto' cannot be combined with a sweep; give a number")
+    named = {"memory": memory, "hardware": hardware, "devices": devices, "nodes": nodes}
     given = named.get(asked.axis)
-    if given is not None:
+    if given not in (None, 1):
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
-    if trace is not None:
-        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; leave one of them out")
-    if report is not None:
-        raise ConfigError(f"report={report!r} draws one plan and a sweep makes many; --save table.csv keeps its table")
-    if explain:
-        raise ConfigError("--explain shows one plan and a sweep makes many; leave one of them out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     # Divided by the points, so that a sweep takes about as long whatever it goes over.
     seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
-    questions = list(_questions(app, asked, budget, hardware, Planning(solver(app, seconds), devices, nodes)))
     swept = run_sweep(
         asked.axis,
-        questions,
+        list(_questions(app, asked, budget, hardware, solver(app, seconds), cards)),
         model=model_name(app),
         dtype=app.model.model_dtype,
         sequence_length=app.datamodule.max_length,
@@ -78,39 +69,23 @@ def plan_sweep(
     return 0
 
 
-class Planning(NamedTuple):
-    """How the points of a sweep are planned."""
-
-    solve: Solver
-    devices: int
-    nodes: int
-
-
-def _several(count: int) -> int | None:
-    return count if count > 1 else None
-
-
 def _questions(
-    app: App, asked: SweepRange, memory: Budget, hardware: str | None, planning: Planning
+    app: App, asked: SweepRange, memory: Budget, hardware: str | None, solve: Solver, cards: tuple[int, int]
 ) -> Iterator[Question]:
-    """Yield the points of a sweep; the model is profiled once per machine."""
+    """Yield the points of a sweep, on ``cards`` of so many machines; the model is profiled once per machine."""
+    settings, axis = settings_of(app), asked.axis
 
-    def question(
-        machine: HardwareProfile,
-        budget: int,
-        ram: int,
-        profile: Profile | None,
-        *,
-        devices: int = planning.devices,
-        nodes: int = planning.nodes,
-    ) -> Question:
+    def question(profile: Profile | None, machine: HardwareProfile, budget: int, ram: int, size: int = 0) -> Question:
+        devices = size if axis == "devices" else cards[0]
+        nodes = size if axis == "nodes" else cards[1]
+
         def plan_it() -> Plan:
             # The error comes with the point's turn: one machine without figures is a row of
             # the table, not the end of the sweep.
             if profile is None:
                 raise InfeasibleError(f"there are no figures for {app.model.model_dtype}")
             # Each process may take its part of the RAM that the machine has, or that was named.
-            return planning.solve(one_of(profile, devices, nodes), budget, ram // devices)
+            return solve(one_of(profile, devices, nodes), budget, ram // devices)
 
         return Question(
             hardware=machine.name,
@@ -121,24 +96,15 @@ def _questions(
             nodes=nodes,
         )
 
-    settings = settings_of(app)
     for machine in [load_hardware(name) for name in asked.names]:
         rated = app.model.model_dtype in machine.flops_per_s  # its description has figures for this dtype
         budget = machine.device_bytes if memory.nbytes is None else min(memory.nbytes, machine.device_bytes)
-        yield question(machine, budget, settings.host_budget(machine), estimate(app, machine) if rated else None)
-    if asked.axis == "hardware":
+        yield question(estimate(app, machine) if rated else None, machine, budget, settings.host_budget(machine))
+    if axis == "hardware":
         return
     profile = estimate(app, hardware)
     machine = profile.hardware
-    if asked.axis in ("devices", "nodes"):
-        room = on_machine(settings, memory, machine).device_budget(machine)
-        for count in asked.sizes:
-            counted = {asked.axis: count}
-            yield question(machine, room, settings.host_budget(machine), profile, **counted)
-        return
-    if asked.axis == "memory":
-        budgets = [(size, settings.host_budget(machine)) for size in asked.sizes]
-    else:
-        memory_bytes = on_machine(settings, memory, machine).device_budget(machine)
-        budgets = [(memory_bytes, size) for size in asked.sizes]
-    yield from (question(machine, budget, ram, profile) for budget, ram in budgets)
+    budget = 0 if axis == "memory" else on_machine(settings, memory, machine).device_budget(machine)
+    for size in asked.sizes:
+        ram = size if axis == "host_memory" else settings.host_budget(machine)
+        yield question(profile, machine, size if axis == "memory" else budget, ram, size)

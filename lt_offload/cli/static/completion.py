@@ -11,9 +11,9 @@ from typing import Literal
 
 from lt_offload.cli import recipes
 from lt_offload.cli.static.flags import standing_alone
-from lt_offload.cli.static.settings import GROUPS, OF_CALLS, settings
+from lt_offload.cli.static.pages import SETTINGS, entries, groups
+from lt_offload.cli.static.settings import of_call
 from lt_offload.cli.table import VERBS, Verb
-from lt_offload.errors import ConfigError
 from lt_offload.resources import shipped_files
 
 Shell = Literal["bash", "zsh", "fish"]
@@ -23,8 +23,6 @@ FILES = ":files"
 """An answer: complete names of files, too."""
 OPTIONS = ("--help", "--version", "--quiet", "--debug")
 """Flags of the program, without a verb."""
-_WITH_RECIPE_AND_MORE = ("cp",)
-"""Verbs without settings whose first word is a recipe all the same."""
 
 _BASH = """\
 # lt-finetune completion for bash: put  eval "$(lt-finetune completion bash)"  into ~/.bashrc
@@ -90,8 +88,6 @@ def completion(shell: Shell) -> int:
     Args:
         shell: bash, zsh or fish.
     """
-    if shell not in _SCRIPTS:
-        raise ConfigError(f"completion: there is no {shell!r}; choose {', '.join(_SCRIPTS)}")
     print(_SCRIPTS[shell], end="")
     return 0
 
@@ -119,29 +115,27 @@ def _candidates(before: Sequence[str], last: str) -> Sequence[str]:
         return _flags(verb)
     if words and words[-1].startswith("--") and words[-1][2:] not in standing_alone():
         return _values(verb, words[-1]) or [FILES]
-    if verb.recipe or verb.name in _WITH_RECIPE_AND_MORE:
-        return [*recipes.shipped(), FILES] if not words else [FILES] if not verb.recipe else _flags(verb)
-    places = [parameter for parameter in verb.read().parameters if parameter.kind != "flag"]
-    choices = places[min(len(words), len(places) - 1)].choices if places else []
-    return choices or ([FILES] if places else _flags(verb))
+    places = [entry for entry in entries(verb.name).values() if not entry.is_flag]
+    if (verb.recipe and words) or not (verb.recipe or places):
+        return _flags(verb)
+    place = places[min(len(words), len(places) - 1)] if places else None
+    if place is None or place.name == "RECIPE":
+        return [*recipes.shipped(), FILES]
+    return place.choices or [FILES]
 
 
 def _flags(verb: Verb) -> list[str]:
-    own = [f"--{parameter.name}" for parameter in verb.read().parameters if parameter.kind == "flag"]
-    if not verb.recipe:
-        return [*own, "--help"]
-    groups = [f"--{name}.help" for name in GROUPS]
-    return [*own, *(f"--{name}" for name in OF_CALLS), *(f"--{key}" for key in settings()), *groups]
+    if verb.recipe:
+        names = [*of_call(verb), *entries(SETTINGS), *(f"{name}.help" for name in groups())]
+    else:
+        names = [*(entry.key for entry in entries(verb.name).values() if entry.is_flag), "help"]
+    return [f"--{name}" for name in names]
 
 
 def _values(verb: Verb, flag: str) -> list[str]:
     """Return the values that ``flag`` can have, nothing if they cannot be listed."""
     name = flag.removeprefix("--")
-    own = next((p for p in verb.read().parameters if p.kind == "flag" and p.name == name), None)
-    setting = settings().get(name) if verb.recipe else None
-    parameter = own or (setting.parameter if setting is not None else None)
     if name == "hardware":
         return list(shipped_files("configs/hardware", ".yaml"))
-    if parameter is None:
-        return []
-    return ["true", "false"] if parameter.annotation == "bool" else parameter.choices
+    known = entries(SETTINGS) | entries(verb.name) if verb.recipe else entries(verb.name)
+    return known[name].choices if name in known else []

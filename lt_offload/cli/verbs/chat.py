@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from lt_offload.cli.app import App
 from lt_offload.cli.preflight import check_early
@@ -19,9 +20,6 @@ from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer
 from lt_offload.finetune.unused import default_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _COMMANDS = ("/reset", "/system TEXT", "/exit")
 _MOST_TURNS = 2**31
@@ -236,8 +234,6 @@ class _Answer:
     """Prints an answer while it comes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from transformers import TextStreamer
-
         self.tokens: list[int] = []
         self.refused: str | None = None
         """Why there is none."""

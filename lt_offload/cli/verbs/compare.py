@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lt_offload.report.compare import read_runs, tables, trajectories
+
 _WIDTH = 80
 
 
@@ -11,13 +18,6 @@ def compare(*runs: str) -> int:
     Args:
         runs: run folders, two or more.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from lt_offload.report.compare import read_runs, tables, trajectories
-
     read = read_runs(runs)
     console = Console(highlight=False)
     width = min(console.width, max(_WIDTH, 26 * (len(runs) + 1)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+from rich.console import Console
+
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.preflight import check_early
@@ -31,8 +33,6 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
             raise ConfigError(f"save={save!r}: end the name with one of {', '.join(_ENDINGS)}")
     check_early(app)
     found = look_at(app.datamodule)
-    from rich.console import Console
-
     console = Console(highlight=False, markup=False)
     shown = list(render(app.datamodule, found, samples=samples, color=console.color_system is not None))
     for part in shown:
@@ -43,8 +43,6 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
 
 
 def _save(app: App, found: DataPreview, samples: int, save: str) -> Path:
-    from rich.console import Console
-
     target = user_path(save)
     color = target.suffix.lower() != ".txt"
     paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)

@@ -12,6 +12,7 @@ from lt_offload.cli.preflight import check_early
 from lt_offload.cli.progress import clear, status, wrapped
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
+from lt_offload.finetune.run import summary
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
@@ -37,8 +38,6 @@ def fit(
         explain: say what the plan does with every block, not just a paragraph about it.
         wandb: log to Weights & Biases, too, as a run of this project (lt-offload if none is named).
     """
-    from lt_offload.finetune.run.summary import print_summary, run_gains, write_report
-
     if explain and not hasattr(app.trainer.strategy, "explain"):
         raise ConfigError(
             f"--explain: trainer.strategy={type(app.trainer.strategy).__name__} makes no plan; leave the flag out, or "
@@ -62,26 +61,22 @@ def fit(
     before = config.read_bytes() if first and path is not None and config.is_file() else None
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
-    except SystemExit as left:
-        processes.end_others(trainer)
-        clear()
-        _put_back(app, before)
-        app.summary.end(trainer, left)
-        terminated = EXIT_CODES[signal.SIGTERM]
-        # Lightning makes an exit of Ctrl-C as well, with the code of any failure: what was raised first tells it.
-        if left.code != terminated and not isinstance(left.__context__, KeyboardInterrupt):
-            raise  # of a callback, say
-        if first:
-            newest = checkpoint.newest(app.run_dir / "checkpoints")
-            way = f"{newest} is complete, continue with\nlt-finetune {app.run_dir} --resume"
-            hint = way if newest else "there is no checkpoint yet"
-            print(wrapped(f"interrupted after step {trainer.global_step}; {hint}"), file=sys.stderr)
-        return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     except BaseException as error:
         processes.end_others(trainer)
         clear()
         _put_back(app, before)
-        if report := app.summary.end(trainer, error):
+        report = app.summary.end(trainer, error)
+        left = error if isinstance(error, SystemExit) else None
+        terminated = EXIT_CODES[signal.SIGTERM]
+        # Lightning makes an exit of Ctrl-C as well, with the code of any failure: what was raised first tells it.
+        if left is not None and (left.code == terminated or isinstance(left.__context__, KeyboardInterrupt)):
+            if first:
+                newest = checkpoint.newest(app.run_dir / "checkpoints")
+                way = f"{newest} is complete, continue with\nlt-finetune {app.run_dir} --resume"
+                hint = way if newest else "there is no checkpoint yet"
+                print(wrapped(f"interrupted after step {trainer.global_step}; {hint}"), file=sys.stderr)
+            return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
+        if report and left is None:
             print(wrapped(f"how far the run came: {report}"), file=sys.stderr)
         raise
     clear()
@@ -97,11 +92,11 @@ def fit(
     report = None
     try:
         report = app.summary.end(trainer)
-        if gains := run_gains(app.summary, trainer):
-            write_report(app.run_dir, gains)
+        if gains := summary.run_gains(app.summary, trainer):
+            summary.write_report(app.run_dir, gains)
     finally:  # the last thing to be read, also if that failed or was cut short
         clear()
-        print_summary(app.summary, trainer, report)
+        summary.print_summary(app.summary, trainer, report)
     return 0 if app.summary.broken is None else 3
 
 

@@ -12,16 +12,20 @@ from lt_offload.cli.planning.estimate import estimate, on_machine, parts_of, set
 from lt_offload.cli.planning.sweep import plan_sweep
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan import choose_batch, make_plan, simulate
+from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.plan.several import check_cards, gain, one_of
 from lt_offload.plan.sweep import parse_sweep
 from lt_offload.plan.what_if import gains
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.report.perfetto import save_perfetto
+from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
 from lt_offload.strategy.windows import effective_batch
 from lt_offload.units import Budget
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
-    from lt_offload.plan.settings import Settings
     from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import Profile
 
@@ -74,24 +78,16 @@ def plan(
         )
     budget = Budget.of(memory)  # a slip is noticed here, before all that is slow
     if sweep is not None:
-        return plan_sweep(
-            app,
-            parse_sweep(sweep),
-            memory=memory,
-            hardware=hardware,
-            save=save,
-            report=report,
-            trace=trace,
-            explain=explain,
-            devices=count,
-            nodes=machines,
-        )
-    from lt_offload.plan import simulate
-    from lt_offload.report.perfetto import save_perfetto
-
-    best = getattr(app.trainer.strategy, "batch_size", None) == "auto"
+        for flag, asked in ((f"trace={trace!r}", trace), ("--explain", explain)):
+            if asked:
+                raise ConfigError(f"{flag} shows one plan and a sweep makes many; leave one of them out")
+        if report is not None:
+            raise ConfigError(
+                f"report={report!r} draws one plan and a sweep makes many; --save table.csv keeps its table"
+            )
+        return plan_sweep(app, parse_sweep(sweep), memory, hardware, (count, machines), save=save)
     try:
-        profile, made = (_with_best_batch if best else _with_parts)(app, budget, hardware, (count, machines))
+        profile, made = _planned(app, budget, hardware, (count, machines))
     except InfeasibleError as error:
         raise _with_recipe(error, app, hardware) from None
     clear()
@@ -104,8 +100,6 @@ def plan(
     if trace is not None:
         print(f"trace: {save_perfetto(simulated, trace)}")
     if report is not None:
-        from lt_offload.report.plan_page import write_plan_report
-
         bought = gains(made, profile, solver(app, _GAIN_SECONDS), say=status)
         print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
     return 0
@@ -115,8 +109,6 @@ def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> Infe
     """Return ``error`` with a recipe that the machine has the RAM for, if that is what is short."""
     if error.needed_host_bytes is None or hardware is None:
         return error
-    from lt_offload.profiling.hardware import load_hardware
-
     machine = load_hardware(hardware)
     name = recipes.largest_within(machine.device_bytes, settings_of(app).host_budget(machine))
     more = f"; of the recipes that come with lt_offload, {name} fits" if name else ""
@@ -125,8 +117,6 @@ def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> Infe
 
 def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str:
     """Return what the cards of ``profile`` buy beside one, and how that was planned."""
-    from lt_offload.plan import make_plan
-
     count = profile.processes * profile.machines
     one = estimate(app, hardware, profile.batch_size, profile.parts)
     status("planning for one card")
@@ -139,44 +129,33 @@ def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str
     return f"{gain(plan, profile, alone).sentence()}. The plan is that of one of the {count} processes."
 
 
-def _with_parts(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
-    """Return the profile and the plan of the batch in as many parts as the strategy says, or as are fastest.
+def _planned(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
+    """Return the profile and the plan of the batch as the strategy says, or of the size or the parts that are fastest.
 
     ``cards``: of each machine, and how many machines.
     """
-    from lt_offload.plan import make_plan
-    from lt_offload.plan.orders import choose_parts, compared
-
-    count = parts_of(app)
-    alone = estimate(app, hardware, micro_batches=1 if count == "auto" else count)
-    machine, profile = alone.hardware, one_of(alone, *cards)
-    settings = _of_one(on_machine(settings_of(app), memory, machine), cards[0])
-    if count != "auto":
-        return profile, compared(make_plan(profile, settings), profile, settings, thorough=True)
-    whole = profile
-    choice = choose_parts(
-        lambda n: whole if n == 1 else one_of(estimate(app, machine, micro_batches=n), *cards), settings
+    best, parts = getattr(app.trainer.strategy, "batch_size", None) == "auto", parts_of(app)
+    # The machine is measured once: others are estimated for what it has shown the first time.
+    if best:
+        first = estimate(app, hardware, 1)
+    else:
+        first = estimate(app, hardware, micro_batches=1 if parts == "auto" else parts)
+    machine, alone = first.hardware, one_of(first, *cards)
+    settings = on_machine(settings_of(app), memory, machine)
+    # One of several processes has its part of the RAM that was named.
+    if (ram := settings.host.nbytes) is not None:
+        settings = replace(settings, host_memory=ram // cards[0])
+    if best:
+        choice = choose_batch(
+            lambda size: alone if size == 1 else one_of(estimate(app, machine, size), *cards),
+            settings,
+            effective=effective_batch(app.trainer, app.datamodule.batch_size),
+            on_progress=status,
+        )
+        return choice.profile, choice.plan
+    if parts != "auto":
+        return alone, compared(make_plan(alone, settings), alone, settings, thorough=True)
+    chosen = choose_parts(
+        lambda n: alone if n == 1 else one_of(estimate(app, machine, micro_batches=n), *cards), settings
     )
-    return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
-
-
-def _of_one(settings: Settings, devices: int) -> Settings:
-    """Return the settings of one of several processes, which has its part of the RAM that was named."""
-    ram = settings.host.nbytes
-    return replace(settings, host_memory=None if ram is None else ram // devices)
-
-
-def _with_best_batch(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
-    """Return the profile and the plan of the batch size with the highest throughput; ``cards`` as above."""
-    from lt_offload.plan import choose_batch
-
-    # The machine is measured once: other sizes are estimated for what it has shown the first time.
-    first = estimate(app, hardware, 1)
-    machine = first.hardware
-    choice = choose_batch(
-        lambda size: one_of(first if size == 1 else estimate(app, machine, size), *cards),
-        _of_one(on_machine(settings_of(app), memory, machine), cards[0]),
-        effective=effective_batch(app.trainer, app.datamodule.batch_size),
-        on_progress=status,
-    )
-    return choice.profile, choice.plan
+    return chosen.profile, compared(chosen.plan, chosen.profile, settings, thorough=True)

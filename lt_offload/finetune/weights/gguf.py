@@ -58,15 +58,11 @@ def converted(source: Path) -> Path:
 
 
 def _converted(source: Path, name: str, target: Path) -> Path:
-    if not target.exists():
-        if any(find_spec(package) is None for package in ("gguf", "accelerate")):
-            raise ConfigError(f"model {name!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
-        _convert(source, name, target)
-    return target
-
-
-def _convert(source: Path, name: str, target: Path) -> None:
-    """Write the GGUF file ``source`` as a model folder ``target``, which appears at once and complete."""
+    """Return the model folder ``target``, made of the GGUF file ``source``, which appears at once and complete."""
+    if target.exists():
+        return target
+    if any(find_spec(package) is None for package in ("gguf", "accelerate")):
+        raise ConfigError(f"model {name!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
     _check_rotations(source, name)
     print(f"Converting {source.name} once, to {target} (about a minute) ...", flush=True)
     with in_words(name):
@@ -78,6 +74,7 @@ def _convert(source: Path, name: str, target: Path) -> None:
     except OSError:
         if not target.exists():  # else another process was faster
             raise
+    return target
 
 
 def _check_rotations(source: Path, name: str) -> None:

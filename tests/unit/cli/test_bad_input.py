@@ -148,7 +148,7 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
         ("data: text.txt", "recipe child.yaml: data: 'text.txt' is no group of settings"),
         ("data: {path: a.txt, path: b.txt}", "'path' stands twice in one group"),
         ("data: {sample_prompt: [1]}", "data.sample_prompt: expected one of str, list[str], null; got [1]"),
-        ("data: {pack: Wrapped}", "data.pack: expected one of bool, Literal['wrapped']; got Wrapped"),
+        ("data: {pack: Wrapped}", "data.pack: there is no 'Wrapped' in child.yaml; did you mean wrapped?"),
         (
             "data: {new_tokens: [a]}",
             "data.new_tokens=['a'] in child.yaml cannot be set by itself; set model.new_tokens",

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -235,7 +236,8 @@ def test_what_goes_on_is_drawn_anew_on_a_terminal(monkeypatch: pytest.MonkeyPatc
 
 
 def test_warnings_of_libraries_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    messages._show(UserWarning("two\n  lines"), UserWarning, "/site-packages/library.py", 3)
+    messages.install()
+    warnings.showwarning(UserWarning("two\n  lines"), UserWarning, "/site-packages/library.py", 3)
     assert capsys.readouterr().err == "warning: two lines\n"
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from lt_offload.cli.draft.header import SimulatedStep, hardware_of, header, lines_of, title_of, with_header
+from lt_offload.cli.draft.header import SimulatedStep, header
 from lt_offload.cli.draft.model import named
 from lt_offload.cli.draft.ways import METHODS, Drafts, Method, WayToTrain, best
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs.new import _machine
 from lt_offload.errors import InfeasibleError
 from lt_offload.schema.plan import Plan
+from scripts.recipes.headers import hardware_of, lines_of, title_of, with_header
 from tests.support.commands import fails
 from tests.support.samples import make_plan, make_profile
 from tests.unit.finetune.test_load import write_gguf

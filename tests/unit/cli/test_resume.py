@@ -13,7 +13,7 @@ import torch
 
 from lt_offload.cli.app import last_run
 from lt_offload.cli.main import main
-from lt_offload.cli.static.flags import with_values
+from lt_offload.cli.static.flags import joined
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
 from lt_offload.report.runs import read_run
@@ -182,12 +182,12 @@ def test_which_run_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_some_flags_need_no_value() -> None:
-    assert with_values([]) == []
-    assert with_values(["--resume"]) == ["--resume=true"]
-    assert with_values(["--resume", "--x", "1"]) == ["--resume=true", "--x", "1"]
-    assert with_values(["--resume", "false"]) == ["--resume", "false"]
-    assert with_values(["--explain", "--merge", "false"]) == ["--explain=true", "--merge", "false"]
-    assert with_values(["--wandb"]) == ["--wandb=lt-offload"]
-    assert with_values(["--wandb", "--resume"]) == ["--wandb=lt-offload", "--resume=true"]
-    assert with_values(["--x", "-3GB", "--y", "-1", "--z=-2"]) == ["--x=-3GB", "--y=-1", "--z=-2"]
-    assert with_values(["--wandb", "mine", "--x", "1"]) == ["--wandb", "mine", "--x", "1"]
+    assert joined([]) == []
+    assert joined(["--resume"]) == ["--resume=true"]
+    assert joined(["--resume", "--x", "1"]) == ["--resume=true", "--x=1"]
+    assert joined(["--resume", "false"]) == ["--resume=false"]
+    assert joined(["--explain", "--merge", "false"]) == ["--explain=true", "--merge=false"]
+    assert joined(["--wandb"]) == ["--wandb=lt-offload"]
+    assert joined(["--wandb", "--resume"]) == ["--wandb=lt-offload", "--resume=true"]
+    assert joined(["--x", "-3GB", "--y", "-1", "--z=-2"]) == ["--x=-3GB", "--y=-1", "--z=-2"]
+    assert joined(["--wandb", "mine", "--x", "1"]) == ["--wandb=mine", "--x=1"]

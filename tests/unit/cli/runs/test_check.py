@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lt_offload.cli.main import main
-from lt_offload.cli.static.settings import settings
+from lt_offload.cli.static.pages import SETTINGS, entries
 from tests import sampling
 from tests.support.commands import fails
 
@@ -31,7 +31,7 @@ def test_what_a_run_refuses_is_refused(
     assert message in fails(capsys, recipe, *args)
 
 
-GRID = [(key, value) for key in sorted({*settings()} - ELSEWHERE) for value in VALUES]
+GRID = [(key, value) for key in sorted({*entries(SETTINGS)} - ELSEWHERE) for value in VALUES]
 GRID.remove(("data.path", "null"))  # may be a data set on the hub, which a check does not ask
 
 

@@ -13,7 +13,7 @@ import pytest
 from lt_offload.cli import recipes
 from lt_offload.cli.main import main
 from lt_offload.cli.static.completion import FILES, answers
-from lt_offload.cli.static.settings import settings
+from lt_offload.cli.static.pages import SETTINGS, entries
 from lt_offload.cli.table import VERBS
 
 ROOT = Path(__file__).parents[4]
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[4]
         ("quickstart --model.lora.d", ["--model.lora.dropout", "--model.lora.dora"]),
         ("quickstart --res", ["--resume"]),
         ("quickstart --model.dtype ", ["float32", "bfloat16"]),
+        ("quickstart --data.pack ", ["true", "false", "wrapped"]),
         ("quickstart --model.dtype=b", ["--model.dtype=bfloat16"]),
         ("quickstart --model.compile_blocks t", ["true"]),
         ("quickstart --data.path ", [FILES]),
@@ -55,7 +56,7 @@ def test_other_flags_follow_one_that_needs_no_value(flag: str) -> None:
 
 def test_everything_can_be_completed() -> None:
     assert {*VERBS, *recipes.shipped()} <= set(answers([""]))
-    assert {f"--{key}" for key in settings()} <= set(answers(["quickstart", "--"]))
+    assert {f"--{key}" for key in entries(SETTINGS)} <= set(answers(["quickstart", "--"]))
 
 
 @pytest.fixture(scope="module")
@@ -102,4 +103,4 @@ def test_scripts_are_what_their_shell_can_read(shell: str, capsys: pytest.Captur
     if shutil.which(shell) is not None:
         subprocess.run([shell, "-n"], input=text, text=True, check=True)
     assert main(["completion", "csh"]) == 2
-    assert "choose bash, zsh, fish" in capsys.readouterr().err
+    assert "SHELL='csh' is none of its values; did you mean zsh" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.export import export
-from lt_offload.finetune.weights.to_gguf.families import FAMILIES
+from lt_offload.finetune.weights.to_gguf import FAMILIES
 from tests.unit.finetune.to_gguf import tokenizers
 
 gguf = pytest.importorskip("gguf")
@@ -178,9 +178,9 @@ def test_what_files_say(tmp_path: Path) -> None:
     ("family", "overrides", "message"),
     [
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope of type dyna"),
-        ("llama", {"attention_bias": True}, "llama models with biases in attention"),
+        ("llama", {"attention_bias": True}, "llama models with attention_bias=True"),
         ("llama", {"hidden_act": "relu"}, "the activation relu"),
-        ("phi", {"qk_layernorm": True}, "norms of queries and keys"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm=True"),
         ("gemma2", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64, which is not head_dim=256"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 6}, "layer_types other than"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
