@@ -256,10 +256,10 @@ class FineTuneData(LightningDataModule):
             self._set_up_stream(trains=stage == "fit")
             return
         (training, validation), self._read = self._read or self.examples(), None
-        documents = Documents.from_dataset(training.dataset)
+        documents = Documents(training.dataset)
         if validation is not None:
             self._train = self._sequences(documents, "data.path", training.name)
-            held = Documents.from_dataset(validation.dataset)
+            held = Documents(validation.dataset)
             self._validation = self._sequences(held, "data.validation_path", validation.name)
             return
         # A single text is split inside it, else all or nothing would be held out.

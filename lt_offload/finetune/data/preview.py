@@ -60,7 +60,7 @@ def look_at(data: FineTuneData) -> DataPreview:
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
         found, _ = data.examples()
-        documents = Documents.from_dataset(found.dataset)
+        documents = Documents(found.dataset)
         return DataPreview(said=said, names=_Names(found), examples=found, documents=documents, bad=found.bad)
     examples: list[Example] = []
     names: list[str] = []

@@ -152,9 +152,10 @@ class Sequences(Dataset[Row]):
         total = int(self.lengths[index])
         ids, labels, positions = (np.empty(total, np.int64) for _ in range(3))
         begin = 0
-        for document, start, stop in self.row(index):
+        row = self.row(index)
+        for (_, start, stop), of_document in zip(row, self._documents.read([each[0] for each in row]), strict=True):
             end = begin + stop - start
-            ids[begin:end], labels[begin:end] = self._documents.piece(document, start, stop)
+            ids[begin:end], labels[begin:end] = (tokens[start:stop] for tokens in of_document)
             # Models find where a document begins by its position 0. Its first token follows
             # another document's last one, from which it must not be predicted.
             first = 0 if self._apart else begin
