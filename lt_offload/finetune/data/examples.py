@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,13 @@ class Examples(Sequence[Example]):
     """Tokenised rows, in order.
 
     Args:
-        dataset: with lists of integers in the columns ``ids`` and ``labels``.
-        origins: for each source its name of rows, its layout, and the numbers of the rows that are here.
+        dataset: with lists of integers in the columns ``ids`` and ``labels``, and the file and row in ``place``.
+        bad: how many rows were left out.
     """
 
-    def __init__(self, dataset: Dataset, origins: Sequence[Origin]) -> None:
+    def __init__(self, dataset: Dataset, bad: int = 0) -> None:
         self.dataset = dataset
-        self.origins = origins
+        self.bad = bad
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -67,33 +67,7 @@ class Examples(Sequence[Example]):
 
     def name(self, number: int) -> str:
         """Return the file and the row, counted from 1, that example ``number``, counted from 0, is from."""
-        for origin in self.origins:
-            if number < len(origin.rows):
-                return origin.places.name(int(origin.rows[number]))
-            number -= len(origin.rows)
-        raise IndexError(number)
-
-    @property
-    def bad(self) -> int:
-        """Rows that were left out."""
-        return sum(origin.bad for origin in self.origins)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Where the examples of one source are from.
-
-    Args:
-        places: names of its rows.
-        layout: where in its rows things are.
-        rows: numbers of the rows that are examples.
-        bad: how many rows are none.
-    """
-
-    places: Places
-    layout: Columns
-    rows: Sequence[int] | np.ndarray[Any, Any]
-    bad: int
+        return str(self.dataset[number]["place"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +100,8 @@ class Preparation:
         """
         from datasets import concatenate_datasets
 
-        tables, origins = zip(*(self._of_source(source) for source in sources), strict=True)
-        return Examples(tables[0] if len(tables) == 1 else concatenate_datasets(list(tables)), origins)
+        parts = [self._of_source(source) for source in sources]
+        return Examples(concatenate_datasets([part.dataset for part in parts]), sum(part.bad for part in parts))
 
     def stream(self, source: Source) -> Stream:
         """Return the examples of ``source`` one after the other, without holding them all."""
@@ -149,32 +123,22 @@ class Preparation:
         self.encoder.check(layout)
         return layout
 
-    def _of_source(self, source: Source) -> tuple[Dataset, Origin]:
+    def _of_source(self, source: Source) -> Examples:
         made = self._cached(source)
-        faults = made.table.column("fault")
-        if faults.null_count == len(faults):
-            good: Any = range(len(made.table))
-            bad = []
-        else:
-            whole = faults.to_pylist()
-            good = np.array([number for number, fault in enumerate(whole) if fault is None])
-            bad = [(number, fault) for number, fault in enumerate(whole) if fault is not None]
-        places = source.places
-        # From the cache no file was read, which would have counted its rows; faults are named by file and row.
-        places.counts[:] = made.counts
+        dataset, places = made.dataset, source.places
+        usable = dataset.data.column("fault").is_null().to_numpy()
+        good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
         self.say(self.described(places, made.layout, len(good)))
-        if bad:
+        if len(bad):
             hint = None
-            if len(bad) == len(made.table):
+            if len(bad) == len(dataset):
                 first = _first_rows(source.table())[0] if source.is_table else next(source.rows(whole=True))
                 hint = self.hint(first, made.layout, source)
-            report_bad(bad, len(made.table), places, skip=self.skip_bad_rows, hint=hint)
+            named = [f"{row['place']}: {row['fault']}" for row in dataset.select(bad[:MOST_NAMED])]
+            report_bad(named, len(bad), len(dataset), places, skip=self.skip_bad_rows, hint=hint)
         for note, count in made.notes.items():
-            _log.warning("%s=%r: %s (%d of %d rows)", places.setting, places.path, note, count, len(made.table))
-        table = made.dataset.select_columns(["ids", "labels"])
-        if bad:
-            table = table.select(good)
-        return table, Origin(places=places, layout=made.layout, rows=good, bad=len(bad))
+            _log.warning("%s=%r: %s (%d of %d rows)", places.setting, places.path, note, count, len(dataset))
+        return Examples(dataset.select(good) if len(bad) else dataset, len(bad))
 
     def hint(self, row: Any, layout: Columns, source: Source) -> str | None:
         """Return the flag with which ``row``, which cannot be used, and those like it can be; None if there is none."""
@@ -231,12 +195,14 @@ class Preparation:
         from datasets import Features, List, Value
 
         tokens = List(Value("int32"))
-        features = Features({"ids": tokens, "labels": tokens, "fault": Value("string"), "notes": List(Value("string"))})
+        text = Value("string")
+        features = Features({"ids": tokens, "labels": tokens, "place": text, "fault": text, "notes": List(text)})
         processes = None if self.num_proc in (None, 1) else min(self.num_proc, len(table))
         # The fingerprint is ours: to find one of its own, datasets would pickle the encoder with its tokenizer. Rows
         # that cannot be used keep their place, with a fault, so that numbers of rows stay those of the files.
         encoded = table.with_format("arrow").map(
-            _Encoding(self.encoder, layout, source.is_table),
+            _Encoding(self.encoder, layout, source.is_table, source.places),
+            with_indices=True,
             batched=True,
             batch_size=_BATCH_ROWS,
             remove_columns=table.column_names,
@@ -248,18 +214,10 @@ class Preparation:
             desc="Tokenizing",
         )
         counted = pc.value_counts(pc.list_flatten(encoded.data.column("notes"))).to_pylist()
-        files = [Path(file["filename"]) for file in encoded.cache_files]
         about = {
-            "files": {file.name: file.stat().st_size for file in files},
             "rows": len(encoded),
-            "counts": source.places.counts,
             "notes": {each["values"]: each["counts"] for each in counted},
-            "layout": {
-                "format": layout.format,
-                "columns": dict(layout.columns),
-                "keys": dict(layout.keys),
-                "of_messages": layout.of_messages,
-            },
+            "layout": asdict(layout),
         }
         (folder / "about.json").write_text(json.dumps(about))
 
@@ -297,7 +255,7 @@ class Stream:
         """Yield the examples after the first ``start`` rows, each with the number of rows that are read by then."""
         preparation, source = self.preparation, self.source
         layout = preparation.layout(source)
-        bad: list[tuple[int, str]] = []
+        bad: list[str] = []
         notes: set[str] = set()
         number = self.bad = 0
         count = start
@@ -310,9 +268,10 @@ class Stream:
                         # Other keys are looked for only if the first row of all fails: later,
                         # others have been read by the same keys.
                         hint = preparation.hint(rows[number - count], layout, source) if number == 0 else None
-                        report_bad([(number, str(each))], None, source.places, skip=False, hint=hint)
-                    if len(bad) <= MOST_NAMED:
-                        bad.append((number, f"{each}"))
+                        named = [f"{source.places.name(number)}: {each}"]
+                        report_bad(named, 1, None, source.places, skip=False, hint=hint)
+                    if self.bad <= MOST_NAMED:
+                        bad.append(f"{source.places.name(number)}: {each}")
                     continue
                 example, its_notes = each
                 for note in its_notes:
@@ -325,36 +284,28 @@ class Stream:
         if count == 0:
             raise ConfigError(f"{source.places.setting}={source.places.path!r} has no rows; it needs at least one")
         if bad:
-            report_bad(bad, count, source.places, skip=True, number=self.bad)
+            report_bad(bad, self.bad, count, source.places, skip=True)
 
 
 def report_bad(
-    bad: Sequence[tuple[int, str]],
-    count: int | None,
-    places: Places,
-    *,
-    skip: bool,
-    number: int | None = None,
-    hint: str | None = None,
+    named: Sequence[str], number: int, count: int | None, places: Places, *, skip: bool, hint: str | None = None
 ) -> None:
     """Say which rows cannot be used.
 
     Args:
-        bad: numbers of rows and why.
-        count: how many rows there are, None if that is not known.
+        named: the first of them, by file and row, and why.
+        number: how many there are.
+        count: how many rows there are in all, None if that is not known.
         places: names of rows.
         skip: whether they are left out.
-        number: how many are bad, if not all are listed.
         hint: flag with which rows like these can be used.
 
     Raises:
         ConfigError: unless they are left out, or if none is left.
     """
-    number = len(bad) if number is None else number
-    named = "; ".join(f"{places.name(row)}: {why}" for row, why in bad[:MOST_NAMED])
-    more = "; ..." if number > MOST_NAMED else ""
+    more = "; ..." if number > len(named) else ""
     rows = f"{number:,} of {count:,} rows" if count is not None else "a row"
-    problem = f"{places.setting}={places.path!r}: {rows} cannot be used ({named}{more})"
+    problem = f"{places.setting}={places.path!r}: {rows} cannot be used ({'; '.join(named)}{more})"
     if hint is not None:
         raise ConfigError(f"{problem}; say which key of a message is which: {hint}")
     if not skip:
@@ -369,15 +320,9 @@ class Made:
     """A folder of the cache."""
 
     dataset: Dataset
-    counts: list[int]
     notes: dict[str, int]
     """With the number of rows that they are of."""
     layout: Columns
-
-    @property
-    def table(self) -> Any:
-        """The table of Arrow."""
-        return self.dataset.data
 
     @classmethod
     def load(cls, folder: Path) -> Made | None:
@@ -386,14 +331,9 @@ class Made:
 
         try:
             about = json.loads((folder / "about.json").read_text())
-            for name, size in about["files"].items():
-                if (folder / name).stat().st_size != size:
-                    return None
-            files = [Dataset.from_file(str(folder / name)) for name in about["files"]]
-            dataset = files[0] if len(files) == 1 else concatenate_datasets(files)
-            if len(dataset) != about["rows"]:
-                return None
-            return cls(dataset, about["counts"], about["notes"], Columns(**about["layout"]))
+            files = [Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
+            dataset = concatenate_datasets(files)
+            return cls(dataset, about["notes"], Columns(**about["layout"])) if len(dataset) == about["rows"] else None
         except (OSError, ValueError, KeyError, TypeError, IndexError):  # Arrow's errors are ValueErrors
             return None
 
@@ -405,8 +345,9 @@ class _Encoding:
     encoder: Encoder
     layout: Columns
     from_table: bool
+    places: Places
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, numbers: Sequence[int]) -> Any:
         import pyarrow as pa
 
         made = self.encoder.encode(rows_of(batch), self.layout, from_table=self.from_table)
@@ -415,6 +356,7 @@ class _Encoding:
         columns = {
             "ids": pa.array([each[0].ids if each else [] for each in good], tokens),
             "labels": pa.array([each[0].labels if each else [] for each in good], tokens),
+            "place": pa.array([self.places.name(number) for number in numbers], pa.string()),
             "fault": pa.array([str(each) if isinstance(each, RowFault) else None for each in made], pa.string()),
             "notes": pa.array([each[1] if each else () for each in good], pa.list_(pa.string())),
         }

@@ -61,7 +61,7 @@ def look_at(data: FineTuneData) -> DataPreview:
     if not data.streaming:
         found, _ = data.examples()
         documents = Documents(found.dataset)
-        return DataPreview(said=said, names=_Names(found), examples=found, documents=documents, bad=found.bad)
+        return DataPreview(said=said, names=found.dataset["place"], examples=found, documents=documents, bad=found.bad)
     examples: list[Example] = []
     names: list[str] = []
     bad = 0
@@ -75,19 +75,6 @@ def look_at(data: FineTuneData) -> DataPreview:
         bad += stream.bad
     documents = Documents.from_examples(examples)
     return DataPreview(said=said, names=names, examples=examples, documents=documents, bad=bad, whole=False)
-
-
-class _Names(Sequence[str]):
-    """Names of examples, made when they are asked for."""
-
-    def __init__(self, examples: Any) -> None:
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._examples.name(index)
 
 
 def render(data: FineTuneData, found: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:

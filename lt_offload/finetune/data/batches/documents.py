@@ -29,7 +29,7 @@ class Documents:
     """
 
     def __init__(self, dataset: Dataset, ids: str = "ids", labels: str = "labels") -> None:
-        self._rows = dataset.with_format("arrow")
+        self._rows = dataset.select_columns([ids, labels] if ids != labels else [ids]).with_format("arrow")
         self._columns = ids, labels
         self.lengths: NDArray[np.int64] = _joined([lengths for lengths, _ in self._labels()])
         """Tokens of each document."""
