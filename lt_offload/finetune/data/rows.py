@@ -17,14 +17,12 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lt_offload.errors import ConfigError
 
 Row = Mapping[str, Any]
 _SPACE = re.compile(r"[ \t\r\n]*")
-_CHUNK = 1 << 20
-_BLANK = b" \t\r\n" + codecs.BOM_UTF8
 
 
 class RowFault(Exception):
@@ -54,14 +52,10 @@ def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Ite
         if kind == "json":
             yield from _json_rows(file, where, whole)
         elif kind == "text":
-            with _open_text(file) as stream:
-                text = stream.read()
-            if text.strip():
+            if (text := "".join(_decoded(file, where))).strip():
                 yield json.dumps({"text": text})
         else:
-            yield from _table_rows(file, where, "\t" if kind == "tsv" else _delimiter(file))
-    except UnicodeDecodeError:
-        raise ConfigError(f"{where} {_bad_byte(file)}") from None
+            yield from _table_rows(file, where, "\t" if kind == "tsv" else _delimiter(next(_decoded(file, where), "")))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{where} is no complete gzip file: {error}") from None
     except OSError as error:
@@ -146,42 +140,30 @@ class Places:
         return f"{self.files[0].name} row {number + 1}" if len(self.files) == 1 else f"row {number + 1}"
 
 
-def _open_text(file: Path) -> IO[str]:
-    if file.suffix.lower() == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig", newline="")
-    return file.open(encoding="utf-8-sig", newline="")
-
-
-def _open_bytes(file: Path) -> IO[bytes]:
-    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
-
-
-def _bad_byte(file: Path) -> str:
-    """Return which byte of the file is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, row = 0, 1
-    with _open_bytes(file) as stream:
-        while chunk := stream.read(_CHUNK):
-            # Bytes of a character that began in the chunk before are still
-            # in the decoder: errors are counted from there.
-            pending = len(decoder.getstate()[0])
+def _lines(file: Path) -> Iterator[str | RowFault]:
+    """Yield the lines of a file, which may be packed, and a fault in the place of each that is not UTF-8."""
+    offset = 0
+    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
             try:
-                decoder.decode(chunk)
+                yield content.decode()
             except UnicodeDecodeError as error:
-                row += error.object[: error.start].count(b"\n")
-                byte = error.object[error.start]
-                return _not_utf8(byte, offset - pending + error.start, f"line {row}")
-            offset += len(chunk)
-            row += chunk.count(b"\n")
-    return "is not UTF-8 text: it ends in the middle of a character"
+                byte, start = content[error.start], offset + len(line) - len(content) + error.start
+                guess = "it looks like UTF-16" if byte in (0xFE, 0xFF) and start == 0 else "it may be Latin-1"
+                yield RowFault(
+                    f"is not UTF-8 text: byte 0x{byte:02x} at offset {start} (line {number}); data must be UTF-8, "
+                    f"{guess}: convert it, for example with iconv -t utf-8"
+                )
+            offset += len(line)
 
 
-def _not_utf8(byte: int, offset: int, place: str) -> str:
-    guess = "it looks like UTF-16" if byte in (0xFE, 0xFF) and offset == 0 else "it may be Latin-1 or Windows-1252"
-    return (
-        f"is not UTF-8 text: byte 0x{byte:02x} at offset {offset} ({place}); data must be UTF-8, {guess}: "
-        "convert it, for example with iconv -t utf-8"
-    )
+def _decoded(file: Path, where: str) -> Iterator[str]:
+    """Yield the lines of a file, all of which must be UTF-8."""
+    for line in _lines(file):
+        if isinstance(line, RowFault):
+            raise ConfigError(f"{where} {line}")
+        yield line
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
@@ -204,25 +186,20 @@ _PLAIN = json.JSONDecoder()
 
 
 def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
-    with _open_bytes(file) as stream:
-        first, second = itertools.islice(itertools.chain((x for x in stream if x.strip(_BLANK)), (b"", b"")), 2)
-    first = first.lstrip(_BLANK)
-    by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl")
-    # Endings say little: lists are called .jsonl, and lines .json. So the first two lines decide: rows are
-    # in lines if the first object ends where its line does and another one follows. A file that is called
-    # .jsonl has lines all the same, with faults in them, unless it is one object as a whole.
-    of_lines = not first.startswith(b"[") and (by_line or first.startswith(b"{"))
-    several = by_line or second  # a single line may be an object of columns, or of one list
-    if of_lines and ((_ends(first) and several) or (by_line and not (whole and _is_one_object(file)))):
-        yield from _lines(file)
+    rows = (line for line in _lines(file) if isinstance(line, RowFault) or line.strip(" \t\r\n"))
+    first, second = itertools.islice(itertools.chain(rows, ("", "")), 2)
+    # Endings say little: lists are called .jsonl, and lines .json. So the beginning decides: a file
+    # of another name has rows in lines if its first line is an object, and is not all of the file.
+    by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl") or (second and _is_object(first))
+    if by_line and not (isinstance(first, str) and first.lstrip().startswith("[")):
+        yield from itertools.chain([first] if first else (), [second] if second else (), rows)
         return
     if not whole:
         raise ConfigError(
             f"{where} is one list or object, which data.streaming=true cannot read row by row; write one object per "
             "line (.jsonl), or set data.streaming=false"
         )
-    with _open_text(file) as stream:
-        text = stream.read()
+    text = "".join(_decoded(file, where))
     try:
         yield from _items(text, where)
     except RecursionError:
@@ -233,42 +210,11 @@ def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
         raise ConfigError(f"{where} cannot be read as json: {error}") from None
 
 
-def _ends(line: bytes) -> bool:
-    """Return whether an object that begins in ``line`` ends or breaks in it, instead of going on in the next one."""
-    text = line.decode(errors="replace").rstrip()
+def _is_object(line: str | RowFault) -> bool:
     try:
-        _PLAIN.decode(text)
-    except RecursionError:
-        return True
-    except json.JSONDecodeError as error:
-        # In the middle of the line: that row is broken. At its end: the object goes on in the next line.
-        return error.pos < len(text)
-    return True
-
-
-def _is_one_object(file: Path) -> bool:
-    try:
-        with _open_text(file) as stream:
-            return isinstance(json.load(stream), dict)
+        return isinstance(line, str) and isinstance(_PLAIN.decode(line.strip()), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _lines(file: Path) -> Iterator[str | RowFault]:
-    offset = 0
-    with _open_bytes(file) as stream:
-        for line in stream:
-            # Line by line from bytes: one that is not UTF-8 is a row that cannot be used, and all others are read.
-            content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
-            try:
-                text = content.decode()
-            except UnicodeDecodeError as error:
-                start = offset + len(line) - len(content) + error.start
-                yield RowFault(_not_utf8(content[error.start], start, f"byte {error.start + 1} of the line"))
-            else:
-                if text.strip(" \t\r\n"):
-                    yield text
-            offset += len(line)
 
 
 def _items(text: str, where: str) -> Iterator[str | RowFault]:
@@ -349,14 +295,13 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _delimiter(file: Path) -> str:
-    """Return what separates the columns of a CSV file: a comma, unless that makes one of its first line.
+def _delimiter(first: str) -> str:
+    """Return what separates the columns of a CSV file: a comma, unless that makes one of its ``first`` line.
 
     Programs in languages with a comma in their numbers write semicolons.
     """
     # A first line that is quoted and has a comma inside is one column: so the reader of CSV counts, not str.split.
-    with _open_text(file) as stream, _long_fields():
-        first = stream.readline()
+    with _long_fields():
         for delimiter in (",", ";", "\t"):
             if len(next(csv.reader([first], delimiter=delimiter), [])) > 1:
                 return delimiter
@@ -365,27 +310,26 @@ def _delimiter(file: Path) -> str:
 
 def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[str | RowFault]:
     """Yield rows; every value is text, as it stands there."""
-    with _open_text(file) as stream:
-        reader = csv.reader(stream, delimiter=delimiter, strict=True)
-        try:
+    reader = csv.reader(_decoded(file, where), delimiter=delimiter, strict=True)
+    try:
+        with _long_fields():
+            header = next(reader, [])
+        doubled = sorted({name for name in header if header.count(name) > 1})
+        if doubled:
+            raise ConfigError(f"{where} has the column {doubled[0]!r} twice in its first line; rename one of them")
+        while True:
+            # The limit is the whole process's. It is lifted for one row
+            # at a time, as others may read between two rows.
             with _long_fields():
-                header = next(reader, [])
-            doubled = sorted({name for name in header if header.count(name) > 1})
-            if doubled:
-                raise ConfigError(f"{where} has the column {doubled[0]!r} twice in its first line; rename one of them")
-            while True:
-                # The limit is the whole process's. It is lifted for one row
-                # at a time, as others may read between two rows.
-                with _long_fields():
-                    values = next(reader, None)
-                if values is None:
-                    return
-                if len(values) == len(header):
-                    yield json.dumps(dict(zip(header, values, strict=True)))
-                elif values:
-                    yield RowFault(
-                        f"has {len(values)} values, the first line has {len(header)} (it ends in line "
-                        f"{reader.line_num}; a value with {delimiter!r} or a line break in it needs quotes)"
-                    )
-        except csv.Error as error:
-            raise ConfigError(f"{where} cannot be read as a table: line {reader.line_num}: {error}") from None
+                values = next(reader, None)
+            if values is None:
+                return
+            if len(values) == len(header):
+                yield json.dumps(dict(zip(header, values, strict=True)))
+            elif values:
+                yield RowFault(
+                    f"has {len(values)} values, the first line has {len(header)} (it ends in line "
+                    f"{reader.line_num}; a value with {delimiter!r} or a line break in it needs quotes)"
+                )
+    except csv.Error as error:
+        raise ConfigError(f"{where} cannot be read as a table: line {reader.line_num}: {error}") from None
