@@ -8,7 +8,7 @@ character of an answer is learned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +49,8 @@ class Example:
 
     ids: list[int]
     labels: list[int]
+    place: str = field(default="", compare=False)
+    """The file and the row in it that it is from."""
 
     @property
     def trainable(self) -> bool:
@@ -57,7 +59,7 @@ class Example:
 
     def cut(self, length: int) -> Example:
         """Return the first ``length`` tokens."""
-        return self if len(self.ids) <= length else Example(ids=self.ids[:length], labels=self.labels[:length])
+        return self if len(self.ids) <= length else replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
 
 @dataclass(frozen=True, slots=True)

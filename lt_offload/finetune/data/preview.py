@@ -35,7 +35,6 @@ class DataPreview:
 
     Args:
         said: what each source was taken for.
-        names: of the examples, by file and row.
         examples: tokenised rows.
         documents: the same in arrays.
         bad: rows that were left out.
@@ -43,7 +42,6 @@ class DataPreview:
     """
 
     said: Sequence[str]
-    names: Sequence[str]
     examples: Sequence[Example]
     documents: Documents
     bad: int
@@ -61,20 +59,16 @@ def look_at(data: FineTuneData) -> DataPreview:
     if not data.streaming:
         found, _ = data.examples()
         documents = Documents(found.dataset)
-        return DataPreview(said=said, names=found.dataset["place"], examples=found, documents=documents, bad=found.bad)
+        return DataPreview(said=said, examples=found, documents=documents, bad=found.bad)
     examples: list[Example] = []
-    names: list[str] = []
     bad = 0
     for stream in data.streams()[0]:
         source = stream.source
-        said.append(data.preparation.described(source.places, data.preparation.layout(source), None))
-        # Numbers of streams are of the rows that are read by then, so the row itself is one before.
-        for number, example in islice(stream.read(), STREAMED - len(examples)):
-            examples.append(example)
-            names.append(source.places.name(number - 1))
+        said.append(data.preparation.described(source, data.preparation.layout(source), None))
+        examples += islice(stream, STREAMED - len(examples))
         bad += stream.bad
     documents = Documents.from_examples(examples)
-    return DataPreview(said=said, names=names, examples=examples, documents=documents, bad=bad, whole=False)
+    return DataPreview(said=said, examples=examples, documents=documents, bad=bad, whole=False)
 
 
 def render(data: FineTuneData, found: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
@@ -107,7 +101,7 @@ def _sample(data: FineTuneData, found: DataPreview, index: int, color: bool) -> 
 
     example = found.examples[index]
     learned = sum(label != IGNORED for label in example.labels)
-    yield Rule(f"{found.names[index]}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
+    yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
     text, left, inside = Text(), _CHARACTERS, False
     for piece, is_learned, is_special in pieces(data.tokenizer, example):
         if left <= 0:
@@ -202,7 +196,7 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
     if losses.left_out:
         kept = np.zeros(len(documents), bool)
         kept[parts.document] = True
-        names = [found.names[int(number)] for number in np.flatnonzero(~kept)[:MOST_NAMED]]
+        names = [found.examples[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
         more = ", ..." if losses.left_out > MOST_NAMED else ""
         yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
     if not len(rows):

@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,36 +108,6 @@ def check_text(value: Any, name: str) -> str:
         except UnicodeEncodeError:
             raise RowFault(f"{name} is not Unicode text: it has half of a surrogate pair") from None
     return value
-
-
-class Places:
-    """Where rows come from: files with so many rows each, or a data set on the hub.
-
-    Args:
-        path: the setting's value.
-        setting: its name.
-        files: the files, none for a data set on the hub.
-        note: what they are of a folder that has more, in a few words.
-    """
-
-    def __init__(self, path: str, setting: str, files: Sequence[Path], note: str = "") -> None:
-        self.path, self.setting, self.files, self.note = path, setting, files, note
-        self.counts: list[int] = []
-        """Rows of each file, of the first ones if not all are read yet."""
-
-    @property
-    def said(self) -> str:
-        """The setting, and what of a folder is taken."""
-        return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
-
-    def name(self, number: int) -> str:
-        """Return the file and the row in it, counted from 1, of row ``number``, counted from 0."""
-        left = number
-        for file, count in zip(self.files, self.counts, strict=False):
-            if left < count:
-                return f"{file.name} row {left + 1}"
-            left -= count
-        return f"{self.files[0].name} row {number + 1}" if len(self.files) == 1 else f"row {number + 1}"
 
 
 def _lines(file: Path) -> Iterator[str | RowFault]:

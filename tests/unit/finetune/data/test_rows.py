@@ -200,7 +200,7 @@ def test_the_file_of_a_folder_is_named(tokenizer: str, tmp_path: Path) -> None:
         lines(tmp_path / f"{name}.jsonl", *rows)
     with pytest.raises(ConfigError, match=r"1 of 5 rows cannot be used \(b.jsonl row 2: text is a number"):
         made(tokenizer, tmp_path)
-    assert made(tokenizer, tmp_path, skip_bad_rows=True).name(3) == "b.jsonl row 1"
+    assert made(tokenizer, tmp_path, skip_bad_rows=True)[3].place == "b.jsonl row 1"
 
 
 def test_bad_rows_are_left_out_if_that_is_asked_for(
@@ -213,7 +213,7 @@ def test_bad_rows_are_left_out_if_that_is_asked_for(
             examples = made(tokenizer, path, skip_bad_rows=True)
         assert "1 of 3 rows cannot be used (rows.jsonl row 2: text is null, not a text); they are left" in caplog.text
         assert (len(examples), examples.bad) == (2, 1)
-        assert examples.name(1) == "rows.jsonl row 3"
+        assert examples[1].place == "rows.jsonl row 3"
     with pytest.raises(ConfigError, match="leaves none"):
         made(tokenizer, lines(tmp_path / "all.jsonl", {"text": None}), skip_bad_rows=True)
 
