@@ -1,4 +1,4 @@
-"""Rows of files as JSON text, one by one, and what is wrong with those that are none. Names file, row and byte.
+"""Rows of text files, one by one, and what is wrong with those that are none. Names file, row and byte.
 
 JSON and CSV are read with Python's own readers and not by ``datasets``: its readers change types to fit all rows,
 cannot say which row is broken, and some broken files bring the process down.
@@ -12,7 +12,6 @@ import csv
 import gzip
 import itertools
 import json
-import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -22,19 +21,14 @@ from typing import Any
 from lt_offload.errors import ConfigError
 
 Row = Mapping[str, Any]
-_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class RowFault(Exception):
     """A row that cannot be used; says why."""
 
 
-class _RepeatedKey(ValueError):
-    """An object with one key twice."""
-
-
-def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Iterator[str | RowFault]:
-    """Yield the rows of a file as JSON text, and a fault in the place of each row that is none.
+def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Iterator[Row | RowFault]:
+    """Yield the rows of a file, and a fault in the place of each row that is none.
 
     Args:
         file: json, csv, tsv or text, possibly with the ending ``.gz``.
@@ -53,7 +47,7 @@ def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Ite
             yield from _json_rows(file, where, whole)
         elif kind == "text":
             if (text := "".join(_decoded(file, where))).strip():
-                yield json.dumps({"text": text})
+                yield {"text": text}
         else:
             yield from _table_rows(file, where, "\t" if kind == "tsv" else _delimiter(next(_decoded(file, where), "")))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -62,23 +56,18 @@ def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Ite
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
 
 
-def parse(text: str) -> Row:
-    """Return the object that ``text`` is.
-
-    Raises:
-        RowFault: if it is no JSON, no object, or has a key twice.
-    """
+def _parsed(text: str | RowFault) -> Row | RowFault:
     try:
-        row = _STRICT.decode(text)
-    except _RepeatedKey as error:
-        raise RowFault(f"has the key {error} twice") from None
+        return text if isinstance(text, RowFault) else _row(_JSON.decode(text.strip()))
     except RecursionError:
-        raise RowFault("is nested too deeply") from None
+        return RowFault("is nested too deeply")
     except ValueError as error:
-        raise RowFault(f"is no JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise RowFault(f"is {kind_of(row)}, not an object")
-    return row
+        return RowFault(f"is no JSON: {error}")
+
+
+def _row(value: Any) -> Row | RowFault:
+    """Return ``value``, which must be an object."""
+    return value if isinstance(value, dict | RowFault) else RowFault(f"is {kind_of(value)}, not an object")
 
 
 def kind_of(value: Any) -> str:
@@ -139,117 +128,72 @@ def _decoded(file: Path, where: str) -> Iterator[str]:
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowFault:
+    """Return an object of JSON, or what is wrong with it or with one in it."""
     # Python's reader takes the last one of two equal keys without a word; which one was meant nobody knows.
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _RepeatedKey(repr(key))
-            seen.add(key)
+        names = [name for name, _ in pairs]
+        return RowFault(f"has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    for value in made.values():
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, RowFault):
+                return item
     return made
 
 
-_STRICT = json.JSONDecoder(object_pairs_hook=_without_repeats)
-_PLAIN = json.JSONDecoder()
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
+def _json_rows(file: Path, where: str, whole: bool) -> Iterator[Row | RowFault]:
     rows = (line for line in _lines(file) if isinstance(line, RowFault) or line.strip(" \t\r\n"))
     first, second = itertools.islice(itertools.chain(rows, ("", "")), 2)
     # Endings say little: lists are called .jsonl, and lines .json. So the beginning decides: a file
     # of another name has rows in lines if its first line is an object, and is not all of the file.
-    by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl") or (second and _is_object(first))
+    by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl") or (
+        second and isinstance(_parsed(first), Mapping)
+    )
     if by_line and not (isinstance(first, str) and first.lstrip().startswith("[")):
-        yield from itertools.chain([first] if first else (), [second] if second else (), rows)
+        yield from map(_parsed, itertools.chain((line for line in (first, second) if line), rows))
         return
     if not whole:
         raise ConfigError(
             f"{where} is one list or object, which data.streaming=true cannot read row by row; write one object per "
             "line (.jsonl), or set data.streaming=false"
         )
-    text = "".join(_decoded(file, where))
+    text = "".join(_decoded(file, where)).strip()
     try:
-        yield from _items(text, where)
+        content = _JSON.decode(text)
     except RecursionError:
         raise ConfigError(f"{where} cannot be read as json: it is nested too deeply") from None
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(f"{where} cannot be read as json: {error}") from None
+    if isinstance(content, RowFault):
+        raise ConfigError(f"{where} {content}; rename or remove one of them")
+    if not isinstance(content, list | dict):
+        raise ConfigError(f"{where} cannot be read as json: it holds {kind_of(content)} instead of rows")
+    yield from map(_row, content if isinstance(content, list) else _rows_in(content, where))
 
 
-def _is_object(line: str | RowFault) -> bool:
-    try:
-        return isinstance(line, str) and isinstance(_PLAIN.decode(line.strip()), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _items(text: str, where: str) -> Iterator[str | RowFault]:
-    """Yield the items of a list, the rows of an object of columns or around a list, or a single object."""
-    begin = _space(text, 0)
-    if text[begin : begin + 1] != "[":
-        whole = _PLAIN.decode(text)
-        if not isinstance(whole, dict):
-            raise ValueError(f"it holds {kind_of(whole)} instead of rows")
-        yield from _columns(whole, text, where)
-        return
-    position, number = _space(text, begin + 1), 0
-    if text[position : position + 1] == "]":
-        return
-    while True:
-        number += 1
-        try:
-            # One item after the other, and not the list at once: an error then has the
-            # number of its row, and a row is handed on as it was written.
-            end = _PLAIN.raw_decode(text, position)[1]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"row {number}: {error}") from None
-        yield text[position:end]
-        position = _space(text, end)
-        if text[position : position + 1] == "]":
-            break
-        if text[position : position + 1] != ",":
-            raise ValueError(f"after row {number}: {json.JSONDecodeError('expecting a comma or ]', text, position)}")
-        position = _space(text, position + 1)
-    rest = _space(text, position + 1)
-    if rest < len(text):
-        raise ValueError(str(json.JSONDecodeError("extra data", text, rest)))
-
-
-def _columns(whole: dict[str, Any], text: str, where: str) -> Iterator[str]:
+def _rows_in(whole: dict[str, Any], where: str) -> Iterator[Any]:
     """Yield rows of an object of columns, or of one that is nothing but a list of rows by a name; another is a row."""
-    try:
-        # The first reading has dropped one of two equal keys, which rows
-        # that are made of columns would not show any more.
-        _STRICT.decode(text)
-    except _RepeatedKey as error:
-        raise ConfigError(f"{where} has the key or column {error} twice; rename or remove one of them") from None
     lists = bool(whole) and all(isinstance(column, list) for column in whole.values())
     # One conversation in a file looks like a column of messages, but its items are turns and not lists of them.
     turns = [name for name in ("messages", "conversations") if isinstance(whole.get(name), list)]
     if not lists or any(isinstance(turn, dict) for name in turns for turn in whole[name]):
-        yield text
+        yield whole
         return
     if len(whole) == 1:
         [rows] = whole.values()
         if any(isinstance(row, dict) for row in rows):
-            yield from map(json.dumps, rows)
+            yield from rows
             return
     lengths = {name: len(column) for name, column in whole.items()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
         raise ConfigError(f"{where} has columns of different lengths ({said}); make them one length")
     for values in zip(*whole.values(), strict=True):
-        yield json.dumps(dict(zip(whole, values, strict=True)))
-
-
-def _space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    assert found is not None
-    return found.end()
+        yield dict(zip(whole, values, strict=True))
 
 
 # -- CSV and TSV ------------------------------------------------------------------------------------------------------
@@ -278,7 +222,7 @@ def _delimiter(first: str) -> str:
     return ","
 
 
-def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[str | RowFault]:
+def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[Row | RowFault]:
     """Yield rows; every value is text, as it stands there."""
     reader = csv.reader(_decoded(file, where), delimiter=delimiter, strict=True)
     try:
@@ -295,7 +239,7 @@ def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[str | RowFau
             if values is None:
                 return
             if len(values) == len(header):
-                yield json.dumps(dict(zip(header, values, strict=True)))
+                yield dict(zip(header, values, strict=True))
             elif values:
                 yield RowFault(
                     f"has {len(values)} values, the first line has {len(header)} (it ends in line "

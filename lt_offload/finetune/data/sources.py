@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.files import SAVED, TABLES, find_files, kind_of_file
-from lt_offload.finetune.data.rows import Row, RowFault, parse, read_rows
+from lt_offload.finetune.data.rows import Row, RowFault, read_rows
 from lt_offload.resources import is_dir, is_file, user_path
 
 Table = Any
@@ -32,7 +32,7 @@ _AT_ONCE = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Rows of one path: read from its files as JSON text, or tables of ``datasets``.
+    """Rows of one path: read from its files, or tables of ``datasets``.
 
     Args:
         path: the setting's value.
@@ -88,8 +88,8 @@ class Source:
         if self.open is None:
             for file in self.files:
                 of_file = read_rows(file, self.kind, self.setting, whole=not streaming)
-                for number, text in enumerate(of_file, start=1):
-                    yield f"{file.name} row {number}", _parsed(text)
+                for number, row in enumerate(of_file, start=1):
+                    yield f"{file.name} row {number}", row
             return
         for name, table in self.tables(streaming=streaming):
             try:
@@ -203,15 +203,6 @@ def _check_name(path: str, setting: str) -> None:
         validate_repo_id(path)
     except HFValidationError as error:
         raise ConfigError(f"{setting}={path!r} is no file here, and no name on the hub: {first_line(error)}") from None
-
-
-def _parsed(row: str | RowFault) -> Row | RowFault:
-    if isinstance(row, RowFault):
-        return row
-    try:
-        return parse(row)
-    except RowFault as fault:
-        return fault
 
 
 # -- what datasets reads ----------------------------------------------------------------------------------------------
