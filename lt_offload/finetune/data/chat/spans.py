@@ -135,12 +135,17 @@ class Locator:
         position = 0
         for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
             position += len(piece)
-            marks.setdefault((ord(mark) - first) // 2, []).append(position)
-        for number in expected:
-            if number not in marks:
+            marks.setdefault(ord(mark) - first, []).append(position)
+        places: dict[int, Span] = {}
+        for number, length in expected.items():
+            begins, ends = marks.get(2 * number, []), marks.get(2 * number + 1, [])
+            if not begins and not ends:
                 raise _left_out(messages, number, self.template)
-        # A message that is written twice, or in part, has no place.
-        return {n: (at[0], at[1]) for n, at in marks.items() if len(at) == 2 and at[1] - at[0] == expected[n]}
+            # A message that is written twice has no place, and of one that is written in part the end is known.
+            if len(ends) == 1:
+                whole = len(begins) == 1 and ends[0] - begins[0] == length
+                places[number] = begins[0] if whole else ends[0], ends[0]
+        return places
 
     def _span(
         self, conversation: Conversation, text: str, turn: int, words: Mapping[int, Span] | None, after: int
@@ -173,6 +178,9 @@ class Locator:
         if end < 0 and (until := self._rendered(messages[: turn + 1], tools)) and text.startswith(until):
             # Where nothing but the token that begins the next turn ends one, the model has to learn to stop by it.
             end = len(until) + (0 if self.surroundings.closing else self._token_at(text, len(until)))
+        if end < 0 and own and not around.closing:
+            end = own[1] + len(text[own[1] :]) - len(text[own[1] :].lstrip())
+            end += self._token_at(text, end)
         if not 0 <= begin <= (own[1] if own else end) <= end or (end > high > begin):
             raise RowFault(
                 f"message {turn + 1} (role 'assistant'): the chat template ({self.template.name}) writes it in a way "
