@@ -68,11 +68,6 @@ def is_base(module: Any) -> bool:
 # -- data and Trainers ------------------------------------------------------------------------------------------------
 
 
-def row_indices(dataset: Any) -> Any:
-    """Return which rows a data set has selected, None: all. Through the public interface they would be copied."""
-    return dataset._indices
-
-
 def compile_template(text: str) -> Any:
     """Compile a chat template as transformers will; what is wrong in it is said before training."""
     from transformers.utils.chat_template_utils import _compile_jinja_template

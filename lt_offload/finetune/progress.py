@@ -8,24 +8,28 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.table import Column
 
 from lt_offload.compat.lightning import adds_up
 from lt_offload.strategy.metrics import logs_after
 from lt_offload.units import format_bytes
 
 _SMOOTHED = 20
-"""Records of which the loss is shown as their mean, and steps of which the time is."""
+"""Records of which the loss is shown as their mean."""
+_SPEED_SECONDS = 600.0
+"""Time of the last steps by which that of the rest is told."""
 _LEAST_SECONDS = 0.1
 """Between two drawings on a terminal."""
 _SEPARATOR = "  "
+_TASK = TaskID(0)
 _BAR = 16
 _WIDE = 100
 """Columns from which on there is room for a bar."""
@@ -49,14 +53,11 @@ class ProgressLine(ProgressBar):
         self.console: Console | None = None
         """Where lines are drawn; None: on standard error."""
         self._enabled = True
-        self._live: Live | None = None
+        self._progress: Progress | None = None
         self._losses: deque[float] = deque(maxlen=_SMOOTHED)
         self._tokens_per_s: float | None = None
-        self._ends: deque[float] = deque(maxlen=_SMOOTHED + 1)
-        """When the last steps ended, validation left out."""
         self._paused = self._pause_began = 0.0
         self._written = self._drawn = -math.inf
-        self._total: int | None = None
         self._peaks = (0, 0)
         """Most device memory and RAM of the iterations so far."""
         self._line = ""
@@ -73,10 +74,6 @@ class ProgressLine(ProgressBar):
         self._enabled = False
         self._stop()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print above the line."""
-        print(*args, **kwargs)
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the terminal as it was."""
         self._stop()
@@ -90,11 +87,10 @@ class ProgressLine(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
         self._losses.clear()
-        self._ends.clear()
         self._paused, self._tokens_per_s, self._peaks = 0.0, None, (0, 0)
-        self._ends.append(self.clock())
         self._written = -math.inf
-        self._total = steps_of(trainer)
+        self._stop(keep=False)
+        self._bar().reset(_TASK, total=steps_of(trainer), completed=trainer.global_step)
         self._show(["training ..."], plain=False)
 
     def on_train_batch_end(
@@ -103,11 +99,10 @@ class ProgressLine(ProgressBar):
         """Show the step that has ended."""
         if adds_up(trainer):
             return
-        self._ends.append(self.clock() - self._paused)
+        self._bar().update(_TASK, completed=trainer.global_step)
         if logs_after(trainer, trainer.global_step):
             self._read(trainer.callback_metrics)
-        total = self._total
-        self._show(self._parts(trainer, total), done=total is not None and trainer.global_step >= total)
+        self._show(self._parts(trainer), done=self._bar().finished)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last line where it is."""
@@ -153,16 +148,17 @@ class ProgressLine(ProgressBar):
             self._stop(keep=False)
             return
         loss = trainer.callback_metrics.get("val_loss")
-        if loss is not None and not (_draws(self._console()) and _in_mid_epoch(trainer, self._total)):
+        drawn = not self._bar().disable
+        if loss is not None and not (drawn and _in_mid_epoch(trainer)):
             self._say(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
-        if _draws(self._console()):
-            self._show(self._parts(trainer, self._total), done=True)
+        if drawn:
+            self._show(self._parts(trainer), done=True)
 
     def note(self, what: str) -> bool:
         """Show ``what`` goes on in the place of the line; return whether it is drawn now."""
-        if self._live is None:
+        if self._progress is None or self._progress.disable:
             return False
-        self._draw(f"{what} ...")
+        self._progress.update(_TASK, description=f"{what} ...", refresh=True)
         return True
 
     # -- the line ----------------------------------------------------------------------------------------------------
@@ -174,15 +170,15 @@ class ProgressLine(ProgressBar):
         rate = metrics.get("tokens_per_s")
         self._tokens_per_s = None if rate is None else float(rate)
 
-    def _parts(self, trainer: Trainer, total: int | None) -> list[str]:
+    def _parts(self, trainer: Trainer) -> list[str]:
         """Return what is to be said, the most important things first."""
-        step = trainer.global_step
+        step, task = trainer.global_step, self._bar().tasks[_TASK]
+        total = None if task.total is None else int(task.total)
         parts = [f"step {step}" if total is None else f"step {step}/{total}"]
         if self._losses:
             parts.append(f"loss {sum(self._losses) / len(self._losses):.4f}")
-        if total is not None and total > step and len(self._ends) > 1:
-            each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-            parts.append(f"eta {duration(each * (total - step))}")
+        if task.time_remaining:
+            parts.append(f"eta {timedelta(seconds=task.time_remaining)}")
         if self._tokens_per_s:
             parts.append(f"{_count(self._tokens_per_s)} tok/s")
         engine, plan = getattr(trainer.strategy, "engine", None), getattr(trainer.strategy, "plan", None)
@@ -204,60 +200,64 @@ class ProgressLine(ProgressBar):
         """
         if not self._enabled:
             return
-        console = self._console()
-        if not _draws(console):
-            now = self.clock()
+        bar, now = self._bar(), self.clock()
+        if bar.disable:
             if plain and (done or now - self._written >= self.seconds):
                 self._written = now
                 self._write(_SEPARATOR.join(parts))
-            return
-        now = self.clock()
-        if self._live is None:
-            # What is printed goes above the line only where it goes to the terminal: into a file it goes as it is.
-            self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
-            self._live.start()
-        elif now - self._drawn < _LEAST_SECONDS and not done:
-            return
-        self._drawn = now
-        self._line = fitted(parts, console.width)
-        self._draw(self._line)
-
-    def _draw(self, line: str) -> None:
-        assert self._live is not None
-        self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
+        elif done or now - self._drawn >= _LEAST_SECONDS:
+            self._drawn = now
+            self._line = fitted(parts, bar.console.width - (_BAR + 1) * (len(bar.columns) - 1))
+            bar.update(_TASK, description=self._line, refresh=True)
 
     def _say(self, sentence: str) -> None:
         """Leave a line that stays, above the one that is drawn anew."""
         if not self._enabled:
             return
-        if self._live is not None:
-            self._live.console.print(sentence, highlight=False, markup=False)
-        else:
+        if self._bar().disable:
             self._write(sentence)
+        else:
+            self._bar().console.print(sentence, highlight=False, markup=False)
 
     def _write(self, line: str) -> None:
-        console = self._console()
-        console.file.write(f"{line}\n")
-        console.file.flush()
+        file = self._bar().console.file
+        file.write(f"{line}\n")
+        file.flush()
 
     def _stop(self, *, keep: bool = True) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.transient = not keep
+        bar, self._progress = self._progress, None
+        if bar is not None:
             # The line of the last step, as a note about something else may stand in its place now.
-            live.update(Text(self._line, no_wrap=True, overflow="crop"))
-            live.stop()
+            bar.update(_TASK, description=self._line)
+            bar.live.transient = not keep
+            bar.live.stop()
 
-    def _console(self) -> Console:
-        if self.console is not None:
-            return self.console
-        if self._live is not None:
-            return self._live.console
-        return Console(stderr=True)
+    def _bar(self) -> Progress:
+        """Return the bar, which keeps the time of steps in any case, and is drawn where lines can be drawn anew."""
+        if self._progress is None:
+            console = self.console or Console(stderr=True)
+            line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+            columns: list[ProgressColumn] = [BarColumn(_BAR)] if console.width >= _WIDE else []
+            plain = not console.is_terminal or console.is_dumb_terminal or os.environ.keys() & {"NO_COLOR", "CI"}
+            self._progress = Progress(
+                *columns,
+                line,
+                console=console,
+                auto_refresh=False,
+                speed_estimate_period=_SPEED_SECONDS,
+                get_time=lambda: self.clock() - self._paused,
+                # What is printed goes above the line only where it goes to the terminal: into a file it goes as it is.
+                redirect_stdout=sys.stdout.isatty(),
+                disable=bool(plain) or not self._enabled,
+            )
+            self._progress.add_task(self._line, total=None)
+            self._progress.start()
+        return self._progress
 
 
-def _in_mid_epoch(trainer: Trainer, total: int | None) -> bool:
-    """Return whether an epoch of several in a run of ``total`` steps goes on: with its end another loss comes."""
+def _in_mid_epoch(trainer: Trainer) -> bool:
+    """Return whether an epoch of several in a run goes on: with its end another loss comes."""
+    total = steps_of(trainer)
     batches, ends = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     if ends or math.isinf(batches) or (total is not None and trainer.global_step >= total):
         return False
@@ -271,30 +271,13 @@ def steps_of(trainer: Trainer) -> int | None:
 
 
 def fitted(parts: Sequence[str], width: int) -> str:
-    """Return as many of ``parts``, the first ones first, as fit into ``width`` columns; with a bar if it is wide."""
+    """Return as many of ``parts``, the first ones first, as fit into ``width`` columns."""
     room = width - 1  # one column is left for the cursor
-    closer = " ".join(parts)
-    line = closer if len(closer) <= room < len(_SEPARATOR.join(parts)) else parts[0]
-    for part in parts[1:] if line == parts[0] else ():
-        if len(line) + len(_SEPARATOR) + len(part) <= room:
-            line += _SEPARATOR + part
-    step, _, total = parts[0].removeprefix("step ").partition("/")
-    if width >= _WIDE and total and len(line) + _BAR + len(_SEPARATOR) < width:
-        full = min(_BAR, _BAR * int(step) // max(1, int(total)))
-        line = f"{'━' * full}{'╌' * (_BAR - full)}{_SEPARATOR}{line}"
-    return line[: max(1, room)]
-
-
-def duration(seconds: float) -> str:
-    """Return a duration with two units at most: ``42s``, ``3m10s``, ``2h05m``, ``3d04h``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for separator in (_SEPARATOR, " "):
+        if len(separator.join(parts)) <= room:
+            return separator.join(parts)
+    lines = [_SEPARATOR.join(parts[:count]) for count in range(1, len(parts))]
+    return max((line for line in lines if len(line) <= room), key=len, default=parts[0][:room])
 
 
 def of_budget(used: int, budget: int) -> str:
@@ -305,8 +288,3 @@ def of_budget(used: int, budget: int) -> str:
 
 def _count(rate: float) -> str:
     return f"{rate / 1000:.3g}k" if rate >= 10_000 else f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
-
-
-def _draws(console: Console) -> bool:
-    """Return whether lines can be drawn anew."""
-    return console.is_terminal and not console.is_dumb_terminal and not os.environ.keys() & {"NO_COLOR", "CI"}

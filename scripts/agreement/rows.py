@@ -44,7 +44,7 @@ class Rows:
             layout = data.preparation.layout(source)
         rows: list[Row] = []
         examples = []
-        for row in source.rows(whole=True):
+        for _, row in source.rows(streaming=False):
             if isinstance(row, RowFault):
                 continue
             [made] = data.encoder.encode([row], layout, from_table=source.is_table)

@@ -156,7 +156,7 @@ def packed_by_trl(tokenised: Any) -> Any:
 
 def packed_by_us(tokenised: Any) -> Sequences:
     """Pack the rows that TRL has tokenised."""
-    documents = Documents.from_dataset(tokenised, ids="input_ids", labels="input_ids")
+    documents = Documents(tokenised, ids="input_ids", labels="input_ids")
     pieces, _ = pieces_of(documents, np.arange(len(documents)), LENGTH)
     return packed(documents, pieces, LENGTH)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.rows import Places, Row
+from lt_offload.finetune.data.rows import Row
 from lt_offload.suggest import nearest
 
 Format = Literal["text", "alpaca", "chat", "completion"]
@@ -76,7 +76,7 @@ def check_columns(mapping: Mapping[str, str]) -> None:
 
 
 def find_columns(
-    choice: FormatChoice, mapping: Mapping[str, str], names: Sequence[str], first: Row, places: Places
+    choice: FormatChoice, mapping: Mapping[str, str], names: Sequence[str], first: Row, where: str
 ) -> Columns:
     """Return where in rows with the columns ``names`` things are.
 
@@ -85,12 +85,11 @@ def find_columns(
         mapping: ``data.columns``.
         names: columns that there are.
         first: a row.
-        places: where the rows come from, for errors.
+        where: the rows come from, for errors.
 
     Raises:
         ConfigError: if columns are missing, speak for no format, or are those of preference pairs.
     """
-    where = places.said
     keys = {role: mapping[role] for role in _OF_MESSAGES if role in mapping}
     given = {role: column for role, column in mapping.items() if role not in keys}
     absent = [column for column in given.values() if column not in names]

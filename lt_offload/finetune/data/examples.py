@@ -10,9 +10,13 @@ import hashlib
 import itertools
 import json
 import logging
+import multiprocessing
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +27,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.chat.conversations import other_keys
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
-from lt_offload.finetune.data.rows import Places, RowFault
-from lt_offload.finetune.data.sources import Source, first_row, rows_of
+from lt_offload.finetune.data.rows import Row, RowFault
+from lt_offload.finetune.data.sources import Source
 from lt_offload.finetune.processes import is_first
 from lt_offload.replacing import replacing
 from lt_offload.resources import user_cache, user_path
@@ -37,19 +41,21 @@ _log.addFilter(is_first)
 MOST_NAMED = 3
 """Rows that a message names."""
 _BATCH_ROWS = 512
+_FILE = "examples.arrow"
+_OF_EXAMPLE = ["ids", "labels", "place"]
 
 
 class Examples(Sequence[Example]):
     """Tokenised rows, in order.
 
     Args:
-        dataset: with lists of integers in the columns ``ids`` and ``labels``.
-        origins: for each source its name of rows, its layout, and the numbers of the rows that are here.
+        dataset: with lists of integers in the columns ``ids`` and ``labels``, and the file and row in ``place``.
+        bad: how many rows were left out.
     """
 
-    def __init__(self, dataset: Dataset, origins: Sequence[Origin]) -> None:
+    def __init__(self, dataset: Dataset, bad: int = 0) -> None:
         self.dataset = dataset
-        self.origins = origins
+        self.bad = bad
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -57,43 +63,11 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        row = self.dataset[index]
-        return Example(ids=row["ids"], labels=row["labels"])
+        return Example(**self.dataset.select_columns(_OF_EXAMPLE)[index])
 
     def __iter__(self) -> Iterator[Example]:
-        for batch in self.dataset.select_columns(["ids", "labels"]).iter(_BATCH_ROWS):
-            for ids, labels in zip(batch["ids"], batch["labels"], strict=True):
-                yield Example(ids=ids, labels=labels)
-
-    def name(self, number: int) -> str:
-        """Return the file and the row, counted from 1, that example ``number``, counted from 0, is from."""
-        for origin in self.origins:
-            if number < len(origin.rows):
-                return origin.places.name(int(origin.rows[number]))
-            number -= len(origin.rows)
-        raise IndexError(number)
-
-    @property
-    def bad(self) -> int:
-        """Rows that were left out."""
-        return sum(origin.bad for origin in self.origins)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Where the examples of one source are from.
-
-    Args:
-        places: names of its rows.
-        layout: where in its rows things are.
-        rows: numbers of the rows that are examples.
-        bad: how many rows are none.
-    """
-
-    places: Places
-    layout: Columns
-    rows: Sequence[int] | np.ndarray[Any, Any]
-    bad: int
+        for row in self.dataset.select_columns(_OF_EXAMPLE):
+            yield Example(**row)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,55 +100,39 @@ class Preparation:
         """
         from datasets import concatenate_datasets
 
-        tables, origins = zip(*(self._of_source(source) for source in sources), strict=True)
-        return Examples(tables[0] if len(tables) == 1 else concatenate_datasets(list(tables)), origins)
+        parts = [self._of_source(source) for source in sources]
+        return Examples(concatenate_datasets([part.dataset for part in parts]), sum(part.bad for part in parts))
 
     def stream(self, source: Source) -> Stream:
         """Return the examples of ``source`` one after the other, without holding them all."""
         return Stream(self, source)
 
-    def layout(self, source: Source) -> Columns:
-        """Return where in rows of ``source`` things are, by its first rows.
+    def layout(self, source: Source, *, streaming: bool = True) -> Columns:
+        """Return where in rows of ``source`` things are, by its first rows; on the hub, those that come first.
 
         Raises:
             ConfigError: if its columns are of no known format, or settings do not fit it.
         """
-        rows = source.rows(whole=True)
-        # All rows of a table have the same columns, and each one may have to be fetched.
-        names, first = first_row(itertools.islice(rows, 1) if source.is_table else rows, source.places)
-        return self._layout(names, first, source.places)
-
-    def _layout(self, names: Sequence[str], first: Any, places: Places) -> Columns:
-        layout = find_columns(self.format, self.columns, names, first, places)
+        names, first = source.first(streaming=streaming)
+        layout = find_columns(self.format, self.columns, names, first, source.said)
         self.encoder.check(layout)
         return layout
 
-    def _of_source(self, source: Source) -> tuple[Dataset, Origin]:
+    def _of_source(self, source: Source) -> Examples:
         made = self._cached(source)
-        faults = made.table.column("fault")
-        if faults.null_count == len(faults):
-            good: Any = range(len(made.table))
-            bad = []
-        else:
-            whole = faults.to_pylist()
-            good = np.array([number for number, fault in enumerate(whole) if fault is None])
-            bad = [(number, fault) for number, fault in enumerate(whole) if fault is not None]
-        places = source.places
-        # From the cache no file was read, which would have counted its rows; faults are named by file and row.
-        places.counts[:] = made.counts
-        self.say(self.described(places, made.layout, len(good)))
-        if bad:
+        dataset = made.dataset
+        usable = dataset.data.column("fault").is_null().to_numpy()
+        good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
+        self.say(self.described(source, made.layout, len(good)))
+        if len(bad):
             hint = None
-            if len(bad) == len(made.table):
-                first = _first_rows(source.table())[0] if source.is_table else next(source.rows(whole=True))
-                hint = self.hint(first, made.layout, source)
-            report_bad(bad, len(made.table), places, skip=self.skip_bad_rows, hint=hint)
+            if len(bad) == len(dataset):
+                hint = self.hint(next(source.rows(streaming=False))[1], made.layout, source)
+            named = [f"{row['place']}: {row['fault']}" for row in dataset.select(bad[:MOST_NAMED])]
+            report_bad(named, len(bad), len(dataset), source, skip=self.skip_bad_rows, hint=hint)
         for note, count in made.notes.items():
-            _log.warning("%s=%r: %s (%d of %d rows)", places.setting, places.path, note, count, len(made.table))
-        table = made.dataset.select_columns(["ids", "labels"])
-        if bad:
-            table = table.select(good)
-        return table, Origin(places=places, layout=made.layout, rows=good, bad=len(bad))
+            _log.warning("%s=%r: %s (%d of %d rows)", source.setting, source.path, note, count, len(dataset))
+        return Examples(dataset.select(good) if len(bad) else dataset, len(bad))
 
     def hint(self, row: Any, layout: Columns, source: Source) -> str | None:
         """Return the flag with which ``row``, which cannot be used, and those like it can be; None if there is none."""
@@ -183,11 +141,11 @@ class Preparation:
             return None
         return f"--data.columns '{{{', '.join(f'{role}: {name}' for role, name in {**self.columns, **keys}.items())}}}'"
 
-    def described(self, places: Places, layout: Columns, count: int | None) -> str:
+    def described(self, source: Source, layout: Columns, count: int | None) -> str:
         """Return what the ``count`` rows of a source are taken for, in one line."""
         template, format = self.encoder.template, layout.format
         rows = f"{count:,} rows" if count is not None else "rows"
-        said = f"{places.said}: {rows} as {layout.said}"
+        said = f"{source.said}: {rows} as {layout.said}"
         if format == "text":
             return f"{said}; every token is learned"
         plain = template is None or (format == "completion" and not layout.of_messages)
@@ -202,19 +160,14 @@ class Preparation:
 
     def _cached(self, source: Source) -> Made:
         root = user_path(self.cache_dir) if self.cache_dir is not None else user_cache("data")
-        # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
-        # are told by size and time, and are not read at all if they are in the cache.
-        table = source.table() if source.is_table and not source.places.files else None
-        folder = root / self._fingerprint(source, table)
+        folder = root / self._fingerprint(source)
         if (made := Made.load(folder)) is not None:
             return made
-        table = source.table() if table is None else table
-        names, first = first_row(_first_rows(table), source.places)
-        layout = self._layout(names, first, source.places)
+        layout = self.layout(source, streaming=False)
         try:
             with replacing(folder) as new:
                 new.mkdir()
-                self._make(table, layout, source, new)
+                self._make(layout, source, new)
                 # A folder that is there and cannot be used (cut short, half
                 # removed) would not be replaced: only an empty one is.
                 if Made.load(folder) is None:
@@ -226,50 +179,41 @@ class Preparation:
         assert made is not None, "what has just been written can be read"
         return made
 
-    def _make(self, table: Dataset, layout: Columns, source: Source, folder: Path) -> None:
-        import pyarrow.compute as pc
-        from datasets import Features, List, Value
+    def _make(self, layout: Columns, source: Source, folder: Path) -> None:
+        import pyarrow as pa
+        from datasets.utils import tqdm
 
-        tokens = List(Value("int32"))
-        features = Features({"ids": tokens, "labels": tokens, "fault": Value("string"), "notes": List(Value("string"))})
-        processes = None if self.num_proc in (None, 1) else min(self.num_proc, len(table))
-        # The fingerprint is ours: to find one of its own, datasets would pickle the encoder with its tokenizer. Rows
-        # that cannot be used keep their place, with a fault, so that numbers of rows stay those of the files.
-        encoded = table.with_format("arrow").map(
-            _Encoding(self.encoder, layout, source.is_table),
-            batched=True,
-            batch_size=_BATCH_ROWS,
-            remove_columns=table.column_names,
-            features=features,
-            cache_file_name=str(folder / "examples.arrow"),
-            load_from_cache_file=False,
-            new_fingerprint=folder.name,
-            num_proc=processes,
-            desc="Tokenizing",
-        )
-        counted = pc.value_counts(pc.list_flatten(encoded.data.column("notes"))).to_pylist()
-        files = [Path(file["filename"]) for file in encoded.cache_files]
-        about = {
-            "files": {file.name: file.stat().st_size for file in files},
-            "rows": len(encoded),
-            "counts": source.places.counts,
-            "notes": {each["values"]: each["counts"] for each in counted},
-            "layout": {
-                "format": layout.format,
-                "columns": dict(layout.columns),
-                "keys": dict(layout.keys),
-                "of_messages": layout.of_messages,
-            },
-        }
+        tokens, text = pa.list_(pa.int32()), pa.string()
+        schema = pa.schema({"ids": tokens, "labels": tokens, "place": text, "fault": text})
+        count, notes = 0, Counter[str]()
+        encode = partial(_encoded, self.encoder, layout, source.is_table)
+        # Rows that cannot be used keep their place, with a fault, so that they can be named and counted.
+        with (
+            pa.OSFile(str(folder / _FILE), "wb") as file,
+            pa.ipc.new_stream(file, schema) as writer,
+            _mapped(encode, _batches(source.rows(streaming=False)), self.num_proc or 1) as batches,
+            tqdm(desc="Tokenizing", unit=" rows") as bar,
+        ):
+            for columns, noted in batches:
+                writer.write_batch(pa.record_batch(columns, schema=schema))
+                count += len(columns["ids"])
+                notes.update(noted)
+                bar.update(len(columns["ids"]))
+        if count == 0:
+            raise _no_rows(source)
+        about = {"rows": count, "notes": notes, "layout": asdict(layout)}
         (folder / "about.json").write_text(json.dumps(about))
 
-    def _fingerprint(self, source: Source, table: Dataset | None) -> str:
+    def _fingerprint(self, source: Source) -> str:
         encoder = self.encoder
         template = encoder.template
-        of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.places.files]
+        of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
+        # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
+        # are told by size and time, and are not read at all if they are in the cache.
+        of_tables = source.tables(streaming=False) if source.is_table and not source.files else ()
         parts: list[Any] = [
             __version__, code_fingerprint(), source.kind, of_files,
-            None if table is None else table._fingerprint,
+            [table._fingerprint for _, table in of_tables],
             tokenizer_fingerprint(encoder.tokenizer),
             None if template is None else (template.name, template.text, template.tool_text, template.special),
             self.format, dict(self.columns), encoder.train_on, encoder.system, encoder.explicit_template,
@@ -297,64 +241,60 @@ class Stream:
         """Yield the examples after the first ``start`` rows, each with the number of rows that are read by then."""
         preparation, source = self.preparation, self.source
         layout = preparation.layout(source)
-        bad: list[tuple[int, str]] = []
+        bad: list[str] = []
         notes: set[str] = set()
-        number = self.bad = 0
+        self.bad = 0
         count = start
-        for rows in _batches(itertools.islice(source.rows(), start, None)):
+        for batch in _batches(itertools.islice(source.rows(streaming=True), start, None)):
+            places, rows = zip(*batch, strict=True)
             made = preparation.encoder.encode(rows, layout, from_table=source.is_table)
-            for number, each in enumerate(made, start=count):
+            for number, (place, each) in enumerate(zip(places, made, strict=True), start=count):
                 if isinstance(each, RowFault):
                     self.bad += 1
                     if not preparation.skip_bad_rows:
                         # Other keys are looked for only if the first row of all fails: later,
                         # others have been read by the same keys.
-                        hint = preparation.hint(rows[number - count], layout, source) if number == 0 else None
-                        report_bad([(number, str(each))], None, source.places, skip=False, hint=hint)
-                    if len(bad) <= MOST_NAMED:
-                        bad.append((number, f"{each}"))
+                        hint = preparation.hint(rows[0], layout, source) if number == 0 else None
+                        report_bad([f"{place}: {each}"], 1, None, source, skip=False, hint=hint)
+                    if self.bad <= MOST_NAMED:
+                        bad.append(f"{place}: {each}")
                     continue
                 example, its_notes = each
                 for note in its_notes:
                     if note not in notes:
                         notes.add(note)
-                        where = source.places.name(number)
-                        _log.warning("%s=%r: %s (%s)", source.places.setting, source.places.path, note, where)
-                yield number + 1, example
+                        _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
+                yield number + 1, replace(example, place=place)
             count += len(rows)
         if count == 0:
-            raise ConfigError(f"{source.places.setting}={source.places.path!r} has no rows; it needs at least one")
+            raise _no_rows(source)
         if bad:
-            report_bad(bad, count, source.places, skip=True, number=self.bad)
+            report_bad(bad, self.bad, count, source, skip=True)
+
+
+def _no_rows(source: Source) -> ConfigError:
+    return ConfigError(f"{source.setting}={source.path!r} has no rows; it needs at least one")
 
 
 def report_bad(
-    bad: Sequence[tuple[int, str]],
-    count: int | None,
-    places: Places,
-    *,
-    skip: bool,
-    number: int | None = None,
-    hint: str | None = None,
+    named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool, hint: str | None = None
 ) -> None:
     """Say which rows cannot be used.
 
     Args:
-        bad: numbers of rows and why.
-        count: how many rows there are, None if that is not known.
-        places: names of rows.
+        named: the first of them, by file and row, and why.
+        number: how many there are.
+        count: how many rows there are in all, None if that is not known.
+        source: where they are from.
         skip: whether they are left out.
-        number: how many are bad, if not all are listed.
         hint: flag with which rows like these can be used.
 
     Raises:
         ConfigError: unless they are left out, or if none is left.
     """
-    number = len(bad) if number is None else number
-    named = "; ".join(f"{places.name(row)}: {why}" for row, why in bad[:MOST_NAMED])
-    more = "; ..." if number > MOST_NAMED else ""
+    more = "; ..." if number > len(named) else ""
     rows = f"{number:,} of {count:,} rows" if count is not None else "a row"
-    problem = f"{places.setting}={places.path!r}: {rows} cannot be used ({named}{more})"
+    problem = f"{source.setting}={source.path!r}: {rows} cannot be used ({'; '.join(named)}{more})"
     if hint is not None:
         raise ConfigError(f"{problem}; say which key of a message is which: {hint}")
     if not skip:
@@ -369,56 +309,61 @@ class Made:
     """A folder of the cache."""
 
     dataset: Dataset
-    counts: list[int]
     notes: dict[str, int]
     """With the number of rows that they are of."""
     layout: Columns
 
-    @property
-    def table(self) -> Any:
-        """The table of Arrow."""
-        return self.dataset.data
-
     @classmethod
     def load(cls, folder: Path) -> Made | None:
         """Return what is in ``folder``, None if it is not there or not as it was written."""
-        from datasets import Dataset, concatenate_datasets
+        from datasets import Dataset
 
         try:
             about = json.loads((folder / "about.json").read_text())
-            for name, size in about["files"].items():
-                if (folder / name).stat().st_size != size:
-                    return None
-            files = [Dataset.from_file(str(folder / name)) for name in about["files"]]
-            dataset = files[0] if len(files) == 1 else concatenate_datasets(files)
-            if len(dataset) != about["rows"]:
-                return None
-            return cls(dataset, about["counts"], about["notes"], Columns(**about["layout"]))
+            dataset = Dataset.from_file(str(folder / _FILE))
+            return cls(dataset, about["notes"], Columns(**about["layout"])) if len(dataset) == about["rows"] else None
         except (OSError, ValueError, KeyError, TypeError, IndexError):  # Arrow's errors are ValueErrors
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoding:
-    """The function that ``Dataset.map`` calls, possibly in another process."""
+Placed = tuple[str, Row | RowFault]
+Encoded = tuple[dict[str, list[Any]], list[str]]
+"""Columns of the cache, and the notes of all their rows."""
 
-    encoder: Encoder
-    layout: Columns
-    from_table: bool
 
-    def __call__(self, batch: Any) -> Any:
-        import pyarrow as pa
+def _encoded(encoder: Encoder, layout: Columns, from_table: bool, batch: Sequence[Placed]) -> Encoded:
+    made = encoder.encode([row for _, row in batch], layout, from_table=from_table)
+    good = [None if isinstance(each, RowFault) else each for each in made]
+    columns = {
+        "ids": [each[0].ids if each else [] for each in good],
+        "labels": [each[0].labels if each else [] for each in good],
+        "place": [place for place, _ in batch],
+        "fault": [str(each) if isinstance(each, RowFault) else None for each in made],
+    }
+    return columns, [note for each in good if each for note in each[1]]
 
-        made = self.encoder.encode(rows_of(batch), self.layout, from_table=self.from_table)
-        good = [None if isinstance(each, RowFault) else each for each in made]
-        tokens = pa.list_(pa.int32())
-        columns = {
-            "ids": pa.array([each[0].ids if each else [] for each in good], tokens),
-            "labels": pa.array([each[0].labels if each else [] for each in good], tokens),
-            "fault": pa.array([str(each) if isinstance(each, RowFault) else None for each in made], pa.string()),
-            "notes": pa.array([each[1] if each else () for each in good], pa.list_(pa.string())),
-        }
-        return pa.table(columns)
+
+_in_worker: Callable[[Any], Any]
+"""The function that a process beside this one calls; handed over once, as it has the whole tokenizer."""
+
+
+def _begin_worker(function: Callable[[Any], Any]) -> None:
+    global _in_worker
+    _in_worker = function
+
+
+def _work(item: Any) -> Any:
+    return _in_worker(item)
+
+
+@contextmanager
+def _mapped(function: Callable[[Any], Any], items: Iterator[Any], processes: int) -> Iterator[Iterator[Any]]:
+    """Enclose the results for ``items`` in their order, made by this process or by others."""
+    if processes == 1:
+        yield map(function, items)
+        return
+    with multiprocessing.Pool(processes, _begin_worker, (function,)) as pool:
+        yield pool.imap(_work, items)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -438,10 +383,6 @@ def code_fingerprint() -> str:
     for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")]):
         found.update(file.read_bytes())
     return found.hexdigest()
-
-
-def _first_rows(table: Dataset) -> list[Any]:
-    return rows_of(table.with_format("arrow")[:1000])
 
 
 def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:

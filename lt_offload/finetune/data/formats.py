@@ -8,7 +8,7 @@ character of an answer is learned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +49,8 @@ class Example:
 
     ids: list[int]
     labels: list[int]
+    place: str = field(default="", compare=False)
+    """The file and the row in it that it is from."""
 
     @property
     def trainable(self) -> bool:
@@ -57,7 +59,7 @@ class Example:
 
     def cut(self, length: int) -> Example:
         """Return the first ``length`` tokens."""
-        return self if len(self.ids) <= length else Example(ids=self.ids[:length], labels=self.labels[:length])
+        return self if len(self.ids) <= length else replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +311,10 @@ class Encoder:
                 if begin == 0 and end == len(each.text):
                     labels = list(ids)
                     continue
-                first, stop = _tokens_of(batch, number, begin, end, len(each.text), len(ids))
-                labels[first:stop] = ids[first:stop]
+                tokens = [i for i, (start, stop) in enumerate(batch[number].offsets) if start < end and stop > begin]
+                if tokens:
+                    stop = len(ids) if end == len(each.text) else tokens[-1] + 1
+                    labels[tokens[0] : stop] = ids[tokens[0] : stop]
             examples.append(Example(ids=list(ids), labels=labels))
         return examples
 
@@ -318,27 +322,6 @@ class Encoder:
 def as_conversations(layout: Columns) -> str:
     """Return the flag that makes conversations of prompts and completions that are texts."""
     return f"--data.columns '{{instruction: {layout.columns['prompt']}, output: {layout.columns['completion']}}}'"
-
-
-def _tokens_of(batch: Any, number: int, begin: int, end: int, length: int, count: int) -> tuple[int, int]:
-    """Return the range of tokens with any of the characters ``begin`` to ``end``; white space may be in no token."""
-    first = _token_at(batch, number, begin, end)
-    if first is None:
-        return 0, 0
-    stop = _token_at(batch, number, end, length)
-    if stop is None:
-        return first, count
-    # This one begins within the answer and goes on behind it: any character of the answer is enough.
-    while batch.token_to_chars(number, stop).start < end:
-        stop += 1
-    return first, stop
-
-
-def _token_at(batch: Any, number: int, begin: int, end: int) -> int | None:
-    for position in range(begin, end):
-        if (token := batch.char_to_token(number, position)) is not None:
-            return int(token)
-    return None
 
 
 def _stanford(intro: str, instruction: str, added: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -256,14 +256,14 @@ class FineTuneData(LightningDataModule):
             self._set_up_stream(trains=stage == "fit")
             return
         (training, validation), self._read = self._read or self.examples(), None
-        documents = Documents.from_dataset(training.dataset)
+        documents = Documents(training.dataset)
         if validation is not None:
-            self._train = self._sequences(documents, "data.path", training.name)
-            held = Documents.from_dataset(validation.dataset)
-            self._validation = self._sequences(held, "data.validation_path", validation.name)
+            self._train = self._sequences(documents, "data.path", training)
+            held = Documents(validation.dataset)
+            self._validation = self._sequences(held, "data.validation_path", validation)
             return
         # A single text is split inside it, else all or nothing would be held out.
-        whole = self._sequences(documents, "data.path", training.name) if len(documents) == 1 else None
+        whole = self._sequences(documents, "data.path", training) if len(documents) == 1 else None
         trained, kept_back = held_out(
             len(documents if whole is None else whole),
             share=self.validation_share,
@@ -273,8 +273,8 @@ class FineTuneData(LightningDataModule):
         if whole is not None:
             self._train, self._validation = whole.take(trained), whole.take(kept_back)
             return
-        self._train = self._sequences(documents, "data.path", training.name, trained)
-        self._validation = self._sequences(documents, "data.path", training.name, kept_back)
+        self._train = self._sequences(documents, "data.path", training, trained)
+        self._validation = self._sequences(documents, "data.path", training, kept_back)
 
     def check_paths(self) -> None:
         """Raise ``ConfigError`` if there is nothing at a local path, or ``subset`` or ``split`` are for none of them.
@@ -285,7 +285,7 @@ class FineTuneData(LightningDataModule):
         for setting in ("path", "validation_path"):
             path = getattr(self, setting)
             if path not in (None, sources.PYDOC):
-                places |= sources.places_of(path, split=self.split, setting=f"data.{setting}")
+                places |= {source.place for source in self._sources(setting)}
         settings = {} if "hub" in places else {"subset": self.subset}
         settings |= {} if places & {"hub", "splits"} else {"split": self.split}
         beside = f"data.path={self.path!r}, which is not on the hub"
@@ -532,15 +532,15 @@ class FineTuneData(LightningDataModule):
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
 
     def _sequences(
-        self, documents: Documents, setting: str, name: Callable[[int], str] | None, selected: Integers | None = None
+        self, documents: Documents, setting: str, examples: Examples | None, selected: Integers | None = None
     ) -> Sequences:
-        """Return the selected documents as sequences; say what is lost, by ``name``."""
+        """Return the selected documents as sequences; say what is lost, by the places of ``examples``."""
         selected = np.arange(len(documents)) if selected is None else selected
         rows, losses = self._made(documents, selected)
         of = f"{len(selected)} examples"
-        if losses.left_out and name is not None:
+        if losses.left_out and examples is not None:
             _, before_cut = documents.trained(self.max_length)
-            left_out = [name(int(number)) for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
+            left_out = [examples[int(number)].place for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
             of += f" (left out: {', '.join(left_out)}{', ...' if losses.left_out > MOST_NAMED else ''})"
         self._say(losses, setting, of)
         if len(rows) == 0 < len(selected):
@@ -573,9 +573,9 @@ class FineTuneData(LightningDataModule):
     def _set_up_stream(self, *, trains: bool) -> None:
         """Read what is held out, and note where the rest begins; nothing to train on is an error if it ``trains``."""
         training, validation = self.streams()
-        for places in (stream.source.places for stream in training + validation):
-            if places.note:
-                rank_zero_info(places.said)
+        for source in (stream.source for stream in training + validation):
+            if source.note:
+                rank_zero_info(source.said)
         self._streamed = Reader(training)
         if validation:
             kept_back = Documents.from_examples(example for _, example in Reader(validation).read())

@@ -35,7 +35,6 @@ class DataPreview:
 
     Args:
         said: what each source was taken for.
-        names: of the examples, by file and row.
         examples: tokenised rows.
         documents: the same in arrays.
         bad: rows that were left out.
@@ -43,7 +42,6 @@ class DataPreview:
     """
 
     said: Sequence[str]
-    names: Sequence[str]
     examples: Sequence[Example]
     documents: Documents
     bad: int
@@ -60,34 +58,17 @@ def look_at(data: FineTuneData) -> DataPreview:
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
         found, _ = data.examples()
-        documents = Documents.from_dataset(found.dataset)
-        return DataPreview(said=said, names=_Names(found), examples=found, documents=documents, bad=found.bad)
+        documents = Documents(found.dataset)
+        return DataPreview(said=said, examples=found, documents=documents, bad=found.bad)
     examples: list[Example] = []
-    names: list[str] = []
     bad = 0
     for stream in data.streams()[0]:
         source = stream.source
-        said.append(data.preparation.described(source.places, data.preparation.layout(source), None))
-        # Numbers of streams are of the rows that are read by then, so the row itself is one before.
-        for number, example in islice(stream.read(), STREAMED - len(examples)):
-            examples.append(example)
-            names.append(source.places.name(number - 1))
+        said.append(data.preparation.described(source, data.preparation.layout(source), None))
+        examples += islice(stream, STREAMED - len(examples))
         bad += stream.bad
     documents = Documents.from_examples(examples)
-    return DataPreview(said=said, names=names, examples=examples, documents=documents, bad=bad, whole=False)
-
-
-class _Names(Sequence[str]):
-    """Names of examples, made when they are asked for."""
-
-    def __init__(self, examples: Any) -> None:
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._examples.name(index)
+    return DataPreview(said=said, examples=examples, documents=documents, bad=bad, whole=False)
 
 
 def render(data: FineTuneData, found: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
@@ -120,7 +101,7 @@ def _sample(data: FineTuneData, found: DataPreview, index: int, color: bool) -> 
 
     example = found.examples[index]
     learned = sum(label != IGNORED for label in example.labels)
-    yield Rule(f"{found.names[index]}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
+    yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
     text, left, inside = Text(), _CHARACTERS, False
     for piece, is_learned, is_special in pieces(data.tokenizer, example):
         if left <= 0:
@@ -215,7 +196,7 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
     if losses.left_out:
         kept = np.zeros(len(documents), bool)
         kept[parts.document] = True
-        names = [found.names[int(number)] for number in np.flatnonzero(~kept)[:MOST_NAMED]]
+        names = [found.examples[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
         more = ", ..." if losses.left_out > MOST_NAMED else ""
         yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
     if not len(rows):

@@ -1,4 +1,4 @@
-"""Rows of files as JSON text, one by one, and what is wrong with those that are none. Names file, row and byte.
+"""Rows of text files, one by one, and what is wrong with those that are none. Names file, row and byte.
 
 JSON and CSV are read with Python's own readers and not by ``datasets``: its readers change types to fit all rows,
 cannot say which row is broken, and some broken files bring the process down.
@@ -12,31 +12,23 @@ import csv
 import gzip
 import itertools
 import json
-import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lt_offload.errors import ConfigError
 
 Row = Mapping[str, Any]
-_SPACE = re.compile(r"[ \t\r\n]*")
-_CHUNK = 1 << 20
-_BLANK = b" \t\r\n" + codecs.BOM_UTF8
 
 
 class RowFault(Exception):
     """A row that cannot be used; says why."""
 
 
-class _RepeatedKey(ValueError):
-    """An object with one key twice."""
-
-
-def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Iterator[str | RowFault]:
-    """Yield the rows of a file as JSON text, and a fault in the place of each row that is none.
+def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Iterator[Row | RowFault]:
+    """Yield the rows of a file, and a fault in the place of each row that is none.
 
     Args:
         file: json, csv, tsv or text, possibly with the ending ``.gz``.
@@ -54,37 +46,28 @@ def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Ite
         if kind == "json":
             yield from _json_rows(file, where, whole)
         elif kind == "text":
-            with _open_text(file) as stream:
-                text = stream.read()
-            if text.strip():
-                yield json.dumps({"text": text})
+            if (text := "".join(_decoded(file, where))).strip():
+                yield {"text": text}
         else:
-            yield from _table_rows(file, where, "\t" if kind == "tsv" else _delimiter(file))
-    except UnicodeDecodeError:
-        raise ConfigError(f"{where} {_bad_byte(file)}") from None
+            yield from _table_rows(file, where, "\t" if kind == "tsv" else _delimiter(next(_decoded(file, where), "")))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{where} is no complete gzip file: {error}") from None
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
 
 
-def parse(text: str) -> Row:
-    """Return the object that ``text`` is.
-
-    Raises:
-        RowFault: if it is no JSON, no object, or has a key twice.
-    """
+def _parsed(text: str | RowFault) -> Row | RowFault:
     try:
-        row = _STRICT.decode(text)
-    except _RepeatedKey as error:
-        raise RowFault(f"has the key {error} twice") from None
+        return text if isinstance(text, RowFault) else _row(_JSON.decode(text.strip()))
     except RecursionError:
-        raise RowFault("is nested too deeply") from None
+        return RowFault("is nested too deeply")
     except ValueError as error:
-        raise RowFault(f"is no JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise RowFault(f"is {kind_of(row)}, not an object")
-    return row
+        return RowFault(f"is no JSON: {error}")
+
+
+def _row(value: Any) -> Row | RowFault:
+    """Return ``value``, which must be an object."""
+    return value if isinstance(value, dict | RowFault) else RowFault(f"is {kind_of(value)}, not an object")
 
 
 def kind_of(value: Any) -> str:
@@ -116,224 +99,101 @@ def check_text(value: Any, name: str) -> str:
     return value
 
 
-class Places:
-    """Where rows come from: files with so many rows each, or a data set on the hub.
-
-    Args:
-        path: the setting's value.
-        setting: its name.
-        files: the files, none for a data set on the hub.
-        note: what they are of a folder that has more, in a few words.
-    """
-
-    def __init__(self, path: str, setting: str, files: Sequence[Path], note: str = "") -> None:
-        self.path, self.setting, self.files, self.note = path, setting, files, note
-        self.counts: list[int] = []
-        """Rows of each file, of the first ones if not all are read yet."""
-
-    @property
-    def said(self) -> str:
-        """The setting, and what of a folder is taken."""
-        return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
-
-    def name(self, number: int) -> str:
-        """Return the file and the row in it, counted from 1, of row ``number``, counted from 0."""
-        left = number
-        for file, count in zip(self.files, self.counts, strict=False):
-            if left < count:
-                return f"{file.name} row {left + 1}"
-            left -= count
-        return f"{self.files[0].name} row {number + 1}" if len(self.files) == 1 else f"row {number + 1}"
-
-
-def _open_text(file: Path) -> IO[str]:
-    if file.suffix.lower() == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig", newline="")
-    return file.open(encoding="utf-8-sig", newline="")
-
-
-def _open_bytes(file: Path) -> IO[bytes]:
-    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
-
-
-def _bad_byte(file: Path) -> str:
-    """Return which byte of the file is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, row = 0, 1
-    with _open_bytes(file) as stream:
-        while chunk := stream.read(_CHUNK):
-            # Bytes of a character that began in the chunk before are still
-            # in the decoder: errors are counted from there.
-            pending = len(decoder.getstate()[0])
+def _lines(file: Path) -> Iterator[str | RowFault]:
+    """Yield the lines of a file, which may be packed, and a fault in the place of each that is not UTF-8."""
+    offset = 0
+    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
             try:
-                decoder.decode(chunk)
+                yield content.decode()
             except UnicodeDecodeError as error:
-                row += error.object[: error.start].count(b"\n")
-                byte = error.object[error.start]
-                return _not_utf8(byte, offset - pending + error.start, f"line {row}")
-            offset += len(chunk)
-            row += chunk.count(b"\n")
-    return "is not UTF-8 text: it ends in the middle of a character"
+                byte, start = content[error.start], offset + len(line) - len(content) + error.start
+                guess = "it looks like UTF-16" if byte in (0xFE, 0xFF) and start == 0 else "it may be Latin-1"
+                yield RowFault(
+                    f"is not UTF-8 text: byte 0x{byte:02x} at offset {start} (line {number}); data must be UTF-8, "
+                    f"{guess}: convert it, for example with iconv -t utf-8"
+                )
+            offset += len(line)
 
 
-def _not_utf8(byte: int, offset: int, place: str) -> str:
-    guess = "it looks like UTF-16" if byte in (0xFE, 0xFF) and offset == 0 else "it may be Latin-1 or Windows-1252"
-    return (
-        f"is not UTF-8 text: byte 0x{byte:02x} at offset {offset} ({place}); data must be UTF-8, {guess}: "
-        "convert it, for example with iconv -t utf-8"
-    )
+def _decoded(file: Path, where: str) -> Iterator[str]:
+    """Yield the lines of a file, all of which must be UTF-8."""
+    for line in _lines(file):
+        if isinstance(line, RowFault):
+            raise ConfigError(f"{where} {line}")
+        yield line
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowFault:
+    """Return an object of JSON, or what is wrong with it or with one in it."""
     # Python's reader takes the last one of two equal keys without a word; which one was meant nobody knows.
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _RepeatedKey(repr(key))
-            seen.add(key)
+        names = [name for name, _ in pairs]
+        return RowFault(f"has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    for value in made.values():
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, RowFault):
+                return item
     return made
 
 
-_STRICT = json.JSONDecoder(object_pairs_hook=_without_repeats)
-_PLAIN = json.JSONDecoder()
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
-    with _open_bytes(file) as stream:
-        first, second = itertools.islice(itertools.chain((x for x in stream if x.strip(_BLANK)), (b"", b"")), 2)
-    first = first.lstrip(_BLANK)
-    by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl")
-    # Endings say little: lists are called .jsonl, and lines .json. So the first two lines decide: rows are
-    # in lines if the first object ends where its line does and another one follows. A file that is called
-    # .jsonl has lines all the same, with faults in them, unless it is one object as a whole.
-    of_lines = not first.startswith(b"[") and (by_line or first.startswith(b"{"))
-    several = by_line or second  # a single line may be an object of columns, or of one list
-    if of_lines and ((_ends(first) and several) or (by_line and not (whole and _is_one_object(file)))):
-        yield from _lines(file)
+def _json_rows(file: Path, where: str, whole: bool) -> Iterator[Row | RowFault]:
+    rows = (line for line in _lines(file) if isinstance(line, RowFault) or line.strip(" \t\r\n"))
+    first, second = itertools.islice(itertools.chain(rows, ("", "")), 2)
+    # Endings say little: lists are called .jsonl, and lines .json. So the beginning decides: a file
+    # of another name has rows in lines if its first line is an object, and is not all of the file.
+    by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl") or (
+        second and isinstance(_parsed(first), Mapping)
+    )
+    if by_line and not (isinstance(first, str) and first.lstrip().startswith("[")):
+        yield from map(_parsed, itertools.chain((line for line in (first, second) if line), rows))
         return
     if not whole:
         raise ConfigError(
             f"{where} is one list or object, which data.streaming=true cannot read row by row; write one object per "
             "line (.jsonl), or set data.streaming=false"
         )
-    with _open_text(file) as stream:
-        text = stream.read()
+    text = "".join(_decoded(file, where)).strip()
     try:
-        yield from _items(text, where)
+        content = _JSON.decode(text)
     except RecursionError:
         raise ConfigError(f"{where} cannot be read as json: it is nested too deeply") from None
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(f"{where} cannot be read as json: {error}") from None
+    if isinstance(content, RowFault):
+        raise ConfigError(f"{where} {content}; rename or remove one of them")
+    if not isinstance(content, list | dict):
+        raise ConfigError(f"{where} cannot be read as json: it holds {kind_of(content)} instead of rows")
+    yield from map(_row, content if isinstance(content, list) else _rows_in(content, where))
 
 
-def _ends(line: bytes) -> bool:
-    """Return whether an object that begins in ``line`` ends or breaks in it, instead of going on in the next one."""
-    text = line.decode(errors="replace").rstrip()
-    try:
-        _PLAIN.decode(text)
-    except RecursionError:
-        return True
-    except json.JSONDecodeError as error:
-        # In the middle of the line: that row is broken. At its end: the object goes on in the next line.
-        return error.pos < len(text)
-    return True
-
-
-def _is_one_object(file: Path) -> bool:
-    try:
-        with _open_text(file) as stream:
-            return isinstance(json.load(stream), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _lines(file: Path) -> Iterator[str | RowFault]:
-    offset = 0
-    with _open_bytes(file) as stream:
-        for line in stream:
-            # Line by line from bytes: one that is not UTF-8 is a row that cannot be used, and all others are read.
-            content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
-            try:
-                text = content.decode()
-            except UnicodeDecodeError as error:
-                start = offset + len(line) - len(content) + error.start
-                yield RowFault(_not_utf8(content[error.start], start, f"byte {error.start + 1} of the line"))
-            else:
-                if text.strip(" \t\r\n"):
-                    yield text
-            offset += len(line)
-
-
-def _items(text: str, where: str) -> Iterator[str | RowFault]:
-    """Yield the items of a list, the rows of an object of columns or around a list, or a single object."""
-    begin = _space(text, 0)
-    if text[begin : begin + 1] != "[":
-        whole = _PLAIN.decode(text)
-        if not isinstance(whole, dict):
-            raise ValueError(f"it holds {kind_of(whole)} instead of rows")
-        yield from _columns(whole, text, where)
-        return
-    position, number = _space(text, begin + 1), 0
-    if text[position : position + 1] == "]":
-        return
-    while True:
-        number += 1
-        try:
-            # One item after the other, and not the list at once: an error then has the
-            # number of its row, and a row is handed on as it was written.
-            end = _PLAIN.raw_decode(text, position)[1]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"row {number}: {error}") from None
-        yield text[position:end]
-        position = _space(text, end)
-        if text[position : position + 1] == "]":
-            break
-        if text[position : position + 1] != ",":
-            raise ValueError(f"after row {number}: {json.JSONDecodeError('expecting a comma or ]', text, position)}")
-        position = _space(text, position + 1)
-    rest = _space(text, position + 1)
-    if rest < len(text):
-        raise ValueError(str(json.JSONDecodeError("extra data", text, rest)))
-
-
-def _columns(whole: dict[str, Any], text: str, where: str) -> Iterator[str]:
+def _rows_in(whole: dict[str, Any], where: str) -> Iterator[Any]:
     """Yield rows of an object of columns, or of one that is nothing but a list of rows by a name; another is a row."""
-    try:
-        # The first reading has dropped one of two equal keys, which rows
-        # that are made of columns would not show any more.
-        _STRICT.decode(text)
-    except _RepeatedKey as error:
-        raise ConfigError(f"{where} has the key or column {error} twice; rename or remove one of them") from None
     lists = bool(whole) and all(isinstance(column, list) for column in whole.values())
     # One conversation in a file looks like a column of messages, but its items are turns and not lists of them.
     turns = [name for name in ("messages", "conversations") if isinstance(whole.get(name), list)]
     if not lists or any(isinstance(turn, dict) for name in turns for turn in whole[name]):
-        yield text
+        yield whole
         return
     if len(whole) == 1:
         [rows] = whole.values()
         if any(isinstance(row, dict) for row in rows):
-            yield from map(json.dumps, rows)
+            yield from rows
             return
     lengths = {name: len(column) for name, column in whole.items()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
         raise ConfigError(f"{where} has columns of different lengths ({said}); make them one length")
     for values in zip(*whole.values(), strict=True):
-        yield json.dumps(dict(zip(whole, values, strict=True)))
-
-
-def _space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    assert found is not None
-    return found.end()
+        yield dict(zip(whole, values, strict=True))
 
 
 # -- CSV and TSV ------------------------------------------------------------------------------------------------------
@@ -349,43 +209,41 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _delimiter(file: Path) -> str:
-    """Return what separates the columns of a CSV file: a comma, unless that makes one of its first line.
+def _delimiter(first: str) -> str:
+    """Return what separates the columns of a CSV file: a comma, unless that makes one of its ``first`` line.
 
     Programs in languages with a comma in their numbers write semicolons.
     """
     # A first line that is quoted and has a comma inside is one column: so the reader of CSV counts, not str.split.
-    with _open_text(file) as stream, _long_fields():
-        first = stream.readline()
+    with _long_fields():
         for delimiter in (",", ";", "\t"):
             if len(next(csv.reader([first], delimiter=delimiter), [])) > 1:
                 return delimiter
     return ","
 
 
-def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[str | RowFault]:
+def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[Row | RowFault]:
     """Yield rows; every value is text, as it stands there."""
-    with _open_text(file) as stream:
-        reader = csv.reader(stream, delimiter=delimiter, strict=True)
-        try:
+    reader = csv.reader(_decoded(file, where), delimiter=delimiter, strict=True)
+    try:
+        with _long_fields():
+            header = next(reader, [])
+        doubled = sorted({name for name in header if header.count(name) > 1})
+        if doubled:
+            raise ConfigError(f"{where} has the column {doubled[0]!r} twice in its first line; rename one of them")
+        while True:
+            # The limit is the whole process's. It is lifted for one row
+            # at a time, as others may read between two rows.
             with _long_fields():
-                header = next(reader, [])
-            doubled = sorted({name for name in header if header.count(name) > 1})
-            if doubled:
-                raise ConfigError(f"{where} has the column {doubled[0]!r} twice in its first line; rename one of them")
-            while True:
-                # The limit is the whole process's. It is lifted for one row
-                # at a time, as others may read between two rows.
-                with _long_fields():
-                    values = next(reader, None)
-                if values is None:
-                    return
-                if len(values) == len(header):
-                    yield json.dumps(dict(zip(header, values, strict=True)))
-                elif values:
-                    yield RowFault(
-                        f"has {len(values)} values, the first line has {len(header)} (it ends in line "
-                        f"{reader.line_num}; a value with {delimiter!r} or a line break in it needs quotes)"
-                    )
-        except csv.Error as error:
-            raise ConfigError(f"{where} cannot be read as a table: line {reader.line_num}: {error}") from None
+                values = next(reader, None)
+            if values is None:
+                return
+            if len(values) == len(header):
+                yield dict(zip(header, values, strict=True))
+            elif values:
+                yield RowFault(
+                    f"has {len(values)} values, the first line has {len(header)} (it ends in line "
+                    f"{reader.line_num}; a value with {delimiter!r} or a line break in it needs quotes)"
+                )
+    except csv.Error as error:
+        raise ConfigError(f"{where} cannot be read as a table: line {reader.line_num}: {error}") from None

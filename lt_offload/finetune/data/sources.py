@@ -6,18 +6,18 @@ Everything a user can get wrong about a path is found here, before a model is lo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.files import SAVED, TABLES, find_files, kind_of_file
-from lt_offload.finetune.data.rows import Places, Row, RowFault, parse, read_rows
+from lt_offload.finetune.data.rows import Row, RowFault, read_rows
 from lt_offload.resources import is_dir, is_file, user_path
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+Table = Any
+"""Of ``datasets``, with all rows or with rows that come one after the other."""
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
@@ -26,109 +26,113 @@ PYDOC_HELD_OUT = 8
 
 _LOOKED_AT = 1000
 """Rows whose keys are the columns of JSON data."""
-_CHUNK_ROWS = 10_000
+_AT_ONCE = 1000
+"""Rows of a table that are made at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Rows of one path: read from its files as JSON text, or a table of ``datasets``.
+    """Rows of one path: read from its files, or tables of ``datasets``.
 
     Args:
-        places: names of files and rows.
+        path: the setting's value.
+        setting: its name.
         kind: of its files; ``hub`` or ``saved`` where ``datasets`` finds them.
-        open: returns the table, ``streaming`` or not.
+        place: whether the rows are on the hub, in a folder with splits, or in files without.
+        files: the files, none for a data set of ``datasets``.
+        note: what they are of a folder that has more, in a few words.
+        open: returns the tables, ``streaming`` or not, each with the name of its file.
     """
 
-    places: Places
+    path: str
+    setting: str
     kind: str
-    open: Callable[[bool], Any] | None = None
+    place: Literal["hub", "splits", "files"] = "files"
+    files: Sequence[Path] = ()
+    note: str = ""
+    open: Callable[[bool], Sequence[tuple[str, Table]]] | None = None
 
     @property
     def is_table(self) -> bool:
         """Whether rows come in Arrow's types, in which a missing key is null."""
         return self.open is not None
 
-    def table(self) -> Dataset:
-        """Return all rows; those of text files in the columns ``row``, which is JSON, and ``fault``.
+    @property
+    def said(self) -> str:
+        """The setting, and what of a folder is taken."""
+        return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
+
+    def tables(self, *, streaming: bool) -> Sequence[tuple[str, Table]]:
+        """Return what ``datasets`` reads, each table with the name of its file.
 
         Raises:
-            ConfigError: if a file cannot be read, or there are no rows.
+            ConfigError: if a file cannot be read.
         """
-        table = self.open(False) if self.open is not None else self._read()
-        if len(table) == 0:
-            raise ConfigError(f"{self.places.setting}={self.places.path!r} has no rows; it needs at least one")
-        return table
+        assert self.open is not None
+        try:
+            return self.open(streaming)
+        except ConfigError:
+            raise
+        except Exception as error:  # the readers raise whatever their libraries do, each with another base class
+            raise self._unreadable(error) from error
 
-    def rows(self, *, whole: bool = False) -> Iterator[Row | RowFault]:
-        """Yield one row after the other, without holding them all; with ``whole``, a file may be read as a whole.
+    def rows(self, *, streaming: bool) -> Iterator[tuple[str, Row | RowFault]]:
+        """Yield one row after the other, each with its file and its number there, which begins at 1.
+
+        Args:
+            streaming: whether no file may be read as a whole, and data on the hub are fetched as they are read.
 
         Raises:
             ConfigError: if a file cannot be read, or only as a whole.
         """
-        if self.open is not None:
-            # Rows of a stream are read here and not where it was opened, so that errors come here, too.
-            yield from _failing_well(self.open(True), self.places)
+        if self.open is None:
+            for file in self.files:
+                of_file = read_rows(file, self.kind, self.setting, whole=not streaming)
+                for number, row in enumerate(of_file, start=1):
+                    yield f"{file.name} row {number}", row
             return
-        counts = self.places.counts = []
-        for file in self.places.files:
-            counts.append(0)
-            for text in read_rows(file, self.kind, self.places.setting, whole=whole):
-                counts[-1] += 1
-                yield _parsed(text)
+        for name, table in self.tables(streaming=streaming):
+            try:
+                for number, row in enumerate(table if streaming else _rows_of(table), start=1):
+                    yield f"{name} row {number}".lstrip(), row
+            except Exception as error:  # as above
+                raise self._unreadable(error) from error
 
-    def _read(self) -> Dataset:
-        import pyarrow as pa
-        from datasets import Dataset
+    def first(self, *, streaming: bool) -> tuple[list[str], Row]:
+        """Return the columns of the first rows, and the first one that can be read.
 
-        # Large strings: the offsets of others have 32 bits, which end at 2 GB of text.
-        schema = pa.schema({"row": pa.large_string(), "fault": pa.large_string()})
-        batches = []
-        self.places.counts.clear()
-        for file in self.places.files:
-            count = 0
-            of_file = read_rows(file, self.kind, self.places.setting)
-            while chunk := list(itertools.islice(of_file, _CHUNK_ROWS)):
-                batches.append(text_batch(chunk, schema))
-                count += len(chunk)
-            self.places.counts.append(count)
-        return Dataset(pa.Table.from_batches(batches, schema))
+        Args:
+            streaming: whether data on the hub are fetched as they are read.
 
+        Raises:
+            ConfigError: if there is none.
+        """
+        # All rows of a table have the same columns, and each one may have to be fetched. A row of
+        # JSON may lack a key that others have, so the first one does not tell all columns.
+        rows = self.rows(streaming=streaming and self.is_table)
+        looked_at = list(itertools.islice(rows, 1 if self.is_table else _LOOKED_AT))
+        readable = [row for _, row in looked_at if isinstance(row, Mapping)]
+        if not readable:
+            why = f" ({looked_at[0][0]} {looked_at[0][1]})" if looked_at else "; it needs at least one"
+            raise ConfigError(f"{self.setting}={self.path!r} has no rows that can be read{why}")
+        return list(dict.fromkeys(name for row in readable for name in row)), readable[0]
 
-def text_batch(rows: Iterable[str | RowFault], schema: Any = None) -> Any:
-    """Return rows as a batch of Arrow with the columns ``row`` and ``fault``."""
-    import pyarrow as pa
-
-    rows = list(rows)
-    return pa.record_batch(
-        [
-            pa.array([None if isinstance(row, RowFault) else row for row in rows], pa.large_string()),
-            pa.array([str(row) if isinstance(row, RowFault) else None for row in rows], pa.large_string()),
-        ],
-        schema=schema or pa.schema({"row": pa.large_string(), "fault": pa.large_string()}),
-    )
-
-
-def rows_of(batch: Any) -> list[Row | RowFault]:
-    """Return the rows in a batch of a source's table."""
-    if batch.column_names != ["row", "fault"]:
-        return list(batch.to_pylist())
-    texts, faults = batch.column("row").to_pylist(), batch.column("fault").to_pylist()
-    return [_parsed(RowFault(fault) if text is None else text) for text, fault in zip(texts, faults, strict=True)]
+    def _unreadable(self, error: Exception) -> ConfigError:
+        # The error at the bottom of a chain says what is wrong.
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        where = f"{self.setting}={self.path!r}"
+        if self.kind == "hub":
+            where += " is neither a file here nor a data set that the hub would give"
+        else:
+            where += " cannot be read" + (f" as {self.kind}" if self.files else "")
+        return ConfigError(f"{where}: {first_line(root)}")
 
 
-def first_row(rows: Iterable[Row | RowFault], places: Places) -> tuple[list[str], Row]:
-    """Return the columns of some rows, and the first one.
-
-    Raises:
-        ConfigError: if none of them is a row.
-    """
-    # A row of JSON may lack a key that others have, so the first one does not tell all columns.
-    looked_at = list(itertools.islice(rows, _LOOKED_AT))
-    found = [row for row in looked_at if isinstance(row, Mapping)]
-    if not found:
-        why = f" ({places.name(0)} {looked_at[0]})" if looked_at else ""
-        raise ConfigError(f"{places.setting}={places.path!r} has no rows that can be read{why}")
-    return list(dict.fromkeys(name for row in found for name in row)), found[0]
+def _rows_of(table: Table) -> Iterator[Row]:
+    for batch in table.with_format("arrow").iter(_AT_ONCE):
+        yield from batch.to_pylist()
 
 
 def sources(path: str | Sequence[str], *, subset: str | None, split: str, setting: str) -> list[Source]:
@@ -146,31 +150,6 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     return [_source(item, subset, split, setting) for item in _listed(path, setting)]
 
 
-def places_of(path: str | Sequence[str], *, split: str, setting: str) -> set[Literal["hub", "splits", "files"]]:
-    """Return what the data at ``path`` are: on the hub, a folder with splits, or files without; nothing is read.
-
-    Raises:
-        ConfigError: if one of them is a path and there is nothing to read, or no such split.
-    """
-    return {_place(item, split, setting) for item in _listed(path, setting)}
-
-
-def _place(path: str, split: str, setting: str) -> Literal["hub", "splits", "files"]:
-    found = find_files(path, split=split, setting=setting)
-    if found.files or is_file(user_path(path) / SAVED[0]):
-        return "splits" if found.of_split else "files"
-    if is_dir(user_path(path)):
-        return "splits"
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(path)
-    except HFValidationError as error:
-        raise ConfigError(f"{setting}={path!r} is no file here, and no name on the hub: {first_line(error)}") from None
-    return "hub"
-
-
 def _listed(path: str | Sequence[str], setting: str) -> list[str]:
     items = [path] if isinstance(path, str) else list(path)
     if not items:
@@ -186,54 +165,59 @@ def _listed(path: str | Sequence[str], setting: str) -> list[str]:
 
 def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
     local = user_path(path)
-    if is_dir(local) and any(is_file(local / name) for name in SAVED):
-        places = Places(path, setting, [])
-        return Source(places=places, kind="saved", open=lambda streaming: _open_saved(places, local, split, streaming))
-    found = find_files(path, split=split, setting=setting)
-    places = Places(path, setting, found.files, found.note)
-    if not found.files:
+    if is_dir(local) and (saved := [name for name in SAVED if is_file(local / name)]):
         return Source(
-            places=places, kind="hub", open=lambda streaming: _open_hub(places, subset, split, streaming=streaming)
+            path=path,
+            setting=setting,
+            kind="saved",
+            place="files" if SAVED[0] in saved else "splits",
+            open=lambda streaming: [("", _open_saved(path, local, split, streaming))],
         )
-    kind = kind_of_file(found.files[0])
-    assert kind is not None
-    if kind in TABLES:
-        return Source(places=places, kind=kind, open=lambda streaming: _open_tables(places, kind, streaming))
-    return Source(places=places, kind=kind)
+    chosen = find_files(path, split=split, setting=setting)
+    if not chosen.files:
+        _check_name(path, setting)
+        return Source(
+            path=path,
+            setting=setting,
+            kind="hub",
+            place="hub",
+            open=lambda streaming: [("", _open_hub(path, subset, split, streaming))],
+        )
+    files, kind = chosen.files, str(kind_of_file(chosen.files[0]))
+    return Source(
+        path=path,
+        setting=setting,
+        kind=kind,
+        place="splits" if chosen.of_split else "files",
+        files=files,
+        note=chosen.note,
+        open=(lambda streaming: _open_tables(files, kind, setting, streaming)) if kind in TABLES else None,
+    )
 
 
-def _parsed(row: str | RowFault) -> Row | RowFault:
-    if isinstance(row, RowFault):
-        return row
+def _check_name(path: str, setting: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
     try:
-        return parse(row)
-    except RowFault as fault:
-        return fault
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise ConfigError(f"{setting}={path!r} is no file here, and no name on the hub: {first_line(error)}") from None
 
 
 # -- what datasets reads ----------------------------------------------------------------------------------------------
 
 
-def _open_tables(places: Places, kind: str, streaming: bool) -> Any:
-    from datasets import concatenate_datasets, load_dataset
+def _open_tables(files: Sequence[Path], kind: str, setting: str, streaming: bool) -> list[tuple[str, Table]]:
+    from datasets import load_dataset
 
-    for file in places.files:
+    for file in files:
         if file.stat().st_size == 0:
-            raise ConfigError(f"{places.setting}: {str(file)!r} is empty; it needs at least one row")
-    try:
-        for file in places.files:
-            _check_columns(file, kind, places.setting)
-        if streaming:
-            files = list(map(str, places.files))
-            return load_dataset(kind, data_files=files, split="train", streaming=True)
-        # File by file, as rows are named by file and number, for which each file's rows have to be counted.
-        tables = [load_dataset(kind, data_files=[str(file)], split="train") for file in places.files]
-        places.counts[:] = [len(table) for table in tables]
-        return concatenate_datasets(tables)
-    except ConfigError:
-        raise
-    except Exception as error:  # the readers raise whatever their libraries do, each with another base class
-        raise ConfigError(f"{places.setting}={places.path!r} cannot be read as {kind}: {_root(error)}") from error
+            raise ConfigError(f"{setting}: {str(file)!r} is empty; it needs at least one row")
+        _check_columns(file, kind, setting)
+    # File by file, as rows are named by file and number.
+    options: Any = {"split": "train"} | ({"streaming": True} if streaming else {})
+    return [(file.name, load_dataset(kind, data_files=[str(file)], **options)) for file in files]
 
 
 def _check_columns(file: Path, kind: str, setting: str) -> None:
@@ -256,46 +240,21 @@ def _check_columns(file: Path, kind: str, setting: str) -> None:
         raise ConfigError(f"{setting}: {str(file)!r} has the column {doubled[0]!r} twice; rename one of them")
 
 
-def _open_saved(places: Places, folder: Path, split: str, streaming: bool) -> Any:
+def _open_saved(path: str, folder: Path, split: str, streaming: bool) -> Table:
     from datasets import Dataset, load_from_disk
 
-    try:
-        found = load_from_disk(str(folder))
-    except Exception as error:  # as above
-        raise ConfigError(f"{places.setting}={places.path!r} cannot be read: {_root(error)}") from error
-    if not isinstance(found, Dataset):
-        if split not in found:
-            raise ConfigError(f"data.split={split!r}: {places.path!r} has {', '.join(map(repr, found))}")
-        found = found[split]
-    return found.to_iterable_dataset() if streaming else found
+    table = load_from_disk(str(folder))
+    if not isinstance(table, Dataset):
+        if split not in table:
+            raise ConfigError(f"data.split={split!r}: {path!r} has {', '.join(map(repr, table))}")
+        table = table[split]
+    return table.to_iterable_dataset() if streaming else table
 
 
-def _open_hub(places: Places, subset: str | None, split: str, *, streaming: bool) -> Any:
+def _open_hub(path: str, subset: str | None, split: str, streaming: bool) -> Table:
     from datasets import load_dataset
 
-    try:
-        if streaming:
-            return load_dataset(places.path, subset, split=split, streaming=True)
-        return load_dataset(places.path, subset, split=split)
-    except Exception as error:  # as above
-        raise ConfigError(
-            f"{places.setting}={places.path!r} is neither a file here nor a data set that the hub would give: "
-            f"{_root(error)}"
-        ) from error
-
-
-def _failing_well(rows: Iterable[Row], places: Places) -> Iterator[Row]:
-    try:
-        yield from rows
-    except Exception as error:  # as above
-        raise ConfigError(f"{places.setting}={places.path!r} cannot be read: {_root(error)}") from error
-
-
-def _root(error: BaseException) -> str:
-    """Return the first line of the error at the bottom of a chain: the one that says what is wrong."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)
+    return load_dataset(path, subset, split=split, **({"streaming": True} if streaming else {}))
 
 
 # -- Python's language reference --------------------------------------------------------------------------------------
@@ -310,7 +269,7 @@ def pydoc() -> tuple[Source, Source]:
 def _given(rows: list[Row], setting: str) -> Source:
     from datasets import Dataset
 
-    return Source(places=Places(PYDOC, setting, []), kind="pydoc", open=lambda streaming: Dataset.from_list(rows))
+    return Source(path=PYDOC, setting=setting, kind="pydoc", open=lambda _: [("", Dataset.from_list(rows))])
 
 
 def pydoc_topics() -> tuple[list[Row], list[Row]]:

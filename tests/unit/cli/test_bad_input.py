@@ -29,7 +29,7 @@ def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: object, **kwargs: object) -> None:
         raise AssertionError("too late: something slow has begun")
 
-    monkeypatch.setattr(data.sources, "sources", slow)
+    monkeypatch.setattr(data.sources.Source, "rows", slow)
     monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", slow)
     monkeypatch.setattr("lt_offload.profiling.measure.profile", slow)
     monkeypatch.setattr(doctor, "measure_machine", slow)

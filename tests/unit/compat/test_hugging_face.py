@@ -37,12 +37,8 @@ def test_names_of_models() -> None:
 
 
 def test_names_of_data() -> None:
-    from datasets import Dataset
     from jinja2 import TemplateSyntaxError
 
-    rows = Dataset.from_dict({"a": [1, 2, 3]})
-    assert compat.row_indices(rows) is None
-    assert compat.row_indices(rows.select([2, 0])).column(0).to_pylist() == [2, 0]
     assert compat.compile_template("{{ messages }}").render(messages="x") == "x"
     with pytest.raises(TemplateSyntaxError):
         compat.compile_template("{% if %}")

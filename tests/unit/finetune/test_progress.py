@@ -14,7 +14,7 @@ from rich.console import Console
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.progress import ProgressLine, duration, fitted, of_budget
+from lt_offload.finetune.progress import ProgressLine, fitted, of_budget
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.samples import Samples
 from tests.support import tiny
@@ -82,7 +82,7 @@ def test_plain_lines_elsewhere_than_on_a_terminal(folder: Path) -> None:
     assert [line.split("  ")[0] for line in steps] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     assert [line.split(":")[0] for line in losses] == ["step 2", "step 4"]
     memory = r"device [\d.]+( kB)?/2 MB  RAM [\d.]+( MB)?/[\d.]+ GB"
-    assert re.fullmatch(rf"step 3/4  loss \d\.\d{{4}}  eta \d+s  [\d.]+k? tok/s  {memory}", steps[2])
+    assert re.fullmatch(rf"step 3/4  loss \d\.\d{{4}}  eta [\d:]+  [\d.]+k? tok/s  {memory}", steps[2])
     assert "eta" not in steps[3]
 
 
@@ -147,13 +147,8 @@ def test_what_matters_least_goes_first() -> None:
     assert fitted(PARTS, 90).endswith("RAM 1.96/22.7 GB")
     assert fitted(PARTS, 30) == "step 12/60  loss 2.6132"
     assert fitted(PARTS, 8) == "step 12"
-    wide = fitted(PARTS, 120)
-    assert wide.startswith("━━━╌╌╌╌╌╌╌╌╌╌╌╌╌  step 12/60")
-    assert len(wide) < 120
 
 
-def test_durations_and_budgets() -> None:
-    texts = {0.4: "0s", 42: "42s", 190: "3m10s", 7500: "2h05m", 273600: "3d04h"}
-    assert {seconds: duration(seconds) for seconds in texts} == texts
+def test_budgets() -> None:
     assert of_budget(426_000_000, 430_000_000) == "426/430 MB"
     assert of_budget(426_000_000, 12_000_000_000) == "426 MB/12 GB"

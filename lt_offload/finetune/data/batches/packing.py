@@ -139,10 +139,12 @@ class Sequences(Dataset[Row]):
     def __init__(self, documents: Documents, pieces: Pieces, ends: Integers, *, apart: bool) -> None:
         self._documents = documents
         self._pieces = pieces
-        self._begins = np.concatenate([np.zeros(1, np.int64), ends])
+        self._bounds = np.concatenate([np.zeros(1, np.int64), ends])
         self._apart = apart
+        self.begins: Integers = self._bounds[:-1]
+        """The first piece of each row."""
         tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces.lengths)])
-        self.lengths: Integers = np.diff(tokens[self._begins])
+        self.lengths: Integers = np.diff(tokens[self._bounds])
         """Tokens of each row."""
 
     def __len__(self) -> int:
@@ -152,9 +154,10 @@ class Sequences(Dataset[Row]):
         total = int(self.lengths[index])
         ids, labels, positions = (np.empty(total, np.int64) for _ in range(3))
         begin = 0
-        for document, start, stop in self.row(index):
+        row = self.row(index)
+        for (_, start, stop), of_document in zip(row, self._documents.read([each[0] for each in row]), strict=True):
             end = begin + stop - start
-            ids[begin:end], labels[begin:end] = self._documents.piece(document, start, stop)
+            ids[begin:end], labels[begin:end] = (tokens[start:stop] for tokens in of_document)
             # Models find where a document begins by its position 0. Its first token follows
             # another document's last one, from which it must not be predicted.
             first = 0 if self._apart else begin
@@ -166,14 +169,14 @@ class Sequences(Dataset[Row]):
 
     def take(self, numbers: Integers) -> Sequences:
         """Return the rows with these ``numbers``."""
-        counts = np.diff(self._begins)[numbers]
+        counts = np.diff(self._bounds)[numbers]
         ends = np.cumsum(counts)
-        order = np.repeat(self._begins[numbers] - (ends - counts), counts) + np.arange(int(counts.sum()))
+        order = np.repeat(self._bounds[numbers] - (ends - counts), counts) + np.arange(int(counts.sum()))
         return Sequences(self._documents, self._pieces.take(order), ends, apart=self._apart)
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """Return the pieces of a row, each as ``(document, start, stop)``."""
-        part = slice(int(self._begins[index]), int(self._begins[index + 1]))
+        part = slice(int(self._bounds[index]), int(self._bounds[index + 1]))
         columns = (self._pieces.document[part], self._pieces.start[part], self._pieces.stop[part])
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -208,9 +211,11 @@ def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
     pieces = Pieces(document=selected[owner], start=begins - offset, stop=ends - offset)
     counts = np.unique(begins // length, return_counts=True)[1]
     rows = Sequences(documents, pieces, np.cumsum(counts), apart=False)
-    # Rows are made once to be looked at: a stretch of running text may lie within
-    # what is not learned, as in long prompts.
-    learned = [number for number in range(len(rows)) if bool((rows[number][1][1:] != IGNORED).any())]
+    # A stretch of running text may lie within what is not learned, as in long prompts. Rows
+    # of nothing but text are not made to be looked at: that takes long where there are many.
+    text = (documents.trained(length)[0] == documents.lengths - 1)[pieces.document]
+    whole = np.minimum.reduceat(text, rows.begins) & (rows.lengths > 1) if len(rows) else text
+    learned = [number for number in range(len(rows)) if whole[number] or (rows[number][1][1:] != IGNORED).any()]
     return rows.take(np.asarray(learned, np.int64))
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.columns import check_columns, find_columns
-from lt_offload.finetune.data.rows import Places
+from lt_offload.finetune.data.sources import Source
 
-PLACES = Places("rows.json", "data.path", [])
+PLACES = "data.path='rows.json'"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_maps_that_cannot_be(mapping: dict[str, str], message: str) -> None:
 
 
 def test_what_of_a_folder_was_taken_is_said() -> None:
-    places = Places("some", "data.path", [], "in more; left out: README.md")
+    source = Source(path="some", setting="data.path", kind="json", note="in more; left out: README.md")
     with pytest.raises(ConfigError, match=r"data.path='some' \(in more; left out: README.md\) has no columns of"):
-        find_columns("auto", {}, ["a"], {"a": 1}, places)
+        find_columns("auto", {}, ["a"], {"a": 1}, source.said)

@@ -39,7 +39,7 @@ def test_the_second_start_reads_what_the_first_has_made(
         patch.setattr(formats.Encoder, "encode", None)
         again = made(tokenizer, path, tmp_path / "cache", max_length=17, batch_size=3)
     assert list(again) == list(first) == [first[i] for i in range(40)] == first[:]
-    assert again.name(39) == "rows.jsonl row 40"
+    assert again[39].place == "rows.jsonl row 40"
     assert len(list((tmp_path / "cache").iterdir())) == 1
     assert [file["filename"] for file in again.dataset.cache_files], "it is read by memory map"
 
@@ -115,10 +115,10 @@ def test_several_sources_one_after_the_other(tokenizer: str, path: Path, tmp_pat
     (tmp_path / "more.csv").write_text("text\nplain\n")
     both = made(tokenizer, [str(tmp_path / "more.csv"), str(path)])
     assert len(both) == 41
-    assert [both.name(0), both.name(1), both.name(40)] == ["more.csv row 1", "rows.jsonl row 1", "rows.jsonl row 40"]
+    assert [both[0].place, both[1].place, both[40].place] == ["more.csv row 1", "rows.jsonl row 1", "rows.jsonl row 40"]
     assert both[1] == made(tokenizer, path)[0]
     with pytest.raises(IndexError):
-        both.name(41)
+        both[41]
 
 
 def test_what_was_found_is_said_in_one_line(tokenizer: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:

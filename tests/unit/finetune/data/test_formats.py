@@ -10,7 +10,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.chat.templates import find_template
 from lt_offload.finetune.data.columns import Columns, find_columns
 from lt_offload.finetune.data.formats import IGNORED, Encoder, Example
-from lt_offload.finetune.data.rows import Places, Row, RowFault
+from lt_offload.finetune.data.rows import Row, RowFault
 from tests.support.tiny import CHAT_TEMPLATE
 from tests.unit.finetune.data.vocabularies import tokenizer
 
@@ -24,7 +24,7 @@ def encoder(own: Any, template: str | None = None, **settings: Any) -> Encoder:
 
 
 def encode(made: Encoder, row: Row, format: Any = "auto", **columns: str) -> Example:
-    layout = find_columns(format, columns, list(row), row, Places("", "data.path", []))
+    layout = find_columns(format, columns, list(row), row, "data.path")
     made.check(layout)
     [found] = made.encode([row], layout, from_table=False)
     if isinstance(found, RowFault):

@@ -17,7 +17,6 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import sources
 
 HUB: Any = {"subset": None, "split": "train", "setting": "data.path"}
-SPLIT: Any = {"split": "train", "setting": "data.path"}
 ROWS = [{"text": "one", "n": 1}, {"text": "two", "n": 2}]
 
 
@@ -26,18 +25,17 @@ def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def load(path: Path | str | list[str]) -> list[str]:
-    found: list[Any] = []
-    for source in sources.sources(path if isinstance(path, list) else str(path), **HUB):
-        found += sources.rows_of(source.table().with_format("arrow")[:])
-    return [row["text"] for row in found]
+def made(path: Path | str | list[str], **more: str) -> list[sources.Source]:
+    return sources.sources(path if isinstance(path, list) else str(path), **HUB | more)
+
+
+def load(path: Path | str | list[str], *, streaming: bool = False) -> list[str]:
+    rows: list[Any] = [row for source in made(path) for _, row in source.rows(streaming=streaming)]
+    return [row["text"] for row in rows]
 
 
 def streamed(path: Path | str) -> list[str]:
-    found: list[Any] = []
-    for source in sources.sources(str(path), **HUB):
-        found += source.rows()
-    return [row["text"] for row in found]
+    return load(path, streaming=True)
 
 
 def write(path: Path) -> Path:
@@ -98,18 +96,21 @@ def test_folders_globs_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load(tmp_path / "**" / "*.jsonl") == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
     assert load(tmp_path / "sub") == ["sub/c.jsonl"]
     assert load([str(tmp_path / "d.csv"), str(tmp_path / "sub")]) == ["d", "sub/c.jsonl"]
-    assert sources.places_of([str(tmp_path / "d.csv"), "some/set"], **SPLIT) == {"files", "hub"}
+    assert [source.place for source in made([str(tmp_path / "d.csv"), "some/set"])] == ["files", "hub"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("sub/*.jsonl") == load("~/sub") == ["sub/c.jsonl"]
 
 
-def test_files_of_a_table_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_are_named_by_their_files(tmp_path: Path, streaming: bool) -> None:
     for name in ("a", "b"):
         write(tmp_path / f"{name}.parquet")
-    [source] = sources.sources(str(tmp_path), **HUB)
-    assert len(source.table()) == 4
-    assert source.places.name(2) == "b.parquet row 1"
+        write(tmp_path / f"{name}.jsonl")
+    for ending in ("parquet", "jsonl"):
+        [source] = made(tmp_path / f"*.{ending}")
+        places = [place for place, _ in source.rows(streaming=streaming)]
+        assert places == [f"{name}.{ending} row {row}" for name in ("a", "b") for row in (1, 2)]
 
 
 def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
@@ -119,13 +120,12 @@ def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
     one.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(tmp_path / "both")
     assert load(tmp_path / "one") == streamed(tmp_path / "one") == load(tmp_path / "both") == ["one", "two"]
-    assert sources.places_of(str(tmp_path / "both"), **SPLIT) == {"splits"}
-    assert sources.places_of(str(tmp_path / "one"), **SPLIT) == {"files"}
-    [source] = sources.sources(str(tmp_path / "both"), **HUB | {"split": "test"})
-    assert source.table()["text"][:] == ["two"]
-    [source] = sources.sources(str(tmp_path / "both"), **HUB | {"split": "dev"})
+    assert [made(tmp_path / name)[0].place for name in ("both", "one")] == ["splits", "files"]
+    [source] = made(tmp_path / "both", split="test")
+    assert list(source.rows(streaming=False)) == [("row 1", ROWS[1])]
+    [source] = made(tmp_path / "both", split="dev")
     with pytest.raises(ConfigError, match="data.split='dev': .* has 'train', 'test'"):
-        source.table()
+        next(source.rows(streaming=False))
 
 
 def twice(path: Path) -> Path:
@@ -138,7 +138,7 @@ def twice(path: Path) -> Path:
     return path
 
 
-def made(path: Path, content: str = "") -> Path:
+def filled(path: Path, content: str = "") -> Path:
     path.write_text(content)
     return path
 
@@ -152,14 +152,14 @@ def made(path: Path, content: str = "") -> Path:
         (lambda p: p / "*.json", "matches no file"),
         (lambda p: [], "names no data"),
         (lambda p: ["a.json", "a.json"], "names 'a.json' twice"),
-        (lambda p: made(p / "data.xlsx", "x"), "of an unknown kind; it should end with one of .json, .jsonl"),
-        (lambda p: made(p / "data.parquet.gz", "x"), "of an unknown kind"),
+        (lambda p: filled(p / "data.xlsx", "x"), "of an unknown kind; it should end with one of .json, .jsonl"),
+        (lambda p: filled(p / "data.parquet.gz", "x"), "of an unknown kind"),
         (lambda p: p, "no data files"),
         (
-            lambda p: [str(made(p / name, "[]").parent) for name in ("a.csv", "b.json")][:1],
+            lambda p: [str(filled(p / name, "[]").parent) for name in ("a.csv", "b.json")][:1],
             r"several kinds \(csv, json\)",
         ),
-        (lambda p: made(p / "a.parquet"), "a.parquet' is empty"),
+        (lambda p: filled(p / "a.parquet"), "a.parquet' is empty"),
         (lambda p: twice(p / "a.parquet"), "has the column 'text' twice"),
         (lambda p: twice(p / "a.arrow"), "has the column 'text' twice"),
     ],
@@ -192,8 +192,8 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     [source] = sources.sources("some/set", subset="small", split="test", setting="data.path")
-    assert source.table()[0]["text"] == "small test"
-    assert list(source.rows()) == [{"text": "small test"}]
+    for streaming in (False, True):
+        assert list(source.rows(streaming=streaming)) == [("row 1", {"text": "small test"})]
     with pytest.raises(ConfigError, match="neither a file here nor a data set .* no such data set"):
         load("other/set")
 
@@ -235,4 +235,4 @@ def test_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_language_reference_stands_alone() -> None:
     with pytest.raises(ConfigError, match="pydoc_topics cannot be one of several"):
-        sources.places_of([sources.PYDOC, "a.json"], **SPLIT)
+        made([sources.PYDOC, "a.json"])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -16,52 +15,26 @@ MADE = [
 ]
 
 
-def of_examples() -> Documents:
-    return Documents.from_examples(iter(MADE))
-
-
-def of_a_data_set(folder: Path) -> Documents:
-    Dataset.from_list([{"ids": each.ids, "labels": each.labels} for each in MADE]).save_to_disk(folder)
-    return Documents.from_dataset(Dataset.load_from_disk(folder))
-
-
-def check(documents: Documents) -> None:
-    assert len(documents) == len(MADE)
-    assert documents.lengths.tolist() == [3, 1, 7, 0, 4, 2]
-    for number, example in enumerate(MADE):
-        ids, labels = documents.piece(number, 0, len(example.ids))
+def check(documents: Documents, numbers: list[int]) -> None:
+    made = [MADE[number] for number in numbers]
+    assert len(documents) == len(made)
+    assert documents.lengths.tolist() == [len(each.ids) for each in made]
+    for example, (ids, labels) in zip(made, documents.read(range(len(made))), strict=True):
         assert (ids.tolist(), labels.tolist()) == (example.ids, example.labels)
-    assert documents.piece(2, 2, 5)[0].tolist() == [22, 23, 24]
     whole, cut = documents.trained(4)
-    assert whole.tolist() == [2, 0, 4, 0, 0, 1]
-    assert cut.tolist() == [2, 0, 1, 0, 0, 1]
+    assert whole.tolist() == [[2, 0, 4, 0, 0, 1][number] for number in numbers]
+    assert cut.tolist() == [[2, 0, 1, 0, 0, 1][number] for number in numbers]
 
 
 def test_documents_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(of_examples())
-    monkeypatch.setattr(room, "_CHUNK_TOKENS", 4)  # several arrays
-    check(of_examples())
+    check(Documents.from_examples(iter(MADE)), list(range(6)))
+    monkeypatch.setattr(room, "_AT_ONCE", 2)
+    check(Documents.from_examples(MADE), list(range(6)))
     assert len(Documents.from_examples([])) == 0
 
 
-def test_documents_of_a_data_set_are_where_they_lie(tmp_path: Path) -> None:
-    documents = of_a_data_set(tmp_path)
-    check(documents)
-    ids, labels = documents.piece(2, 0, 7)
-    assert not ids.flags.owndata
-    assert not ids.flags.writeable, "it is a file's memory"
-    assert not labels.flags.writeable
-
-
-def test_a_part_of_a_data_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 5], [1, 2, 3], [4, 2, 0]])
+def test_documents_of_a_data_set(tmp_path: Path, numbers: list[int]) -> None:
     """Arrays that do not begin where their memory does, and rows in another order."""
     Dataset.from_list([{"ids": each.ids, "labels": each.labels} for each in MADE]).save_to_disk(tmp_path)
-    dataset = Dataset.load_from_disk(tmp_path)
-    for numbers in ([1, 2, 3], [4, 2, 0]):
-        documents = Documents.from_dataset(dataset.select(numbers))
-        for number, made in enumerate(numbers):
-            ids, labels = documents.piece(number, 0, len(MADE[made].ids))
-            assert (ids.tolist(), labels.tolist()) == (MADE[made].ids, MADE[made].labels)
-            assert not ids.flags.writeable, "it is a file's memory"
-        assert documents.lengths.tolist() == [len(MADE[made].ids) for made in numbers]
-        assert np.array_equal(documents.trained(4)[0], of_examples().trained(4)[0][numbers])
+    check(Documents(Dataset.load_from_disk(tmp_path).select(numbers)), numbers)
