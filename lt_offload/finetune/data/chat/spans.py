@@ -1,14 +1,15 @@
 """The assistant's words in the text of a conversation, to the character.
 
-A template may say it itself (``{% generation %}``). For the others the words of each message are found by marks around
-them, and a turn is what stands between the text that asks for it and the text that ends it, or what the template adds
-to the conversation before it. The token that ends a turn is learned.
+A template may say it itself (``{% generation %}``). For the others the text is compared with that of the same
+conversation with marked or changed messages, so that templates which write earlier turns differently are understood,
+too. A turn begins where the prompt that asks for it ends, and ends where the next message begins: the token that ends
+it is learned.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
@@ -17,10 +18,11 @@ from lt_offload.finetune.data.chat.conversations import Conversation, Message
 from lt_offload.finetune.data.chat.templates import ChatTemplate, Span
 from lt_offload.finetune.data.rows import RowFault
 
-_PLANES = (0xF0000, 0x100000)
-"""First characters of the private planes, of which marks are."""
-_PLANE = 0xFFFE
-_OTHER = "\U0010fffd"
+_FIRST_MARK = 0xF0000
+_MARKS = re.compile("[\U000f0000-\U000fffff]")
+_MORE = {"tool_calls", "reasoning_content", "thinking", "reasoning"}
+"""Keys of messages that say more than their content."""
+_OTHER = "\U00100001"
 """A character that no text has, in a message that is changed."""
 
 
@@ -30,11 +32,15 @@ class Surroundings:
 
     Args:
         header: what asks for the turn.
-        closing: what ends the turn; empty if that is the token that begins the next one.
+        opening: what follows that before the words.
+        closing: what ends the turn.
+        next_ends: whether nothing ends a turn but the token that begins the next one.
     """
 
     header: str = ""
+    opening: str = ""
     closing: str = ""
+    next_ends: bool = False
 
 
 class Locator:
@@ -55,18 +61,12 @@ class Locator:
         except RowFault as fault:
             raise self.template.blame(conversation, fault) from None
         # Marks do not say that all is there: a template with marks can leave out a message like any other.
-        self._check_complete(conversation, text)
-        if generated is not None and (spans := _of_turns(generated, messages, turns)) is not None:
-            return text, spans
-        words = self._words(conversation, text)
-        spans_of: dict[int, Span] = {}
-        end = 0
-        # Earlier turns that are not learned are found as well: a call without words stands behind the turn before it.
-        for turn, message in enumerate(messages[: max(turns, default=-1) + 1]):
-            if message["role"] == "assistant":
-                spans_of[turn] = self._span(conversation, text, turn, words, end)
-                end = spans_of[turn][1]
-        return text, [spans_of[turn] for turn in turns]
+        if generated is not None:
+            self._check_complete(conversation, text)
+            if (spans := _of_turns(generated, messages, turns)) is not None:
+                return text, spans
+        places = self._places(conversation, text)
+        return text, [self._span(conversation, text, turn, places) for turn in turns]
 
     @property
     def closing(self) -> str:
@@ -76,118 +76,184 @@ class Locator:
     @cached_property
     def surroundings(self) -> Surroundings:
         """The text that the template writes around a turn, tried out; empty where that cannot be told."""
-        words = ("question", "answer", "another", "final")
-        messages = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
+        messages: list[Message] = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": "answer"},
+            {"role": "user", "content": "another"},
+            {"role": "assistant", "content": "final"},
+        ]
         try:
-            before, asking = self.template.render(messages[:1]), self.template.render(messages[:1], ask=True)
-            until, text = self.template.render(messages[:2]), self.template.render(messages)
+            before, text = self.template.render(messages[:1]), self.template.render(messages)
+            # The first answer, which others follow: the last one of a conversation may be written in another way.
+            begin, end = self._compared(Conversation(messages=messages), text, 1, Surroundings())
         except RowFault:
             return Surroundings()
-        # A prompt may say more than the conversation, as an opening of thoughts, which earlier turns do not have.
-        begin = self._common(asking, text)
-        header = text[self._common(before, asking) : begin] or text[text.find(words[0]) + len(words[0]) : begin]
-        answer = text.find(words[1], begin)
-        if answer < 0 or until.rfind(words[1]) < 0:
+        header = text[len(before) : begin] if text.startswith(before) else ""
+        start = text.find("answer", begin, end)
+        if start < 0:
             return Surroundings(header)
-        # What ends the conversation need not end a turn in the middle.
-        closing, rest = until[until.rfind(words[1]) + len(words[1]) :], text[answer + len(words[1]) :]
-        common = self._common(closing, rest) or (self._token_at(rest, 0) if closing else 0)
-        return Surroundings(header, rest[:common])
+        closing = text[start + len("answer") : end]
+        return Surroundings(header, text[begin:start], closing, not closing and self._token_at(text, end) > 0)
 
-    def _common(self, one: str, other: str) -> int:
-        """Return how long the beginning is that two texts share, without a part of a special token."""
-        end = len(commonprefix([one, other]))
-        for token in self.template.tokens if end < len(one) else ():
-            for begin in range(max(0, end - len(token) + 1), end):
-                if one.startswith(token, begin) or other.startswith(token, begin):
-                    return begin
-        return end
-
-    def _token_at(self, text: str, position: int) -> int:
-        """Return the length of the special token at ``position``, 0 if there is none."""
-        return max((len(token) for token in self.template.tokens if text.startswith(token, position)), default=0)
-
-    def _words(self, conversation: Conversation, text: str) -> Mapping[int, Span] | None:
+    def _places(self, conversation: Conversation, text: str) -> dict[int, Span] | None:
         """Return where the words of each message are, without white space around them; None if that cannot be told.
 
         Raises:
             RowFault: if a message is left out.
         """
         messages = conversation.messages
-        unused = (first for first in _PLANES if not re.search(f"[{chr(first)}-{chr(first + _PLANE)}]", text))
-        first = next(unused, None)
-        if first is None or 2 * len(messages) > _PLANE:
+        # A message takes two of the 65,536 characters of the private plane that marks
+        # are of. A text that has some of them already cannot be marked.
+        if _MARKS.search(text) is not None or len(messages) > 30_000:
             return None
-        marked, expected = [], {}
+        marked = []
+        expected = {}
         for number, message in enumerate(messages):
+            content = message["content"]
+            core = content.strip()
             # Marks stand around the words alone: templates trim messages, and would keep white space inside of marks.
-            if core := message["content"].strip():
-                between = f"{chr(first + 2 * number)}{core}{chr(first + 2 * number + 1)}"
+            if core:
+                begin, end = chr(_FIRST_MARK + 2 * number), chr(_FIRST_MARK + 2 * number + 1)
+                left = len(content) - len(content.lstrip())
+                content = f"{content[:left]}{begin}{core}{end}{content[left + len(core) :]}"
                 expected[number] = len(core)
-                message = message | {"content": message["content"].replace(core, between, 1)}
-            marked.append(message)
-        written = self._rendered(marked, conversation.tools)
-        pieces = re.split(f"([{chr(first)}-{chr(first + _PLANE)}])", written or "")
-        # The marks have changed what is written (a template may look at how a message begins): they tell nothing.
-        if "".join(pieces[::2]) != text:
+            marked.append(message | {"content": content})
+        try:
+            written = self.template.render(marked, conversation.tools)
+        except RowFault:
             return None
-        marks: dict[int, list[int]] = {}
-        position = 0
-        for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
-            position += len(piece)
-            marks.setdefault(ord(mark) - first, []).append(position)
-        places: dict[int, Span] = {}
-        for number, length in expected.items():
-            begins, ends = marks.get(2 * number, []), marks.get(2 * number + 1, [])
-            if not begins and not ends:
+        found: dict[int, list[int]] = {}
+        plain = []
+        position = last = 0
+        for mark in _MARKS.finditer(written):
+            plain.append(written[last : mark.start()])
+            position += mark.start() - last
+            last = mark.end()
+            found.setdefault((ord(mark[0]) - _FIRST_MARK) // 2, []).append(position)
+        # The marks have changed what is written (a template may look at how a message begins): they tell nothing.
+        if "".join([*plain, written[last:]]) != text:
+            self._check_complete(conversation, text)
+            return None
+        for number in expected:
+            if number not in found:
                 raise _left_out(messages, number, self.template)
-            # A message that is written twice has no place, and of one that is written in part the end is known.
-            if len(ends) == 1:
-                whole = len(begins) == 1 and ends[0] - begins[0] == length
-                places[number] = begins[0] if whole else ends[0], ends[0]
-        return places
+        # A message that is written twice, or in part, has no place.
+        return {n: (at[0], at[1]) for n, at in found.items() if len(at) == 2 and at[1] - at[0] == expected[n]}
 
-    def _span(
-        self, conversation: Conversation, text: str, turn: int, words: Mapping[int, Span] | None, after: int
-    ) -> Span:
-        """Return where a turn is in ``text``, behind ``after``, where the turn of the assistant before it ends."""
+    def _span(self, conversation: Conversation, text: str, turn: int, places: dict[int, Span] | None) -> Span:
+        around = self.surroundings
+        message = conversation.messages[turn]
+        last = turn == len(conversation.messages) - 1
+        if places is not None and turn in places and not _MORE & message.keys():
+            begin, end = places[turn]
+            core = message["content"].strip()
+            left, right = message["content"].split(core, 1) if core else ("", "")
+            # White space around the words is learned where the template has kept it, between what it writes itself.
+            if left and text[:begin].endswith(around.header + around.opening + left):
+                begin -= len(left)
+            if text.startswith(right + around.closing, end):
+                end += len(right)
+            if text[:begin].endswith(around.header + around.opening) and around.header:
+                begin -= len(around.opening)
+                # Behind the last answer there is only what ends it, whatever the template writes there.
+                if last:
+                    return begin, len(text)
+                if around.closing and text.startswith(around.closing, end):
+                    return begin, end + len(around.closing)
+        return self._compared(conversation, text, turn, around)
+
+    def _compared(self, conversation: Conversation, text: str, turn: int, around: Surroundings) -> Span:
+        """Return where a turn is, from texts of shorter conversations, or of one in which it says something else."""
         messages, tools = conversation.messages, conversation.tools
-        around = self.surroundings if words is not None else Surroundings()
-        places = words or {}
-        # The words of other messages are passed over: they may look like what the template writes.
-        low = max(after, next((places[n][1] for n in reversed(range(turn)) if n in places), 0))
-        high = next((places[n][0] for n in range(turn + 1, len(messages)) if n in places), len(text))
-        own = places.get(turn)
-        begin = end = -1
-        if around.header:
-            begin = text.rfind(around.header, low, own[0]) if own else text.find(around.header, low, high)
-            begin += len(around.header) if begin >= 0 else 0
-        # Where the template writes more than the header (an opening of thoughts), the prompt tells what of it asks.
-        if begin < 0 or own is None or text[begin : own[0]].strip():
-            asking = self._rendered(messages[:turn], tools, ask=True) or ""
-            asked = self._common(asking, text)
-            if asked and (asked == len(asking) or asked > begin >= 0):
-                begin = asked
-            elif begin < 0 and own and not text[low : own[0]].strip():
-                begin = own[0]
-        if turn == len(messages) - 1:
-            end = len(text)
-        elif around.closing and begin >= 0:
-            end = text.find(around.closing, own[1] if own else begin, high)
-            end += len(around.closing) if end >= 0 else 0
-        if end < 0 and (until := self._rendered(messages[: turn + 1], tools)) and text.startswith(until):
-            # Where nothing but the token that begins the next turn ends one, the model has to learn to stop by it.
-            end = len(until) + (0 if self.surroundings.closing else self._token_at(text, len(until)))
-        if end < 0 and own and not around.closing:
-            end = own[1] + len(text[own[1] :]) - len(text[own[1] :].lstrip())
-            end += self._token_at(text, end)
-        if not 0 <= begin <= (own[1] if own else end) <= end or (end > high > begin):
-            raise RowFault(
-                f"message {turn + 1} (role 'assistant'): the chat template ({self.template.name}) writes it in a way "
-                "in which it cannot be told apart from the rest; set data.train_on=all or another data.template, or "
-                "mark answers in the template with {% generation %}"
-            )
+        begin = self._asked(messages, tools, turn, text) if turn else None
+        end = len(text) if turn == len(messages) - 1 else None
+        until = None
+        if end is None:
+            # If the text begins with that of the conversation up to this turn, the turn
+            # ends with it. Where nothing but the beginning of the next turn ends one, its
+            # token belongs to this one: the model has to learn to stop.
+            until = self._rendered(messages[: turn + 1], tools)
+            if until is not None and text.startswith(until) and len(until) > (begin or 0):
+                end = len(until) + (self._token_at(text, len(until)) if around.next_ends else 0)
+        if begin is not None and end is not None:
+            return begin, end
+        words = self._changed(messages, tools, turn, text)
+        if begin is None and turn:
+            begin = self._partly_asked(messages, tools, turn, text, words[0])
+        if begin is None:
+            before = self._changed(messages, tools, turn - 1, text)[1] if turn else 0
+            found = text.rfind(around.header, before, words[0]) if around.header else -1
+            begin = found + len(around.header) if found >= 0 else words[0]
+            if found < 0 and around.opening and text.endswith(around.opening, before, words[0]):
+                begin -= len(around.opening)
+        if end is None:
+            if until is None:
+                raise self._unclear(messages, turn)
+            # What follows the words if nothing follows the turn, as far as it is written here as well.
+            closing = until[self._changed(messages[: turn + 1], tools, turn, until)[1] :]
+            common = commonprefix([closing, text[words[1] :]])
+            if len(common) < len(closing):  # what ends the conversation is not what ends a turn in the middle
+                common = common[: self._whole_tokens(text, words[1], words[1] + len(common)) - words[1]]
+            end = words[1] + len(common)
+            if not common:
+                end += self._token_at(text, end)
+            # The next message would be learned: better no span than a wrong one.
+            if self._changed(messages, tools, turn + 1, text)[0] < end:
+                raise self._unclear(messages, turn)
+        # A span that does not hold the words themselves was found at the wrong place.
+        if not begin <= words[0] <= words[1] <= end:
+            raise self._unclear(messages, turn)
         return begin, end
+
+    def _asked(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> int | None:
+        """Return where the prompt that asks for a turn ends in ``text``, None if ``text`` does not begin with it."""
+        asking = self._rendered(messages[:turn], tools, ask=True)
+        return len(asking) if asking is not None and text.startswith(asking) else None
+
+    def _partly_asked(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str, words: int
+    ) -> int | None:
+        """Return where what a prompt and ``text`` both say ends, before ``words``, if earlier turns are the same.
+
+        The prompt may say more than the conversation, as an opening of thoughts where those of earlier turns are left
+        out.
+        """
+        before, asking = self._rendered(messages[:turn], tools), self._rendered(messages[:turn], tools, ask=True)
+        if before is None or asking is None or not (asking.startswith(before) and text.startswith(before)):
+            return None
+        start = len(before)
+        end = min(start + len(commonprefix([asking[start:], text[start:]])), words)
+        return min(self._whole_tokens(text, start, end), self._whole_tokens(asking, start, end))
+
+    def _token_at(self, text: str, position: int) -> int:
+        """Return the length of the special token at ``position``, 0 if there is none."""
+        return max((len(token) for token in self.template.tokens if text.startswith(token, position)), default=0)
+
+    def _whole_tokens(self, text: str, start: int, end: int) -> int:
+        """Return ``end``, or where a special token begins that lies on both sides of it."""
+        for token in self.template.tokens:
+            for begin in range(max(start, end - len(token) + 1), end):
+                if text.startswith(token, begin):
+                    return begin
+        return end
+
+    def _changed(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> Span:
+        """Return which part of ``text`` is another one if the message ``turn`` says something else."""
+        message = messages[turn]
+        others = [{key: value for key, value in message.items() if key != "tool_calls"} | {"content": _OTHER}]
+        if message.get("tool_calls"):  # a result without a call may be refused, or written in another way
+            others.append(message | {"tool_calls": [_changed_call(call) for call in message["tool_calls"]]})
+        first, last = len(text), None
+        for other in others:
+            written = self._rendered([*messages[:turn], other, *messages[turn + 1 :]], tools)
+            if written is not None and _OTHER in written:
+                same = len(commonprefix([text, written]))
+                first = min(first, same)
+                # Only behind the first difference: the two ends could overlap in a text that repeats itself.
+                last = len(text) - len(commonprefix([text[same:][::-1], written[same:][::-1]]))
+        if last is None:
+            raise self._unclear(messages, turn)
+        return first, last
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, *, ask: bool = False
@@ -207,6 +273,19 @@ class Locator:
             written = self._rendered(changed, conversation.tools)
             if written is not None and _OTHER not in written:
                 raise _left_out(messages, number, self.template)
+
+    def _unclear(self, messages: Sequence[Message], turn: int) -> RowFault:
+        return RowFault(
+            f"message {turn + 1} (role 'assistant'): the chat template ({self.template.name}) writes it in a way in "
+            "which it cannot be told apart from the rest; set data.train_on=all or another data.template, or mark "
+            "answers in the template with {% generation %}"
+        )
+
+
+def _changed_call(call: Message) -> Message:
+    arguments = call["function"]["arguments"]
+    other = f'{{"{_OTHER}": "{_OTHER}"}}' if isinstance(arguments, str) else {_OTHER: _OTHER}
+    return call | {"function": call["function"] | {"arguments": other}}
 
 
 def _left_out(messages: Sequence[Message], number: int, template: ChatTemplate) -> RowFault:

@@ -36,11 +36,6 @@ NEXT = """\
 {%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}{%- endfor -%}
 {{- '<|assistant|>' if add_generation_prompt -}}"""
 """Ends no turn: the next one begins, as GLM-4."""
-NEXT_THINKING = NEXT.replace(
-    "+ m.content",
-    "+ (m.content if loop.last or m.role == 'user' else '<think></think>' + m.content.split('</think>')[-1])",
-)
-"""Leaves out the thoughts of earlier turns, too, as GLM-4.5."""
 LATE_SYSTEM = """\
 {%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' -%}
 {%- for m in messages if m.role != 'system' -%}
@@ -88,11 +83,6 @@ def found(text: str, made: Conversation) -> list[str]:
         (ENDED, ("a", "first", "b", "second"), ["first<|end|>\n", "second<|end|>\n<|endoftext|>"]),
         (ENDED, ("a", "<|end|>\n", "b", " \n x \n"), ["<|end|>\n<|end|>\n", " \n x \n<|end|>\n<|endoftext|>"]),
         (NEXT, ("a", "first", "b", "second"), ["first<|user|>", "second"]),
-        (
-            NEXT_THINKING,
-            ("a", "<think>so</think>first", "b", "<think>hm</think>second"),
-            ["<think></think>first<|user|>", "<think>hm</think>second"],
-        ),
         (LATE_SYSTEM, ("a", "first", "b", "second", "c"), [" first</s>", " second</s>"]),
         (ENDED, ("same", "same", "same", "same"), ["same<|end|>\n", "same<|end|>\n<|endoftext|>"]),
         (
