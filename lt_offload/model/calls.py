@@ -245,14 +245,31 @@ def kept_by_functions(out: Any) -> list[Any]:
 
     Two runs may give the same numbers and keep something else: a counter, or a seed, of which only a gradient depends.
     """
-    roots = [tensor.grad_fn for tensor in tensors_of(out)]
-    nodes = {id(node): node for node in (*roots, *(node for node, _ in edges(roots)))}
     kept = []
-    for node in nodes.values():
+    for node in _nodes(out):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             saved: Any = node
             kept += [_comparable(value) for value in (*vars(saved).items(), *saved.saved_tensors)]
     return kept
+
+
+def held_by_nodes(out: Any) -> Iterator[Tensor]:
+    """Yield the tensors that the graph of ``out`` holds beside what it saves: leaves, and users' attributes of ``ctx``.
+
+    Hooks for saved tensors are not shown them, so that they stay where they are until the backward.
+    """
+    for node in _nodes(out):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            held: Any = node
+            yield from tensors_of(list(vars(held).values()))
+        elif isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
+
+
+def _nodes(out: Any) -> Iterable[Any]:
+    """Return the nodes of the graph of ``out``, each once."""
+    roots = [tensor.grad_fn for tensor in tensors_of(out)]
+    return {id(node): node for node in (*roots, *(node for node, _ in edges(roots))) if node is not None}.values()
 
 
 def _comparable(value: Any) -> Any:

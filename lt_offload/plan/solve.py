@@ -328,7 +328,8 @@ class _Selection:
         self._improve(again=again)
         if not self.candidates.fitting and self.planner in ("auto", "stream"):
             self._add_smallest()
-        if not self.candidates.fitting and self.candidates.out_of_time is not None:
+        # More time helps only where there is a plan to find; else it is memory that was to be named.
+        if not self.candidates.fitting and self.candidates.out_of_time is not None and self._smallest_fits():
             raise self.candidates.out_of_time
         if not self.candidates.fitting:
             raise explain_infeasible(self.request, self.planner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves
 from lt_offload.model.blocks import Block
-from lt_offload.model.calls import BlockOutput, Call, edges, is_block_node
+from lt_offload.model.calls import BlockOutput, Call, edges, held_by_nodes, is_block_node, tensors_of
 from lt_offload.model.compiled import Forward, is_compiled
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.parts import Cutter
@@ -70,6 +70,9 @@ class ModelCall:
         """Those that were there when the last block was called, held until the loss's backward has been run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
+        self._inner: set[int | None] = set()
+        """Storages that graphs of blocks hold beside what they save."""
+        self._inner_bytes = 0
         self._ends: dict[GradientEdge, int] = {}
         """Where gradients leave what comes between blocks: outputs of blocks, and their bytes."""
         self._leaves: dict[int, Tensor] = {}
@@ -100,11 +103,17 @@ class ModelCall:
         self._handed.clear()
         self._nodes.clear()
 
-    def saved_between(self, live: Mapping[int, int]) -> set[int | None]:
-        """Return the storages of ``live`` that blocks had in common with operations between them, which save them."""
+    def saved_between(self, live: Mapping[int, int], in_graph: Set[int | None]) -> set[int | None]:
+        """Return the storages of ``live`` that blocks had in common with operations between them, which save them.
+
+        Args:
+            live: when the step returned.
+            in_graph: what operations outside the blocks save.
+        """
         alive = {self._account.serial(tensor) for held in self._activations if (tensor := held()) is not None}
         others = {self._account.serial(tensor) for tensor in (*self._shared, *self._leaves.values())}
-        others |= {self._account.serial(tensor) for tensor in self._handed} - alive
+        # A result that an operation has saved is no longer alive where the model's own variable is gone.
+        others |= {self._account.serial(tensor) for tensor in self._handed} - alive - in_graph
         return (self._interfaces & live.keys() & self.before_loss) - self._copies - others
 
     def retained_bytes(self) -> int:
@@ -146,8 +155,10 @@ class ModelCall:
 
         def body(*inner: Any, **named: Any) -> Any:
             (args, kwargs), *_ = given
-            first = next(parts) == 0
-            return recorder.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
+            first, before = next(parts) == 0, account.live().keys()
+            out = recorder.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
+            self._note_inner(out, before)
+            return out
 
         positions: list[int] = []
         with recorder.stage(block.module):
@@ -174,6 +185,19 @@ class ModelCall:
         elif index == len(recorder.blocks) - 1:
             recorder.watch.begin(out)
         return out
+
+    def _note_inner(self, out: Any, before: Set[int]) -> None:
+        """Take note of what the graph of a block's output holds; a step without a plan keeps the graphs of all blocks.
+
+        Args:
+            out: of the block.
+            before: the storages before it ran.
+        """
+        returned = {self._account.serial(tensor) for tensor in tensors_of(out)}
+        inner = {self._account.serial(tensor) for tensor in held_by_nodes(out)} - before - returned
+        self._inner |= inner
+        # Of a step that runs aside, too, whose graphs are gone: the memory that it names has to do for one that counts.
+        self._inner_bytes += sum(nbytes for serial, nbytes in self._account.live().items() if serial in inner)
 
     def let_go_of_last(self) -> None:
         """Let go of what is held for the call before, which was not the last one."""
@@ -245,8 +269,8 @@ class ModelCall:
 
     def _note_before_last(self) -> None:
         live = self._account.live()
-        self.masks = live.keys() - self._interfaces
-        self.between = sum(live[serial] for serial in self.masks)
+        self.masks = live.keys() - self._interfaces - self._inner
+        self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
 
     def _note_after_last(self, out: Any) -> None:
         outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
@@ -287,9 +311,8 @@ class ModelCall:
             else:
                 self._shared.append(leaf)
         given = {self._account.serial(leaf) for _, leaf in tensors}
-        seam.live = {
-            serial: size for serial, size in self._account.live().items() if serial not in given | self._copies
-        }
+        others = given | self._copies | self._inner
+        seam.live = {serial: size for serial, size in self._account.live().items() if serial not in others}
         parameters = list(block.module.parameters())
         signature = (
             repr(block.module),

@@ -191,8 +191,10 @@ class StepRecorder:
         forward, peak = self.after.end(lap, self._kept)
         below = calls.below
         self._tail = Tail(forward=forward, forward_peak=peak - below, saved=self.account.current - below)
-        self._saved = calls.saved_between(live)
         self._loss = loss = find_loss(result)
+        if loss is not None and loss.requires_grad:
+            self._in_graph = {self.account.serial(tensor) for tensor in self.boundary.saved_outside(loss)}
+        self._saved = calls.saved_between(live, self._in_graph)
         if loss is None or not loss.requires_grad:
             self.boundary.check_results(result)
             return
@@ -211,7 +213,6 @@ class StepRecorder:
             # These stay on the device, where the loss can use them.
             kept = {block.module for block in otherwise.blocks}
             self._apart |= {index for index, block in enumerate(self.blocks) if block.module not in kept}
-        self._in_graph = {self.account.serial(tensor) for tensor in self.boundary.saved_outside(loss)}
         mark_reached([(loss.grad_fn, 0)])
         ends = {(id(node), number) for node, number in edges([loss.grad_fn], outer=True) if is_block_node(node)}
         self._arrived = sum(calls.bytes_of.get(end, 0) for end in ends - calls.last_ends)

@@ -203,6 +203,13 @@ def test_the_bound_takes_a_third_of_the_time_limit_at_most(monkeypatch: pytest.M
     assert not plan.predicted.proved
 
 
+def test_memory_is_named_where_the_solver_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More time would find nothing in less than the smallest memory."""
+    needed = floor(LLAMA).needed_bytes
+    monkeypatch.setattr(program, "run", lambda *_, **__: "stopped")
+    assert floor(LLAMA).needed_bytes == needed
+
+
 def test_ram_that_is_given_by_hand_overrides_what_was_measured() -> None:
     """A machine's RAM may grow as it is used; where nothing limits what is pinned, that grows with it."""
     profile = LLAMA
