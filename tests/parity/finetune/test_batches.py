@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from lt_offload import OffmateStrategy
 from lt_offload.execute.engine import Engine
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
+from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from tests import sampling
 from tests.support import tiny
-from tests.support.trainers import Run, differences, state_differences, trainer
+from tests.support.trainers import Run, differences, profiled, state_differences, trainer
 
 LENGTH = 64
 STEPS = 4
@@ -139,9 +142,15 @@ ACCUMULATED: dict[str, tuple[str, str, dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("case", ACCUMULATED)
 def test_the_mean_over_the_tokens_of_an_update_is_that_of_the_stock_strategy(
-    folder: Path, text: Path, stock: Any, case: str
+    folder: Path, text: Path, stock: Any, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
+    def with_the_loss(measure: Callable[[], Profile], _: Any) -> Profile:
+        found = measure()
+        fused = tuple(option for option in found.blocks[-1].options if option.name == "fused")
+        return replace(found, blocks=(*found.blocks[:-1], replace(found.blocks[-1], options=fused)))
+
     mode, memory, options, accumulate = ACCUMULATED[case]
+    profiled(monkeypatch, with_the_loss)
     strategy = OffmateStrategy(memory=memory, solver_time_limit=3, **options)
     run = fit(strategy, folder, text, data=MODES[mode], accumulate_grad_batches=accumulate)
     assert strategy.plan is not None

@@ -87,7 +87,7 @@ def test_in_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "compare needs two run folders or more, got none"),
+        ([], "compare needs RUNS: lt-finetune compare RUNS ..."),
         (["one"], "compare needs two run folders or more, got 1"),
         (["one", "gone"], "'gone' is not a run folder: there is no such folder"),
         (["one", "./one"], "'./one' is given twice"),
