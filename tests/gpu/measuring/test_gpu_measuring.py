@@ -18,7 +18,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.machine import dispatch, driver, forked, zero_copy
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.numa import memory_node_of
-from lt_offload.profiling import contention, hardware, host_reads, measure, optimizer, rates
+from lt_offload.profiling import assemble, contention, hardware, host_reads, optimizer, rates
 from lt_offload.profiling.meters import Stopwatch, Watch
 from lt_offload.profiling.optimizer import measure_optimizer
 from tests.gpu.measuring.tiny import MIB, profiled, tiny_model
@@ -275,7 +275,7 @@ def test_a_profile_leaves_no_trace(device: torch.device, monkeypatch: pytest.Mon
         assert parameter.grad is None
         assert torch.equal(parameter, value)
     assert not profile.estimated
-    assert profile.slack_share == measure.ALLOCATOR_SLACK
+    assert profile.slack_share == assemble.ALLOCATOR_SLACK
     assert profile.page_table_bytes > 0
     assert profile.contention.slowdowns
     assert profile.hardware.context_bytes >= driver.beside_bytes(device)[0] * 0.9
