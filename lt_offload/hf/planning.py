@@ -11,6 +11,7 @@ from lt_offload.hf.step import TrainingStep
 from lt_offload.model.blocks import Structure, as_called
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import check_host_memory, check_memory
+from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -49,7 +50,7 @@ def saved_plan(run: Run) -> Plan:
     return plan
 
 
-def plan_aside(run: Run, structure: Structure, batch: Any) -> tuple[Profile, Plan, Structure]:
+def plan_aside(run: Run, structure: Structure, batch: Any) -> tuple[Profile | None, Plan, Structure]:
     """Run a step with ``batch`` to be measured, plan, and return the blocks that the plan is for, too.
 
     Raises:
@@ -58,6 +59,9 @@ def plan_aside(run: Run, structure: Structure, batch: Any) -> tuple[Profile, Pla
     """
     options: dict[str, Any] = {"optimizer": run.optimizer, "device": run.device, "structure": structure}
     options["run"] = TrainingStep(run.trainer, run.model)
+    if run.settings.plan is not None:
+        plan = saved_plan(run)
+        return None, plan, check_use(run.model, batch, **options, micro_batches=plan.parts)
     known = run.known()
 
     def profile(parts: int) -> Profile:

@@ -73,8 +73,8 @@ class Run:
         self.evaluated = 0
         """Bytes of the device that evaluations while training take."""
         self._loader: Any = None
-        self._structure: Structure
-        """What may be the model's blocks."""
+        self._structure: Structure | None = None
+        """What may be the model's blocks, once that has been looked for."""
         self._aside = False
         """Steps are measured aside."""
         self._first: FirstIteration | None = None
@@ -162,7 +162,7 @@ class Run:
         # A Trainer may train more than once, with another model or optimizer.
         self._close()
         self._around.close()
-        self.plan = self.profile = None
+        self.plan = self.profile = self._structure = None
         self.growth, self.evaluated = Growth(self.before.shown), 0
         self.model, self._loader = self.trainer.accelerator.unwrap_model(model), loader
         self.optimizer = self._innermost_optimizer()
@@ -203,7 +203,7 @@ class Run:
         if not coming:
             return
         self._speed.trains(coming)
-        if self.plan is None:
+        if self._structure is None:
             self._prepare(coming[0])
         if not self._aside:
             return
@@ -216,10 +216,11 @@ class Run:
 
     def _prepare(self, first: Any) -> None:
         """Find out what does not need a training step, of which the ``first`` batch has come."""
-        self._structure, settings = prepared(self), self.settings
+        structure, settings = prepared(self), self.settings
+        self._structure = structure
         larger = settings.sample_batch is not None and Size.of(first).ratio(Size.of(settings.sample_batch)) > 1
         # A step that calls other layers trains without a plan, by which nobody adds up micro-batches.
-        alone = one_list(self._structure) or self.planning.accumulate == 1
+        alone = one_list(structure) or self.planning.accumulate == 1
         self._aside = (larger and settings.plan is None) or not alone
         if settings.plan is None:
             self.evaluated = evaluation.device_bytes(self)
@@ -301,6 +302,7 @@ class Run:
 
     def _plan_aside(self, batch: Any, why: str | None = None) -> None:
         """Run a step with ``batch`` to be measured, plan, and let the engine of that plan take over."""
+        assert self._structure is not None
         window, size = self._leave(why), Size.of(batch)
         with kept(self.trainer):
             self.profile, plan, structure = plan_aside(self, self._structure, batch)
@@ -332,6 +334,7 @@ class Run:
             first.planned(passes)
             return passes
 
+        assert self._structure is not None
         self._installed.enter_context(current(self.device))
         self._installed.enter_context(plainly(self.model))
         self._first = FirstIteration(

@@ -24,8 +24,8 @@ LOGITS = while_running(
     "model under torch.no_grad() before the forward or after the optimizer step",
 )
 LOSS_IN_CHUNKS = while_running(
-    "chunked_loss with a step that calls the model several times with gradients",
-    why="the projection and the loss are computed together, and which logits a loss belongs to must be certain",
+    "chunked_loss with a step that calls the model several times with gradients, or uses its logits after the loss",
+    why="the projection and the loss are computed together, a few tokens at a time, so that all logits never exist",
     instead="leave out chunked_loss",
 )
 SHARED_CAST = while_running(

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from torch import nn
 
@@ -108,16 +107,13 @@ class CalledOtherwise(ModelError):
     """The model calls its blocks in another order than they are registered in, or not all of them.
 
     Args:
-        message: for people, if that happens twice.
-        blocks: those that it calls, in turn; empty if no layer is among them.
+        message: for people.
+        blocks: those that it calls; empty if no layer is among them.
     """
 
     def __init__(self, message: str, blocks: Sequence[Block]) -> None:
         super().__init__(message)
         self.blocks = blocks
-
-
-_Found = TypeVar("_Found")
 
 
 def _stack(

@@ -145,7 +145,7 @@ def make_plan(
     first = with_planned_head(profile, settings)
     try:
         plan = _plan(first, settings, bounded=bounded)
-        return _chunked(plan, profile, "as it began") if plan.chunk_tokens else plan
+        return _chunked(plan, profile, "the run began so") if plan.chunk_tokens else plan
     except InfeasibleError as error:
         chunked = _with_chunks_only(profile)
         if exact or chunked is None or not settings.recompute or _fits(first, settings):

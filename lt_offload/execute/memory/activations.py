@@ -183,7 +183,7 @@ class MovedStorage:
         """Return all of it on the device for one saved tensor; after the last one nothing here holds it any more."""
         if self.device is not None and self.owner.at_home:  # autograd.grad inside the forward: nothing has left yet
             return self.device
-        self.owner.arrived()
+        self.owner.arrived(self)
         assert self.device is not None and self.users > 0
         memory = self.device
         self.users -= 1
@@ -200,7 +200,10 @@ class ActivationOffloader:
         self.pool = pool
         self.label = label
         self.everything = False
-        """Masks and indices travel, too."""
+        """Masks and indices travel, too, and each storage comes back when it is used: before there is a plan nobody has
+        counted what several parts of a batch would have on the device together."""
+        self._op: int | None = None
+        """The backward that storages come back for, where each does so by itself."""
         self._by_storage: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
         """During the forward. A tensor saved for a part of the graph that nothing needs goes with that part."""
         self._storages: list[MovedStorage] = []
@@ -298,29 +301,39 @@ class ActivationOffloader:
         """Take device memory and queue the copies back."""
         if self._fetched is not None or not self._storages:
             return
+        if self.everything:
+            self._op = op
+        else:
+            self._bring(op, self._storages, self._places, self._nbytes)
+
+    def _bring(self, op: int, storages: Sequence[MovedStorage], places: list[Tensor], nbytes: int) -> None:
         assert self._left is not None and self._host is not None
         self._memory = Cell(f"fetched activations {self.label}")
-        targets = self.device.empty_all([storage.form for storage in self._storages])
-        for storage, target in zip(self._storages, targets, strict=True):
+        targets = self.device.empty_all([storage.form for storage in storages])
+        for storage, target in zip(storages, targets, strict=True):
             storage.device = target
         # After a new mark: the memory of ``empty`` may still be in use by kernels that were launched before.
         self._fetched = self.device.submit(
             "h2d",
-            partial(self.device.copy_all, targets, self._places),
+            partial(self.device.copy_all, targets, places),
             after=[self._left, self.device.mark(writes=[self._memory])],
             reads=[self._host],
             writes=[self._memory],
             label=f"prefetch activation {self.label}",
             op=op,
-            nbytes=self._nbytes,
+            nbytes=nbytes,
         )
 
-    def arrived(self) -> None:
-        """Order the compute lane after the copies back.
+    def arrived(self, storage: MovedStorage) -> None:
+        """Order the compute lane after the copies back, of all storages or of this one.
 
         Raises:
             UnsupportedError: if nobody has planned them: this is not the block's own backward.
         """
+        if self._op is not None and storage.device is None:
+            at = next(at for at, other in enumerate(self._storages) if other is storage)
+            self._bring(self._op, [storage], [self._places[at]], storage.nbytes)
+            self._awaited = False
         if not self._awaited:
             if self._fetched is None:
                 raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.label}")

@@ -66,8 +66,10 @@ class DeferredLogits(Tensor):
             UnsupportedError: if a plan says that they never exist, or the loss has been computed without them.
         """
         if self.logits is None:
-            if self.project is None or self.hidden is None:
+            if self.project is None:
                 raise _refusal(use)
+            if self.hidden is None:
+                raise limits.LOSS_IN_CHUNKS.error(f"after the loss, its logits were used by {use}")
             self.logits = scaled(self.project(self.hand_over()), self.scaling)
         return self.logits
 

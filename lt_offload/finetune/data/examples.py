@@ -10,10 +10,10 @@ import hashlib
 import itertools
 import json
 import logging
-import multiprocessing
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -362,8 +362,24 @@ def _mapped(function: Callable[[Any], Any], items: Iterator[Any], processes: int
     if processes == 1:
         yield map(function, items)
         return
-    with multiprocessing.Pool(processes, _begin_worker, (function,)) as pool:
-        yield pool.imap(_work, items)
+    # Not multiprocessing.Pool, which ends its processes by SIGTERM: those that have inherited a Trainer's handler of it
+    # stay, and are waited for.
+    with ProcessPoolExecutor(processes, initializer=_begin_worker, initargs=(function,)) as pool:
+        try:
+            yield _in_order(pool, items, 2 * processes)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, items: Iterator[Any], ahead: int) -> Iterator[Any]:
+    """Yield the results for ``items``, of which at most ``ahead`` more have been read."""
+    waiting: deque[Future[Any]] = deque()
+    for item in items:
+        waiting.append(pool.submit(_work, item))
+        if len(waiting) > ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

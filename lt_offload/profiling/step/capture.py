@@ -1,4 +1,4 @@
-"""What a step has shown: what its blocks are called with, and what happens outside them."""
+"""The record of a step: the calls of its blocks, and the memory and time outside them."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class FirstIteration:
         open_device: Callable[[int], Device],
         say: Callable[[str], None],
     ) -> None:
-        self._module = module
+        self._module, self._root_device = module, root_device
         machine = measure_machine(module, optimizer, root_device, say=say, **replay.as_measured(known, optimizer))
         self.step = FirstStep(
             module,
@@ -146,6 +146,10 @@ class FirstIteration:
         self.over = True
         self.elsewhere = self.step.returned(result)
         self.survey.unplanned = self.elsewhere is not None
+        if self.elsewhere is not None:  # backward and update are plain PyTorch's, with all weights where it has them
+            staying = (*self._structure.rest, *self._structure.tensors)
+            self._structure = replace(self._structure, tensors=(), rest=staying)
+            move_rest(self._module, self._structure, self._root_device)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lt_offload
 from scripts.hf import cases
 from scripts.hf.runs import Outcome, home, quiet, train, trained
 from tests.gpu.target import Target
+from tests.parity.hf.test_same_calls import OtherLayers
 
 CASES = {
     "defaults": ("HF", "tight"),
@@ -62,3 +64,23 @@ def test_a_trainer_evaluates_without_training_and_its_model_stays_on_the_host(
             trainer: Any = make(folder)
         assert trainer.evaluate()["eval_loss"] == plain
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_model_of_several_lists_and_its_saved_plan(
+    window: int, tmp_path: Path, target: Target, deterministic: None
+) -> None:
+    """Alone, its first step trains without a plan; in a window a step is measured aside."""
+
+    def model() -> OtherLayers:
+        torch.manual_seed(1)
+        return OtherLayers()
+
+    make = cases.plain(model, gradient_accumulation_steps=window)
+    plain = Outcome.of(train(make, tmp_path / "plain"))
+    found = trained(make, "tight", tmp_path)
+    assert plain.differs(Outcome.of(found)) == []
+    path = Path(found.args.output_dir) / "lt_offload" / "plan.json"
+    again = train(make, tmp_path / "again", lt_offload.hf_trainer(plan=path))
+    assert plain.differs(Outcome.of(again)) == []
+    assert again.offmate.plan == found.offmate.plan

@@ -39,7 +39,8 @@ def known(measure: partial[Profile], module: Any) -> Profile:
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     groups = [len(group["params"]) for group in optimizer.param_groups], optimizer.defaults
     window = trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.precision
-    key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options))
+    sums = trainer.strategy.settings.chunked_loss, [value for value in measure.args if isinstance(value, int)]  # parts
+    key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options, sums))
     if key not in PROFILES:
         PROFILES[key] = measure()
     return PROFILES[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_several_processes_make_the_same(tokenizer: str, path: Path, tmp_path: P
     assert list(made(tokenizer, path, tmp_path / "two", num_proc=2)) == list(expected)
     with pytest.raises(ConfigError, match=r"data.num_proc=0 is too small"):
         made(tokenizer, path, num_proc=0)
+
+
+def test_several_processes_end_under_a_handler_of_sigterm(tokenizer: str, path: Path, tmp_path: Path) -> None:
+    """As Lightning has one while it trains, which processes inherit."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        for turn in range(20):
+            assert len(made(tokenizer, path, tmp_path / str(turn), num_proc=3)) == len(ROWS)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_several_sources_one_after_the_other(tokenizer: str, path: Path, tmp_path: Path) -> None:
