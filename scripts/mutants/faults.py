@@ -531,8 +531,8 @@ AROUND = (
     mutant(
         "a Trainer that trains again keeps its plan",
         RUN,
-        "        self.plan = self.profile = None\n        self.growth",
-        "        self.growth",
+        "self.plan = self.profile = self._structure = None",
+        "self._structure = None",
         "parity/hf/test_trainer.py",
         "unit/hf",
     ),

@@ -28,7 +28,7 @@ def test_a_batch_that_the_plan_has_no_room_for_leads_to_another(aside: bool, mon
     running: Any = Run(SimpleNamespace(), SimpleNamespace(plan=None))  # type: ignore[arg-type]
     running.engine = SimpleNamespace(handover=SimpleNamespace(changed=lambda optimizer: None))
     running.plan = SimpleNamespace(predicted=need, budget_bytes=110, host_budget_bytes=10)
-    running.optimizer, running._planned, running._aside = None, known, aside
+    running.optimizer, running._planned, running._aside, running._structure = None, known, aside, SimpleNamespace()
     running.growth.sizes = [Size.of(known)]
     planned: list[Any] = []
 

@@ -99,10 +99,10 @@ def test_one_call_copies_them_all_and_each_is_counted(device: HostileDevice, mon
     with device.accounting():
         tensors = saved()
         before = device.memory()
-        offloader, _ = travel(device, pool, tensors)
+        offloader, moved = travel(device, pool, tensors)
         assert device.memory() == before + 8 * 16 * 4 + 40 * 2 + 32 * 12 * 4
         device.wait()
-        offloader.arrived()
+        offloader.arrived(moved[0].storage)
         offloader.close()
         assert device.memory() == before
     assert calls == [3, 3]
