@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lt_offload.compat.torch import address_of, tree_leaves
+from lt_offload.compat.torch import address_of, skip_in_dynamo, tree_leaves
 from lt_offload.machine.accounting import storage_bytes, tensors_in
 from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.calls import Call, bit_sums, has_values
@@ -589,3 +589,8 @@ def _dropping_gradients(
         for hook, parameter, gradient in zip(hooks, parameters, before, strict=True):
             hook.remove()
             parameter.grad = gradient
+
+
+# Where a compiled block's graph breaks, operations run uncompiled, and torch would compile the hooks they call.
+for _hook in (_pack, _unpack):
+    skip_in_dynamo(_hook)

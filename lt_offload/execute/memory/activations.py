@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.compat.torch import DisableTorchDispatch, address_of
+from lt_offload.compat.torch import DisableTorchDispatch, address_of, skip_in_dynamo
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.tensors import Weight
@@ -400,6 +400,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                     return tensor.detach()
             return offloader.take(tensor)
 
+        # Where a compiled block's graph breaks, operations run uncompiled, and torch would compile the hooks they call.
+        skip_in_dynamo(pack)
         super().__init__(pack, _unpack)
 
 

@@ -126,6 +126,36 @@ def test_equal_to_the_compiled_model(case: Case, counting: bool, monkeypatch: py
     assert differences(expected, plain(case))  # compiled code draws other random numbers
 
 
+def broken(case: Case) -> Model:
+    model = eager(case)
+    for layer in model.layers:
+        layer.__class__ = Broken
+        layer.compile(backend="eager")
+    return model
+
+
+class Broken(Layer):
+    """Compiled in two pieces, between which operations run that are not compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x + torch.tanh(self.linear(x)) * leave_alone(x)
+
+
+@torch._dynamo.disable(recursive=False)
+def leave_alone(x: Tensor) -> Tensor:
+    return torch.exp(-x * x) * x.sigmoid()
+
+
+def test_a_layer_that_cannot_be_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "build", broken)
+    start()
+    expected = plain(CASES[0])
+    start()
+    assert differences(expected, offloaded(CASES[0])) == []
+
+
 def measured(case: Case, batch: dict[str, Tensor]) -> Profile:
     model = compiled(case)
     optimizer = engines.make_optimizer(model, case.optimizer)
