@@ -34,7 +34,7 @@ STRATEGIES: dict[str, Any] = {
     "all memory": lambda name: OffmateStrategy(memory="1GB"),
     "little memory": lambda name: OffmateStrategy(memory=LITTLE[name]),
 }
-LITTLE = {"full": "150KB", "masters": "118KB", "lora": "136KB"}
+LITTLE = {"full": "160KB", "masters": "125KB", "lora": "150KB"}
 """Less than 140, 101 and 123 kB is too little to train, and less than 115 for the loss of a validation with masters."""
 
 
