@@ -70,6 +70,7 @@ def product_flops_per_token(model: nn.Module) -> float | None:
     total = 0.0
     for parameter in model.parameters():
         shape = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
+        # A tied table is the head's matrix, too: left out, the head's product would not count.
         if len(shape) < 2 or (id(parameter) in tables and users[id(parameter)] == 1):
             continue
         total += math.prod(shape) * (6 if parameter.requires_grad else 4)

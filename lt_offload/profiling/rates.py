@@ -108,6 +108,7 @@ def _on_streams(device: torch.device, pairs: Sequence[_Pair]) -> list[float]:
     ends: list[list[Any]] = [[] for _ in pairs]
     starts: list[Any] = []
     streams = [torch.cuda.Stream(device) for _ in pairs]  # type: ignore[no-untyped-call]
+    # Or what runs before would be in the times of the first copies.
     torch.cuda.synchronize(device)
     for stream in streams:
         starts.append(torch.Event("cuda", enable_timing=True))

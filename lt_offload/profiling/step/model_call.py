@@ -138,6 +138,7 @@ class ModelCall:
         """Run one block, which others of the step may follow."""
         recorder, account, cutter = self._recorder, self._account, self._recorder.cutters[index]
         known = len(recorder.by_signature)
+        # In a list that is emptied: who keeps `body` would keep the arguments, which the model may have let go of.
         call, pending = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
         if cutter is not None and len(recorder.by_signature) > known:
             with recorder.stage(block.module), within(call.contexts):
@@ -350,6 +351,7 @@ class ModelCall:
             return
         alive = [tensor for held in self._activations if (tensor := held()) is not None]
         watched = [*roots, *rest, *leaves.values(), *alive]
+        # Hooks of users would be called once more than in training.
         if not between or any(map(tensor_hooks_of, watched)):
             return
         ends = {edge: nbytes for edge, nbytes in self._ends.items() if any(edge.node is node for node in nodes)}

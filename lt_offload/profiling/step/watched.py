@@ -207,6 +207,7 @@ class WatchedStep:
                 if parts != self.parts:  # what it has given as a whole is not what its parts give
                     call = replace(call, cutter=cutter, given=[], rehearsed=[])
                 own = any(parameter.requires_grad for parameter in block.module.parameters())
+                # Behind a block that trains only now, inputs have gradients that the step has not shown.
                 if unfrozen:
                     needs_grad = tuple(need or trains for need in call.needs_grad)
                     call = replace(call, needs_grad=needs_grad, has_backward=own or any(needs_grad))
