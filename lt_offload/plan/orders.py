@@ -51,6 +51,7 @@ def _in_parts(block: BlockProfile, profile: Profile, index: int, count: int) -> 
     ratio = profile.parts / count
     sizes = [tensor.bytes for tensor in profile.tensors if tensor.trainable and index in tensor.blocks]
     large = [size for size in sizes if size >= COLLECTED_BELOW]
+    # Large gradients leave one by one; with several parts all are complete with the last, and are there together.
     together = sum(large) - max(large, default=0)
     gradients = together * ((count > 1) - (profile.parts > 1))
 

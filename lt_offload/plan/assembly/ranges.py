@@ -102,6 +102,7 @@ class ArenaRanges:
         for taken in self.taken:
             if taken[0] < own.high and own.low < taken[1]:
                 return None
+        # Taken now, it would be in the way of a stay that needs an overlapping range before this one.
         for item in self._reserved.values():
             if step <= item.needed < own.needed and item.low < own.high and own.low < item.high:
                 return None
@@ -111,6 +112,7 @@ class ArenaRanges:
         closed = self._closed.get(last)
         if closed is None:
             items = self._reserved.values()
+            # A stay needed before the buffer leaves would have no place; one that only may come by then can wait.
             closed = self._closed[last] = (
                 sorted(_Taken(item.low, item.high, item.last, item.key) for item in items if item.needed <= last),
                 [(item.low, item.high) for item in items if item.wanted <= last < item.needed],

@@ -89,6 +89,7 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
             continue
         payload = "rows" if number in rows else group.payload
         for t in group.tensors:
+            # Gradients that begin sums are in a group beside that of later passes, which is no mistake.
             begins = group.payload == "grad" and group.host_offset is None
             if (payload, t, begins) in seen:
                 first = seen[payload, t, begins]
