@@ -1,4 +1,4 @@
-"""Private names of transformers, datasets and TRL: what each gives, and what breaks without it.
+"""Private names of transformers, datasets and TRL: the use of each, and the failure without it.
 
 All of them are in the versions of constraints.txt; `make newest` runs tests that use those of transformers with the
 newest. Libraries are imported where they are used: most programs need one of them, or none.
@@ -40,7 +40,7 @@ def is_known(auto: Any, config: Any) -> bool:
 
 
 def set_name(config: Any, name: str) -> None:
-    """Let ``config`` say where its model is from, and not in which folder of a cache it was found."""
+    """Let ``config`` name the source of its model instead of a folder of a cache."""
     config._name_or_path = name
 
 
@@ -61,7 +61,7 @@ def unsplittable(module: Any) -> Any:
 
 
 def is_base(module: Any) -> bool:
-    """Return whether ``module`` is a model of transformers itself, and not what wraps it."""
+    """Return whether ``module`` is a model of transformers itself, and not a wrapper of one."""
     return hasattr(module, "_no_split_modules")
 
 
@@ -69,7 +69,7 @@ def is_base(module: Any) -> bool:
 
 
 def compile_template(text: str) -> Any:
-    """Compile a chat template as transformers will; what is wrong in it is said before training."""
+    """Compile a chat template as transformers will; its mistakes are errors before training."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(text)
@@ -77,10 +77,10 @@ def compile_template(text: str) -> Any:
 
 def train_batch_size(trainer: Any) -> int:
     """Return the samples of a batch of a Trainer, which may have found them out itself."""
-    found: int = trainer._train_batch_size
-    return found
+    size: int = trainer._train_batch_size
+    return size
 
 
 def items_in_batch(trainer: Any, batches: list[Any], device: Any) -> Any:
-    """Return what a Trainer divides the losses of an update by, so that a measured step has the loss of a real one."""
+    """Return the divisor of the losses of an update, so that a measured step has the loss of a real one."""
     return trainer._get_num_items_in_batch(batches, device)

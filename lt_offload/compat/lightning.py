@@ -1,4 +1,4 @@
-"""Private names of Lightning's Trainer and loops, in both of its packages: what each gives, and what breaks without it.
+"""Private names of Lightning's Trainer and loops, in both of its packages: the use of each, the failure without it.
 
 All of them are in Lightning 2.6, the only minor version that pyproject.toml allows. Nothing here imports Lightning: the
 objects are given. Trainers are typed ``Any``, as they are of one of two namespaces.
@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 WRAPPERS_OF_FABRIC = {"_FabricModule", "_FabricOptimizer"}
-"""Classes of what ``fabric.setup`` returns: models that are not what the loop holds, refused by name."""
+"""Classes of the results of ``fabric.setup``: wrappers, not the models that the loop holds, refused by name."""
 BATCH_NORM = "_BatchNorm"
 """Torch's class below every batch norm, which limits know by name, as they load no torch."""
 OWNERS = ("_trainer", "_fabric")
-"""Where a module keeps what trains it, which no step changes."""
+"""Attributes in which a module keeps the object that trains it, which no step changes."""
 LOOP = "_Loop"
 """The class of loops, whose objects belong to the Trainer and no training step changes."""
 CLIP_GRADIENTS, AFTER_CLOSURE = "_clip_gradients", "_after_closure"
-"""Methods of the precision plugin: where it clips, and where hooks before the optimizer's step are called."""
+"""Methods of the precision plugin that clip, and that call the hooks before the optimizer's step."""
 SCRIPT_LAUNCHER = "_SubprocessScriptLauncher"
 """The class that starts one process for each device, among the launchers of a namespace."""
 ALL_GATHER = "_all_gather_ddp_if_available"
@@ -33,38 +33,38 @@ BEFORE_ZERO_GRAD = "_on_before_zero_grad"
 
 def adds_up(trainer: Any) -> bool:
     """Return whether no update follows the present batch: windows of several batches are cut by it."""
-    found: bool = trainer.fit_loop._should_accumulate()
-    return found
+    adding: bool = trainer.fit_loop._should_accumulate()
+    return adding
 
 
 def skips_backward(trainer: Any) -> bool:
     """Return whether the present step is repeated for its loss alone, after manual interventions."""
-    found: bool = trainer.fit_loop._skip_backward
-    return found
+    skipped: bool = trainer.fit_loop._skip_backward
+    return skipped
 
 
 def is_validation_due(fit_loop: Any) -> bool:
     """Return whether a validation follows the present batch: a checkpoint made before it has to go on with it."""
-    found: bool = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
-    return found
+    due: bool = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+    return due
 
 
 def is_last_batch(epoch_loop: Any) -> bool:
     """Return whether no batch of the epoch comes after the present one."""
-    found: bool = epoch_loop._num_ready_batches_reached()
-    return found
+    last: bool = epoch_loop._num_ready_batches_reached()
+    return last
 
 
 def is_training_done(trainer: Any) -> bool:
     """Return whether the epoch ends here: then the signal to leave is obeyed behind its validation."""
-    found: bool = trainer.fit_loop.epoch_loop._is_training_done
-    return found
+    done: bool = trainer.fit_loop.epoch_loop._is_training_done
+    return done
 
 
 # -- going on from a checkpoint ---------------------------------------------------------------------------------------
 
 BATCHES_THAT_STEPPED = "_batches_that_stepped"
-"""In a saved state of the loop of batches: how many updates loggers were told of."""
+"""Key of a saved state of the loop of batches: the number of updates that loggers were told of."""
 
 
 def has_validated(epoch_loop: Any) -> None:
@@ -78,7 +78,7 @@ def goes_on(fit_loop: Any) -> None:
 
 
 def loaded_checkpoint(trainer: Any) -> Any:
-    """Return what the checkpoint that is resumed holds; Lightning forgets it before training begins."""
+    """Return the contents of the checkpoint that is resumed; Lightning forgets them before training begins."""
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
@@ -91,12 +91,12 @@ def flush_metrics(trainer: Any) -> None:
 
 
 def data_source(trainer: Any) -> Any:
-    """Return where training batches come from: what makes the loader, which nothing else may ask for."""
+    """Return the source of training batches: the object that makes the loader, which nothing else may ask for."""
     return trainer.fit_loop._data_source
 
 
 def data_fetcher(fit_loop: Any) -> Any:
-    """Return what fetches batches: it is told where to begin when a run goes on."""
+    """Return the object that fetches batches: it is told where to begin when a run goes on."""
     return fit_loop._data_fetcher
 
 
@@ -139,10 +139,10 @@ def detects_anomaly(trainer: Any) -> bool:
 
 
 def averages_on(callback: Any) -> Any:
-    """Return where a callback keeps its average of weights; None: where the module is."""
+    """Return the device of a callback's average of weights; None: the module's."""
     return callback._device
 
 
 def compiler_context(module: Any) -> Any:
-    """Return what Lightning noted of ``torch.compile`` of a module; None if it was not compiled."""
+    """Return Lightning's notes about ``torch.compile`` of a module; None if it was not compiled."""
     return getattr(module, "_compiler_ctx", None)

@@ -43,15 +43,15 @@ address_of: Callable[[Any], int] = attrgetter("_cdata")
 """The address of the C++ object behind a tensor or a storage: the same for all Python objects of it. The address
 of its storage tells whose memory a tensor is: the guard, snapshots and accounting see nothing without it."""
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often a tensor was written. Arguments of blocks that are written to, and a user's tensors that a measured step
+"""The number of writes to a tensor. Arguments of blocks that are written to, and a user's tensors that a measured step
 changes, are found by it."""
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """The tensor that a tensor is a view of. Without it memory that nobody in Python holds is not told from a view's."""
 has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
-"""Whether a tensor has memory; sparse ones have several pieces, and asking them for their storage raises."""
+"""True for a tensor with memory; sparse ones have several pieces, and asking them for their storage raises."""
 _storage_uses: Callable[[int], int] = _C._storage_Use_Count
 typed_storage: Any = _tensor._typed_storage
-"""What ``Tensor.storage`` calls. The guard has to know that it hands memory out of its sight."""
+"""The method behind ``Tensor.storage``. The guard has to know that it hands memory out of its sight."""
 rows_of_sparse: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (_tensor._indices, _tensor._values)
 """The pieces of a sparse COO tensor; the public names refuse tensors whose rows are not added up."""
 make_wrapper_subclass: Any = _tensor._make_wrapper_subclass
@@ -59,20 +59,20 @@ make_wrapper_subclass: Any = _tensor._make_wrapper_subclass
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and others hold ``storage``: who holds a weight's memory besides the model."""
+    """Return the number of references to ``storage``, to notice holders of a weight's memory besides the model."""
     return int(_storage_uses(address_of(storage)))
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 DisableTorchDispatch: Any = _C._DisableTorchDispatch
-"""Context in which no dispatch mode is asked: what the engine itself does to tensors."""
+"""Context in which no dispatch mode is asked, for the engine's own operations on tensors."""
 DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
 """Context in which subclasses of tensors are taken for tensors: their ``__torch_function__`` is a user's."""
 DisableTorchFunction: Any = _C.DisableTorchFunction
 """... and function modes are not asked, either."""
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
-"""How many dispatch modes the thread is in. The guard is lifted out of the stack without leaving the others."""
+"""The number of dispatch modes of the thread. The guard is lifted out of the stack without leaving the others."""
 push_dispatch_mode: Callable[[Any], None] = _dispatch._push_mode
 pop_dispatch_mode: Callable[[], Any] = _dispatch._pop_mode
 all_dispatch_modes: Callable[[], list[Any]] = _dispatch._get_current_dispatch_mode_stack
@@ -91,18 +91,18 @@ functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 # -- operations --------------------------------------------------------------------------------------------------------
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Name, arguments and what an operation writes. Without it every operation on a weight would count as a write."""
+"""Name, arguments and writes of an operation. Without it every operation on a weight would count as a write."""
 packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
 """The operation that an overload belongs to, by which torch counts floating point operations."""
 Operation = torch._ops.OpOverload
-"""What the nodes of a graph call."""
+"""The type of the operations that the nodes of a graph call."""
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 grouped_by_device_and_dtype: Any = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 """The order in which ``get_total_norm`` takes dtypes, for the same bits of a norm whose parts are known."""
 fused_adamw_: Any = torch._fused_adamw_
-"""What ``torch.optim.AdamW(fused=True)`` calls: updates on the host run it for the same bits."""
+"""The kernel of ``torch.optim.AdamW(fused=True)``: updates on the host run it for the same bits."""
 log_softmax_backward: Callable[..., torch.Tensor] = torch._log_softmax_backward_data
 """The backward of ``log_softmax``, for the same bits in losses that are computed a few tokens at a time."""
 FOREACH_COPY: Any = _aten._foreach_copy_.default
@@ -118,13 +118,13 @@ ATTENTIONS: frozenset[Any] = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""What ``scaled_dot_product_attention`` becomes: too costly to compute again under the option ``mixed``."""
+"""Operations behind ``scaled_dot_product_attention``: too costly to compute again under the option ``mixed``."""
 
 FAST_PATHS: tuple[Any, Any] = (
     _aten._transformer_encoder_layer_fwd.default,
     _aten._native_multi_head_attention.default,
 )
-"""Of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` in eval mode: operations that call others, which
+"""Operations of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` in eval mode that call others, which
 autocast has to see. Within a dispatch mode it does not, as for an operation that was seen already."""
 before_dispatch: Any = _C._RestorePythonTLSSnapshot
 """Context, in a dispatch mode, with the settings that were there when the operation was called."""
@@ -135,7 +135,7 @@ AUTOCAST_ON_CPU: Any = _C.DispatchKey.AutocastCPU
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 will_run: Callable[[Any], bool] = _C._will_engine_execute_node
-"""Whether the backward that runs will come to a node. A backward for a few inputs alone is refused by it."""
+"""True if the backward that runs will come to a node. A backward for a few inputs alone is refused by it."""
 top_saved_tensors_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 """The innermost ``saved_tensors_hooks``: others than those known to be exact are refused around blocks."""
 backward_class_of: Callable[[Any], Any] = attrgetter("_backward_cls")
@@ -157,7 +157,7 @@ def after_backward(call: Callable[[], None]) -> None:
 parameters_of: Callable[[Any], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[Any], dict[str, Any]] = attrgetter("_buffers")
 children_of: Callable[[Any], dict[str, Any]] = attrgetter("_modules")
-"""What a module itself has, to be replaced: the public names are iterators, and setting goes through users' code."""
+"""A module's own dictionaries, to be replaced: the public names are iterators, and setting goes through users' code."""
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 """The class below every batch norm, which computes with all samples of a batch, and so differently in parts of it."""
 
@@ -181,11 +181,11 @@ HOOKS = frozenset({"_forward_hooks", FORWARD_PRE_HOOKS, "_backward_hooks", "_bac
 HOOKS |= {"_forward_hooks_with_kwargs", FORWARD_PRE_HOOKS_WITH_KWARGS}
 """The dictionaries of a module's bookkeeping that a run depends on."""
 compiled_call_of: Callable[[Any], Any] = attrgetter(COMPILED_CALL)
-"""What ``module.compile()`` has made of its call; None without it."""
+"""The compiled call that ``module.compile()`` has made; None without it."""
 plain_call_of: Callable[[Any], Callable[..., Any]] = attrgetter("_call_impl")
 """A module's call without it."""
 WRAPPED_MODULE = "_orig_mod"
-"""Where ``torch.compile(module)`` keeps the module."""
+"""The attribute in which ``torch.compile(module)`` keeps the module."""
 all_hooks_of: Callable[[Any], tuple[dict[int, Any], ...]] = attrgetter(
     "_forward_hooks", FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks"
 )
@@ -215,19 +215,19 @@ _ALLOCATIONS = {device: f"empty_strided_{device}" for device in ("cpu", "cuda")}
 compiled_allocations: dict[str, Callable[..., torch.Tensor]] = {
     device: getattr(_guards, f"_{name}") for device, name in _ALLOCATIONS.items()
 }
-"""By device, how compiled code allocates. No dispatch mode sees that: accounting and meters put theirs in its place."""
+"""Allocating functions of compiled code, by device. No dispatch mode sees them; accounting and meters replace them."""
 
 
 def allocate_compiled_with(functions: dict[str, Callable[..., torch.Tensor]]) -> None:
     """Let compiled code, that there is and that will be, allocate with ``functions``, by device."""
-    found: Any = sys.modules.get("torch._inductor.codecache")
-    generated = [vars(module) for module in found.PyCodeCache.modules] if found is not None else []
+    inductor: Any = sys.modules.get("torch._inductor.codecache")
+    generated = [vars(module) for module in inductor.PyCodeCache.modules] if inductor is not None else []
     for device, function in functions.items():
         name = _ALLOCATIONS[device]
         before = getattr(_guards, f"_{name}")
         setattr(_guards, f"_{name}", function)
         others: list[Any] = []
-        if found is not None and found.config.force_disable_caches:
+        if inductor is not None and inductor.config.force_disable_caches:
             # torch forgets each module as soon as it is loaded, and its code goes on in what were its globals.
             others = [holder for holder in gc.get_referrers(before) if type(holder) is dict]
         for names in (*generated, *others):
@@ -247,7 +247,7 @@ def reset_dynamo() -> None:
 
 
 def lower_graphs(module: Any, inputs: list[Any], lower: Callable[[Any], Callable[[list[Any]], Any]]) -> Any:
-    """Return what runs ``module``, a graph that Dynamo has traced, as inductor divides it in forward and backward.
+    """Return a callable that runs ``module``, a graph of Dynamo's, as inductor divides it in forward and backward.
 
     Args:
         module: the graph.
@@ -300,10 +300,10 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
         _reduction(_C._set_cublas_allow_bf16_reduced_precision_reduction),
     ),
 )
-"""What torch chooses kernels by, how it is read and set. The public ways to read take a microsecond each, and every run
-of a block reads all; a block that ran again under other switches would have other last bits."""
+"""Readers and setters of the switches by which torch chooses kernels. The public readers take a microsecond each, and
+every run of a block reads all; a block that ran again under other switches would have other last bits."""
 fp32_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
-"""How precise products of float32 are for a backend and a kind, where the new words for it are in use."""
+"""The precision of products of float32 for a backend and a kind, where the new words for it are in use."""
 
 # -- CUDA: what a torch without it lacks is None here ------------------------------------------------------------------
 
@@ -327,15 +327,15 @@ def set_allocator(settings: str) -> None:
 
 
 def clear_cublas_workspaces() -> None:
-    """Let cuBLAS give its memory back to torch's allocator: how much that is, is a part of every budget."""
+    """Let cuBLAS give its memory, a part of every budget, back to torch's allocator."""
     _C._cuda_clearCublasWorkspaces()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 save_records: Any = torch.serialization._save
-"""What ``torch.save`` does with an archive: told a collector in its place, it says what records there would be, so that
-checkpoints are written in the order in which memory changes."""
+"""The part of ``torch.save`` that fills an archive. A collector in the archive's place learns which records there would
+be, so that checkpoints are written in the order in which memory changes."""
 open_archive: Any = torch.serialization._open_zipfile_writer
 """The archive that it writes."""
 

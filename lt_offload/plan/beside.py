@@ -46,14 +46,14 @@ def plan_processes(profile: Profile, settings: Settings, plan_one: Callable[[Pro
         return plan_one(profile, waiting)
     # Two plans share the user's time.
     half = settings.time_limit / 2
-    found: list[Plan] = []
+    plans: list[Plan] = []
     problem: InfeasibleError | None = None
     try:
-        found.append(plan_one(profile, replace(waiting, time_limit=half)))
+        plans.append(plan_one(profile, replace(waiting, time_limit=half)))
     except InfeasibleError as error:
         problem = error
     try:
-        found.append(_beside(profile, replace(settings, hosted=True, time_limit=half), plan_one))
+        plans.append(_beside(profile, replace(settings, hosted=True, time_limit=half), plan_one))
     except InfeasibleError as error:
         # Where neither fits, the error that asks for less memory helps more.
         if problem is not None:
@@ -61,9 +61,9 @@ def plan_processes(profile: Profile, settings: Settings, plan_one: Callable[[Pro
     except (ConfigError, UnsupportedError):
         if problem is not None:
             raise problem from None
-    best = min(found, key=lambda plan: plan.predicted.iteration_s)
-    bound = min(plan.predicted.lower_bound_s for plan in found)
-    proved = all(plan.predicted.proved for plan in found)
+    best = min(plans, key=lambda plan: plan.predicted.iteration_s)
+    bound = min(plan.predicted.lower_bound_s for plan in plans)
+    proved = all(plan.predicted.proved for plan in plans)
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 
@@ -85,25 +85,25 @@ def _beside(profile: Profile, settings: Settings, plan_one: Callable[[Profile, S
     planned = replace(profile, optimizer=optimizer, tensors=tensors)
     if settings.accumulate == 1:
         planned = _with_gathering(planned)
-    found = plan_one(planned, settings)
-    host_threads = profile.with_host_threads(found.host_threads)
-    timed = zip(found.ops, durations(found, host_threads), strict=True)
-    found = replace(found, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
-    violations = check(found, profile)
+    plan = plan_one(planned, settings)
+    host_threads = profile.with_host_threads(plan.host_threads)
+    timed = zip(plan.ops, durations(plan, host_threads), strict=True)
+    plan = replace(plan, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+    violations = check(plan, profile)
     assert not violations, violations[:3]
-    trace = simulate(found, profile)
+    trace = simulate(plan, profile)
     predicted = replace(
-        found.predicted,
+        plan.predicted,
         iteration_s=trace.iteration_time,
-        lower_bound_s=min(found.predicted.lower_bound_s, trace.iteration_time),
+        lower_bound_s=min(plan.predicted.lower_bound_s, trace.iteration_time),
         no_offload_s=no_offload_s(profile),
     )
     note = "each update begins when its gradients are there in all processes; all are on the host"
-    return replace(found, predicted=predicted, notes=(*found.notes, note))
+    return replace(plan, predicted=predicted, notes=(*plan.notes, note))
 
 
 def _with_gathering(profile: Profile) -> Profile:
-    """Return ``profile`` with updates on the host that last longer by what owners add up, as a part of their speed."""
+    """Return ``profile`` with updates on the host that are slower by the owners' adding up."""
     trained = [tensor for tensor in profile.tensors if tensor.trainable]
     updated = sum(tensor.bytes for tensor in trained)
     if not updated:

@@ -1,4 +1,4 @@
-"""Lower bounds of the time of an iteration, each found when a plan is so near to the one before that it matters."""
+"""Lower bounds of the time of an iteration, each solved when a plan is so near to the one before that it matters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUNDING = 1e-6
 
 
 class Bounds:
-    """What no plan for a request can beat.
+    """The times that no plan for a request can beat.
 
     There are three bounds, each costing more than the one before: that of the computations alone; the linear program's
     with copies that overlap with everything that they need not wait for; and the same with copies at any time. Copies
@@ -40,22 +40,22 @@ class Bounds:
     def __init__(
         self, request: Request, config: OffmateConfig, candidates: Candidates, program: MakeProgram = Program
     ) -> None:
-        """``candidates``: are told what there was no time for; ``program``: what is solved."""
+        """``candidates``: are told of bounds that were cut short; ``program``: the program to solve."""
         self._program = program
         self._request, self._config, self._candidates = request, config, candidates
         self._left_s = _SHARE * config.time_limit
-        self._found: dict[bool, float | None] = {}
-        """Of the program, by whether copies may run at any time."""
+        self._solutions: dict[bool, float | None] = {}
+        """Seconds that the program needs; key True: with copies at any time."""
         self.infeasible = False
-        """Whether a program has no solution."""
+        """True: a program has no solution."""
         self.cut = False
-        """Whether the last bound is that of the computations alone because time was up."""
+        """True: the last bound is that of the computations alone, because time was up."""
         self.computing_s = sum(
             min(o.forward_s + block.has_backward * o.backward_s for o in options)
             for block, options in zip(request.profile.blocks, request.allowed, strict=True)
         )
         self.copies_are_short = self._copies_are_short()
-        """Whether the program with copies near uses proves a bound."""
+        """True: the program with copies near uses proves a bound."""
 
     def are_near(self, seconds: float) -> bool:
         """Return whether a plan that takes ``seconds`` is so good that no better one is worth a search."""
@@ -81,17 +81,17 @@ class Bounds:
         # A plan that beats it has shown that copies near their uses were too strict a model.
         if near is not None and seconds >= near * (1 - _ROUNDING):
             return near
-        found = self.of_program(any_time=True)
-        self.cut = found is None and not self.infeasible and seconds > self.computing_s * (1 + GOOD_GAP)
-        return self.computing_s if found is None else found
+        bound = self.of_program(any_time=True)
+        self.cut = bound is None and not self.infeasible and seconds > self.computing_s * (1 + GOOD_GAP)
+        return self.computing_s if bound is None else bound
 
     def of_program(self, *, any_time: bool) -> float | None:
         """Return the seconds that the program needs, None if it has no solution or was not solved in time."""
-        if any_time not in self._found:
+        if any_time not in self._solutions:
             began = time.monotonic()
-            self._found[any_time] = self._solved(any_time)
+            self._solutions[any_time] = self._solved(any_time)
             self._left_s -= time.monotonic() - began
-        return self._found[any_time]
+        return self._solutions[any_time]
 
     def _solved(self, any_time: bool) -> float | None:
         optimistic = replace(
@@ -103,6 +103,7 @@ class Bounds:
             optimistic=True,
             reach=2 * len(self._request.profile.blocks) if any_time else self._config.reach,
             update_reach=None if any_time else self._config.reach,
+            # Without a share of their own, bounds would take the time in which plans are searched.
             time_limit=min(self._request.deadline - time.monotonic(), self._left_s),
         )
         try:

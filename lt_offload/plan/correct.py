@@ -1,4 +1,4 @@
-"""Compares what a plan promises with what was measured, and puts the measured durations into the profile.
+"""Comparison of a plan's predictions with measurements, and a profile corrected by the measured durations.
 
 Durations are compared op by op, without waits: a computation counts from when the one before it has ended and all that
 it waits for is there, so that what the framework does between two computations belongs to the second. Updates on the
@@ -53,12 +53,12 @@ class Comparison:
 
     @property
     def iteration_agrees(self) -> bool:
-        """Whether the iteration takes as long as planned, within the tolerance."""
+        """True: the iteration takes as long as planned, within the tolerance."""
         return _near(self.planned_s, self.measured_s)
 
     @property
     def agrees(self) -> bool:
-        """Whether the iteration does, and every lane that matters."""
+        """True: the iteration, and every lane that matters, take as long as planned."""
         least = _SMALL * max(self.planned_s, self.measured_s)
         return self.iteration_agrees and all(
             _near(lane.planned_s, lane.measured_s)
@@ -87,7 +87,7 @@ def _near(planned: float, measured: float) -> bool:
 
 
 def compare(plan: Plan, profile: Profile, measured: Sequence[Trace]) -> Comparison:
-    """Return how ``measured``, some iterations of ``plan``, differ from what ``profile`` says."""
+    """Return the differences between ``measured``, some iterations of ``plan``, and its simulation by ``profile``."""
     planned = simulate(plan, profile)
     items = list(_items(plan, planned, measured))
     return Comparison(
@@ -111,21 +111,22 @@ def correct(profile: Profile, plan: Plan, measured: Sequence[Trace]) -> Profile:
     those of its kind that did. Links and updates are scaled as a whole. Figures that were not measured stay as they
     are.
     """
-    found, distance = profile, math.inf
+    corrected, distance = profile, math.inf
     for _ in range(_ROUNDS):
-        trial = timed(plan, found)
-        scales = _Scales(trial, found, _items(trial, simulate(trial, found), measured))
+        trial = timed(plan, corrected)
+        scales = _Scales(trial, corrected, _items(trial, simulate(trial, corrected), measured))
         if scales.distance >= distance * (1 - _EXACT):
             break
-        best, distance = found, scales.distance
+        best, distance = corrected, scales.distance
         if distance < _EXACT:
             break
-        found = scales.apply(found)
+        corrected = scales.apply(corrected)
+    # Not the last: where lanes share memory, a round of scaling may lead farther away.
     return best
 
 
 def timed(plan: Plan, profile: Profile) -> Plan:
-    """Return ``plan`` with the durations, and the predicted times, that ``profile`` says.
+    """Return ``plan`` with the durations, and the predicted times, of ``profile``.
 
     The lower bound is that of the computations alone: a better one takes a planner.
     """
@@ -158,28 +159,28 @@ class _MeasuredOp:
 def _items(plan: Plan, planned: Trace, measured: Sequence[Trace]) -> Iterator[_MeasuredOp]:
     """Yield the ops of ``plan`` whose duration is known from ``measured``."""
     promised = _durations(planned, plan)
-    found: defaultdict[int, list[float]] = defaultdict(list)
+    known: defaultdict[int, list[float]] = defaultdict(list)
     for trace in measured:
         for number, duration in _durations(trace, plan).items():
-            found[number].append(duration)
+            known[number].append(duration)
     within: defaultdict[int, list[Op]] = defaultdict(list)
     """By step: ops of the compute lane without spans of their own."""
     for op in plan.ops:
         # What runs inside a backward (updates on the device, gradients written to the host) is in its span.
-        if op.lane == "compute" and not op.computes and op.id not in found:
+        if op.lane == "compute" and not op.computes and op.id not in known:
             within[op.step].append(op)
     for op in plan.ops:
-        if op.id not in found:
+        if op.id not in known:
             continue
         inner = tuple(within[op.step]) if op.kind == "backward" else ()
         seconds = promised[op.id] + sum(promised[other.id] for other in inner)
         if seconds > 0:
-            yield _MeasuredOp(op=op, within=inner, planned_s=seconds, measured_s=statistics.median(found[op.id]))
+            yield _MeasuredOp(op=op, within=inner, planned_s=seconds, measured_s=statistics.median(known[op.id]))
 
 
 def _durations(trace: Trace, plan: Plan) -> dict[int, float]:
     """Return the seconds of work by op; none of ops whose spans are cut at an end of the iteration."""
-    found: dict[int, float] = {}
+    work: dict[int, float] = {}
     by_op: defaultdict[int, list[Span]] = defaultdict(list)
     for span in trace.spans:
         if 0 <= span.op < len(plan.ops) and plan.ops[span.op].lane == span.lane:
@@ -193,7 +194,7 @@ def _durations(trace: Trace, plan: Plan) -> dict[int, float]:
             continue
         seconds = [span.end - span.start for span in spans]
         # An update on the host is one task, and may end in the next iteration: then there are two iterations' here.
-        found[number] = statistics.mean(seconds) if lane == "host" else sum(seconds)
+        work[number] = statistics.mean(seconds) if lane == "host" else sum(seconds)
     computing = sorted((span for span in trace.spans if span.lane == "compute"), key=lambda span: span.start)
     before = 0.0
     for span in computing:
@@ -203,9 +204,9 @@ def _durations(trace: Trace, plan: Plan) -> dict[int, float]:
             awaited = [other.end for number in plan.ops[span.op].after for other in by_op.get(number, ())]
             free = max([before, *(arrival for arrival in awaited if arrival <= end)])
             end = end if span is not computing[-1] else trace.iteration_time
-        found[span.op] = found.get(span.op, 0.0) + end - free
+        work[span.op] = work.get(span.op, 0.0) + end - free
         before = max(before, span.end)
-    return found
+    return work
 
 
 # -- scaling ----------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class _Ratio:
 
 
 class _Scales:
-    """By how much the durations of a profile have to be multiplied."""
+    """Factors by which the durations of a profile have to be multiplied."""
 
     def __init__(self, plan: Plan, profile: Profile, items: Iterator[_MeasuredOp]) -> None:
         self._ratios: defaultdict[Hashable, _Ratio] = defaultdict(_Ratio)
@@ -243,7 +244,7 @@ class _Scales:
 
     @property
     def distance(self) -> float:
-        """How far the farthest is from 1."""
+        """Distance of the farthest ratio from 1, in logarithms."""
         return max((abs(math.log(ratio.value)) for ratio in self._ratios.values()), default=0.0)
 
     def apply(self, profile: Profile) -> Profile:
@@ -303,7 +304,7 @@ class _Scales:
 
 
 def _keys(item: _MeasuredOp, plan: Plan, profile: Profile, run: Mapping[int, Computation]) -> Iterator[Hashable]:
-    """Yield what in a profile the duration of ``item`` depends on."""
+    """Yield the keys of the figures in a profile that the duration of ``item`` depends on."""
     op = item.op
     if op.id in run:
         what = run[op.id]

@@ -1,4 +1,4 @@
-"""The answer to somebody for whom no plan fits: which budget, batch size or sequence length would."""
+"""The error of a request that no plan fits: it names the budget, batch size or sequence length that would do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
     """Return the error for a request that no plan of ``planner`` fits into."""
     profile, allowed = request.profile, request.allowed
     length = f" and sequence_length={profile.sequence_length}" if profile.sequence_length > 1 else ""
-    asked = f"{profile.model} with batch_size={profile.batch_size}{length}"
+    case = f"{profile.model} with batch_size={profile.batch_size}{length}"
     # The setting is the machine's, and plans count what one of its processes takes.
     count = profile.processes
     memory, ram = format_bytes(request.budget_bytes), format_bytes(count * request.host_budget_bytes)
@@ -27,7 +27,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
     if least is None:
         needed_ram = count * smallest_ram(profile, allowed)
         return InfeasibleError(
-            f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
+            f"host_memory={ram} is too small for {case}: the host copies of the parameters, and what travels, need at "
             f"least host_memory={as_setting(needed_ram)}{_of_process(profile)}{_of_several(profile)}"
             + _smaller_precision(profile, allowed, request.host_budget_bytes),
             needed_host_bytes=needed_ram,
@@ -36,13 +36,13 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
         needed = min((nbytes for _, nbytes in resident_decisions(profile, allowed)), default=None)
         way = f"needs memory={as_setting(needed)}" if needed else "is impossible if activations may only be offloaded"
         return InfeasibleError(
-            f"memory={memory} is too small for {asked}: planner='resident' keeps everything on the device, "
+            f"memory={memory} is too small for {case}: planner='resident' keeps everything on the device, "
             f"which {way}; planner='auto' needs less",
             needed_bytes=needed,
         )
     if least.device_bytes <= request.budget_bytes:
         return InfeasibleError(
-            f"planner={planner!r} finds no plan for {asked} in memory={memory} with host_memory={ram}; planner='auto' "
+            f"planner={planner!r} finds no plan for {case} in memory={memory} with host_memory={ram}; planner='auto' "
             "does",
             needed_bytes=least.device_bytes,
         )
@@ -51,19 +51,19 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
     if off:
         ways.append(f"{' and '.join(f'{name}=True' for name in off)} may help")
     return InfeasibleError(
-        f"memory={memory} is too small for {asked} with host_memory={ram}: {'; '.join(ways)}",
+        f"memory={memory} is too small for {case} with host_memory={ram}: {'; '.join(ways)}",
         needed_bytes=least.device_bytes,
     )
 
 
 def _of_process(profile: Profile) -> str:
-    """Return what of a need for RAM is the process's own, in words."""
+    """Return the process's own part of a need for RAM, in words."""
     own = profile.processes * profile.hardware.process_bytes
     return f", the {format_bytes(own)} of Python, PyTorch and libraries included" if own else ""
 
 
 def _of_several(profile: Profile) -> str:
-    """Return for whom RAM is needed, in words, if there are several."""
+    """Return the processes for which RAM is needed, in words, if there are several."""
     if profile.processes == 1:
         return ""
     what = "frozen weights and those that the host updates" if profile.common_updates else "frozen weights"
@@ -103,30 +103,30 @@ _PRECISIONS = (
 
 
 def _smaller_precision(profile: Profile, allowed: Allowed, host_budget: int) -> str:
-    """Return which precision needs less RAM, as the end of a sentence: the best that fits, else the smallest."""
+    """Return a precision that needs less RAM, as the end of a sentence: the best that fits, else the smallest."""
     trained = [tensor for tensor in profile.tensors if tensor.trainable]
     count = sum(math.prod(tensor.shape) for tensor in trained)
     if profile.optimizer.name not in ("Adam", "AdamW") or not count:
         return ""
     present = sum(2 * tensor.bytes + tensor.state_bytes for tensor in trained) / count
-    found = ""
+    hint = ""
     for name, dtype, weight, state in _PRECISIONS:
         # Only what takes less than now: weight and gradient, and the states.
         if 2 * weight + state >= present:
             continue
         tensors = tuple(_as(tensor, dtype, weight, state) for tensor in profile.tensors)
         needed = profile.processes * smallest_ram(replace(profile, tensors=tensors), allowed)
-        found = (
+        hint = (
             f"; with {name}, {2 * weight + state} bytes per parameter, gradients included, instead of {present:.3g}, "
             f"host_memory={as_setting(needed)} is the least"
         )
         if needed <= profile.processes * host_budget:
-            return found
-    return found if len(trained) < len(profile.tensors) else f"{found}; adapters (LoRA) need far less"
+            return hint
+    return hint if len(trained) < len(profile.tensors) else f"{hint}; adapters (LoRA) need far less"
 
 
 def _as(tensor: TensorProfile, dtype: str, weight: int, state: int) -> TensorProfile:
-    """Return ``tensor`` in another precision; what is frozen keeps its own."""
+    """Return ``tensor`` in another precision; a frozen one keeps its own."""
     if not tensor.trainable:
         return tensor
     count = math.prod(tensor.shape)

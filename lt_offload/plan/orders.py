@@ -51,30 +51,31 @@ def _in_parts(block: BlockProfile, profile: Profile, index: int, count: int) -> 
     ratio = profile.parts / count
     sizes = [tensor.bytes for tensor in profile.tensors if tensor.trainable and index in tensor.blocks]
     large = [size for size in sizes if size >= COLLECTED_BELOW]
+    # Large gradients leave one by one; with several parts all are complete with the last, and are there together.
     together = sum(large) - max(large, default=0)
     gradients = together * ((count > 1) - (profile.parts > 1))
 
     saved = max((option.saved_bytes for option in block.options if option.name == "keep"), default=0)
 
-    def option(found: OptionProfile) -> OptionProfile:
-        moved = found.offload_bytes if found.name in ("offload", "mixed") else 0
+    def cut(option: OptionProfile) -> OptionProfile:
+        moved = option.offload_bytes if option.name in ("offload", "mixed") else 0
 
         def peak(size: int, *, rebuilt: int = 0, more: int = 0) -> int:
             fixed = min(moved + rebuilt, size)  # is there for all parts
             return max(0, fixed + math.ceil((size - fixed) * ratio) + more)
 
         return replace(
-            found,
-            forward_peak_bytes=peak(found.forward_peak_bytes),
+            option,
+            forward_peak_bytes=peak(option.forward_peak_bytes),
             backward_peak_bytes=peak(
-                found.backward_peak_bytes, rebuilt=saved if found.name == "discard" else 0, more=gradients
+                option.backward_peak_bytes, rebuilt=saved if option.name == "discard" else 0, more=gradients
             ),
             held_peak_bytes=None,
             passing_peak_bytes=None,
             before_loss_bytes=None,
         )
 
-    return replace(block, launch_s=block.launch_s / ratio, options=tuple(map(option, block.options)))
+    return replace(block, launch_s=block.launch_s / ratio, options=tuple(map(cut, block.options)))
 
 
 def layer_major(profile: Profile, window: int) -> Profile:
@@ -89,7 +90,7 @@ def micro_batch_major(profile: Profile) -> Profile:
 
 
 def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool = False) -> Plan:
-    """Return ``plan`` with a note that says what the other order of accumulation would take.
+    """Return ``plan`` with a note about the time of the other order of accumulation.
 
     Itself if there is only one: one micro-batch per update, in one part.
 
@@ -122,7 +123,7 @@ def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool
 
 
 def _verdict(how: str, way: str, mine: float, other: Profile, settings: Settings, *, thorough: bool) -> str:
-    """Return what the other order would take, and, where that may be less, what to set."""
+    """Return the time of the other order, in words, and the settings for it where it may be faster."""
     least = least_s(other, settings)
     if math.isinf(least):
         return f"{how} was priced, too: no plan of it fits"
@@ -133,10 +134,10 @@ def _verdict(how: str, way: str, mine: float, other: Profile, settings: Settings
             f"{how} would take at least {format_seconds(least)} per update, if it fits: at best {mine / least:.2f} "
             f"times as fast as this plan; it was not planned; {way}"
         )
-    found = _seconds(other, settings)
-    if found is None:
+    planned = _seconds(other, settings)
+    if planned is None:
         return f"{how} was priced, too: no plan of it was found"
-    return f"{how} would take about {_against(found, mine)}" + (f"; {way}" if found < mine else "")
+    return f"{how} would take about {_against(planned, mine)}" + (f"; {way}" if planned < mine else "")
 
 
 def _against(other: float, mine: float) -> str:
@@ -154,7 +155,7 @@ def _seconds(profile: Profile, settings: Settings) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartsChoice:
-    """In how many parts a batch is taken."""
+    """The number of parts of a batch, ``Profile.parts``, with the plan for it."""
 
     profile: Profile
     plan: Plan
@@ -178,12 +179,12 @@ def choose_parts(measure: Measure, settings: Settings) -> PartsChoice:
     share = max(_LEAST_S, settings.time_limit / (len(counts) + 1))
     quick = replace(settings, time_limit=min(share, settings.time_limit))
     seconds = {count: _seconds(in_parts(whole, count), quick) for count in counts}
-    found = {count: time for count, time in seconds.items() if time is not None}
-    if not found:
+    times = {count: time for count, time in seconds.items() if time is not None}
+    if not times:
         return PartsChoice(profile=whole, plan=make_plan(whole, settings))
-    least = min(found.values())
+    least = min(times.values())
     # The fewest parts among those that are about as fast: each part launches all kernels once more.
-    best = next(count for count, time in found.items() if time <= (1 + _WORTH) * least)
+    best = next(count for count, time in times.items() if time <= (1 + _WORTH) * least)
     prices = ", ".join(
         f"{count}: {'does not fit' if time is None else format_seconds(time)}" for count, time in seconds.items()
     )
@@ -191,11 +192,11 @@ def choose_parts(measure: Measure, settings: Settings) -> PartsChoice:
         profile = whole if best == 1 else measure(best)
         plan = make_plan(profile, settings)
     except (InfeasibleError, UnsupportedError) as error:
-        if best == 1 or 1 not in found:
+        if best == 1 or 1 not in times:
             raise
         return _chosen(whole, make_plan(whole, settings), f"{prices}; {best} was refused: {error}")
     # The price was of a profile that was derived: kernels of small parts may be slower than in proportion.
-    if best > 1 and plan.predicted.iteration_s >= found.get(1, math.inf):
+    if best > 1 and plan.predicted.iteration_s >= times.get(1, math.inf):
         return _chosen(whole, make_plan(whole, settings), f"{prices}; measured, {best} is not faster")
     return _chosen(profile, plan, prices)
 

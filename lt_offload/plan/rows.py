@@ -1,4 +1,4 @@
-"""Tied embeddings by rows: a table that the first block looks rows up in, and that is the last block's matrix.
+"""Tied embeddings by rows: a table in which the first block looks rows up, and which is the last block's matrix.
 
 Its gradient is complete at the end of the backward, so its update, and copies that wait for it, would end an iteration
 with nothing to hide behind, and until then its gradient would be held. But only rows of this batch's tokens have a
@@ -28,12 +28,12 @@ def table_of(profile: Profile) -> int | None:
     Args:
         profile: without sums of gradients, also for plans that add them up.
     """
-    found = [
+    tables = [
         index
         for index, tensor in enumerate(profile.tensors)
         if tensor.lookup_bytes and tensor.zero_copy and not tensor.sum_bytes
     ]
-    return found[0] if len(found) == 1 and profile.processes == 1 else None
+    return tables[0] if len(tables) == 1 and profile.processes == 1 else None
 
 
 def as_head(profile: Profile, table: int) -> Profile:
@@ -88,10 +88,10 @@ def split(plan: Plan, profile: Profile, table: int, *, host_budget: int | None =
 
     A plan for one micro-batch per update is priced, too.
     """
-    found = two_parts(plan, profile, table, host_budget=host_budget)
-    if found is None:
+    parted = two_parts(plan, profile, table, host_budget=host_budget)
+    if parted is None:
         return None
-    trace = simulate(found, profile)
+    trace = simulate(parted, profile)
     predicted = replace(
         plan.predicted,
         iteration_s=trace.iteration_time,
@@ -100,7 +100,7 @@ def split(plan: Plan, profile: Profile, table: int, *, host_budget: int | None =
         device_peak_bytes=trace.device_peak,
         host_peak_bytes=trace.host_peak,
     )
-    return replace(found, predicted=predicted)
+    return replace(parted, predicted=predicted)
 
 
 def two_parts(plan: Plan, profile: Profile, table: int, *, host_budget: int | None = None) -> Plan | None:
@@ -120,10 +120,10 @@ def two_parts(plan: Plan, profile: Profile, table: int, *, host_budget: int | No
     choices = [plan]
     if _fetches(plan, table):
         choices = [_fetched_later(plan, table, step) for step in _starts(len(profile.blocks))]
-    found = [parted for choice in choices if (parted := _parted(choice, profile, table, host_budget)) is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    return min(found, key=lambda parted: simulate(parted, profile).iteration_time)
+    plans = [parted for choice in choices if (parted := _parted(choice, profile, table, host_budget)) is not None]
+    if len(plans) < 2:
+        return plans[0] if plans else None
+    return min(plans, key=lambda parted: simulate(parted, profile).iteration_time)
 
 
 def _starts(blocks: int) -> Iterator[int]:
@@ -133,7 +133,7 @@ def _starts(blocks: int) -> Iterator[int]:
 
 
 def _fetches(plan: Plan, table: int) -> list[int]:
-    """Return what fetches the table when it has been updated, within the iteration; nothing if updates wait anyway."""
+    """Return the ops that fetch the table after its update, within the iteration; none if updates wait anyway."""
     updates = {op.id for op in plan.ops if op.updates_on_host and table in plan.tensors(op)}
     fetches = (op for op in plan.ops if op.kind == "prefetch" and op.payload == "weight")
     mine = (op for op in fetches if set(plan.tensors(op)) == {table} and not plan.delayed)
@@ -159,24 +159,24 @@ def _fetched_later(plan: Plan, table: int, step: int) -> Plan:
     return replace(
         plan,
         ops=tuple(ops),
-        programs={which: tuple(sorted(number[op] for op in found)) for which, found in plan.programs.items()},
+        programs={which: tuple(sorted(number[op] for op in issued)) for which, issued in plan.programs.items()},
         initial=tuple(copy for copy in plan.initial if copy.group not in moved),
     )
 
 
 def _parted(plan: Plan, profile: Profile, table: int, host_budget: int | None) -> Plan | None:
     """Return ``plan``, which does not fetch the table too early, in two parts, checked."""
-    found = _TwoParts(plan, profile, table)
-    if not found.possible:
+    parts = _TwoParts(plan, profile, table)
+    if not parts.possible:
         return None
     changed = replace(
         plan,
         fingerprint=profile.fingerprint,
-        host_budget_bytes=host_budget or plan.host_budget_bytes + found.room,
-        groups=found.groups(),
-        ops=found.ops(),
-        programs=found.programs(),
-        gradient_bytes=plan.gradient_bytes + found.room,
+        host_budget_bytes=host_budget or plan.host_budget_bytes + parts.room,
+        groups=parts.groups(),
+        ops=parts.ops(),
+        programs=parts.programs(),
+        gradient_bytes=plan.gradient_bytes + parts.room,
         notes=(*plan.notes, f"{profile.tensors[table].name} is updated in two parts: {_PARTS}"),
     )
     timed = zip(changed.ops, durations(changed, profile.with_host_threads(plan.host_threads)), strict=True)
@@ -188,13 +188,13 @@ _PARTS = "rows that the batch does not look up as soon as the last block's gradi
 
 
 class _TwoParts:
-    """The ops of a plan for :func:`as_head`, and more: what sends the rows' gradient, adds it up, and updates them."""
+    """The ops of a plan for :func:`as_head`, and those that send the rows' gradient, add it up, and update them."""
 
     def __init__(self, plan: Plan, profile: Profile, table: int) -> None:
         self.plan, self.profile, self.table = plan, profile, table
         mine = [op for op in plan.ops if table in plan.tensors(op)]
         self.sends = [op for op in mine if op.sends_gradients]
-        """In plans that add gradients up two: the first begins a sum."""
+        """One op; two in plans that add gradients up, of which the first begins a sum."""
         self.adds = [op for op in mine if op.kind == "accumulate"]
         self.updates = [op for op in mine if op.updates_on_host]
         self.reads = {op.id for op in plan.ops if op.computes and op.block == 0}
@@ -202,14 +202,14 @@ class _TwoParts:
         step = plan.ops[self.backward].step
         last = [op.id for op in plan.ops if op.step == step and (op.computes or op.payload == "grad" or not op.payload)]
         self.at = max(last) + 1
-        """Where new ops are put in."""
+        """Position of the new ops."""
         self.uses = range(self.at + 1, self.at + 2 + len(self.adds) - plan.delayed)
-        """Those of them that add up and update; the first one sends. Where updates wait, all rows have one."""
+        """The new accumulate and update ops, behind the copy. Where updates wait, one update serves all rows."""
         self.room = room_of_rows(profile, table, sums=plan.adds_up)
 
     @property
     def possible(self) -> bool:
-        """Whether it can be done."""
+        """True: the plan can be taken in two parts."""
         plan, sums = self.plan, self.plan.adds_up
         if (len(self.sends), len(self.adds), len(self.updates)) != (1 + sums, sums, 1):
             return False
@@ -235,11 +235,11 @@ class _TwoParts:
 
     def programs(self) -> dict[Pass, tuple[int, ...]]:
         """Return the ops of each kind of pass."""
-        found: dict[Pass, tuple[int, ...]] = {}
+        programs: dict[Pass, tuple[int, ...]] = {}
         for which, numbers in self.plan.programs.items():
             more = self.at, (self.uses[-1] if which == "updating" else self.uses[0])
-            found[which] = tuple(sorted((*map(self._number, numbers), *(more if which != "settling" else ()))))
-        return found
+            programs[which] = tuple(sorted((*map(self._number, numbers), *(more if which != "settling" else ()))))
+        return programs
 
     def _number(self, op: int) -> int:
         return op + (1 + len(self.uses)) * (op >= self.at)

@@ -1,4 +1,4 @@
-"""A user's settings of planning: budgets and switches, each declared once, with its default and what is refused.
+"""A user's settings of planning: budgets and switches, each declared once, with its default and its refusals.
 
 ``OffmateStrategy``, ``solve``, ``offloaded`` and ``lt-finetune plan`` take these one by one, and pass one object on.
 """
@@ -34,24 +34,24 @@ class Settings:
     host_memory: Memory = None
     """RAM budget; None: all that the profile says may be taken."""
     planner: PlannerName = "auto"
-    """Which planner to use; ``auto`` simulates what several propose and takes the fastest."""
+    """The planner to use; ``auto`` simulates the proposals of several and takes the fastest."""
     host_update: bool = True
-    """Whether the host may update parameters."""
+    """True: the host may update parameters."""
     activation_offload: bool = True
-    """Whether activations may be copied to the host."""
+    """True: activations may be copied to the host."""
     recompute: bool = True
-    """Whether activations may be computed again."""
+    """True: activations may be computed again."""
     chunked_loss: bool = False
-    """Whether the output projection and the loss take a few tokens at a time wherever they can: its sums are those of
-    ``lt_offload.chunked_loss_reference`` then. Otherwise they do so only where nothing else fits."""
+    """True: the output projection and the loss take a few tokens at a time wherever they can, with the sums of
+    ``lt_offload.chunked_loss_reference``. False: they do so only where nothing else fits."""
     gradient_reserve: float | None = None
     """For ``memferry``: the part of all gradient bytes, 0 to 1, that the device may hold at a time; None: what fits."""
     accumulate: int = 1
     """Micro-batches whose gradients are added up for one update."""
     delayed: bool = False
-    """Whether updates wait until all gradients are there, as clipping by their norm needs."""
+    """True: updates wait until all gradients are complete, as clipping by their norm needs."""
     hosted: bool = False
-    """Whether the host updates all parameters, as plans of several processes need whose updates do not wait."""
+    """True: the host updates all parameters, as plans of several processes need whose updates do not wait."""
     time_limit: float = 30.0
     """Seconds after which no further candidate is generated; ``solver_time_limit`` of the strategy."""
 
@@ -91,7 +91,7 @@ class Settings:
         return Budget.of(self.host_memory)
 
     def within(self, free: Callable[[], int]) -> Settings:
-        """Return the settings with a device budget in bytes: what is ``free``, where nobody has named one."""
+        """Return the settings with a device budget in bytes: that of ``free`` where none is named."""
         return replace(self, memory=Budget(self.device.resolved(free)))
 
     def device_budget(self, machine: HardwareProfile) -> int:
@@ -99,7 +99,7 @@ class Settings:
         return self.device.resolved(lambda: machine.device_bytes)
 
     def check_card(self, machine: HardwareProfile) -> None:
-        """Raise ``ConfigError`` if the budget is more than the card has; the emulated device has what RAM is free."""
+        """Raise ``ConfigError`` if the budget is more than the card has; the emulated device has the free RAM."""
         budget, has = self.device_budget(machine), machine.device_bytes
         if budget > has and machine.name != EMULATED:
             raise ConfigError(

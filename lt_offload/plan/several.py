@@ -1,4 +1,4 @@
-"""Several cards, in one machine or several, planned as one of them: what it has while all others do the same.
+"""Several cards, in one machine or several, planned as one of them, with its part of what all share.
 
 A machine whose cards are alike needs no planner of its own. One process's profile has its part of what they share: the
 root port, the bandwidth of the host's memory, cores and RAM. The plan for it is everybody's. Machines that are alike
@@ -44,9 +44,9 @@ def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: boo
             training does; else each has, and updates, everything.
     """
     if nodes > 1:
-        found = one_of(profile, devices, one_host_copy=one_host_copy)
-        hardware = replace(found.hardware, name=f"{nodes} x {found.hardware.name}")
-        return replace(found, machines=nodes, common_updates=one_host_copy, hardware=hardware)
+        one = one_of(profile, devices, one_host_copy=one_host_copy)
+        hardware = replace(one.hardware, name=f"{nodes} x {one.hardware.name}")
+        return replace(one, machines=nodes, common_updates=one_host_copy, hardware=hardware)
     if devices == 1:
         return profile
     machine, shares = profile.hardware, profile.contention
@@ -59,7 +59,7 @@ def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: boo
         slower[name] /= max(1.0, share)
     optimizer, host_share = _updates(profile, devices, one_host_copy=one_host_copy)
     # What computations read in host memory crosses the same link.
-    found = with_faster_link(profile, slower["h2d"])
+    one = with_faster_link(profile, slower["h2d"])
     hardware = replace(
         machine,
         name=f"{devices} x {machine.name}",
@@ -78,7 +78,7 @@ def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: boo
         host=host_share,
     )
     return replace(
-        found,
+        one,
         hardware=hardware,
         optimizer=optimizer,
         contention=contention,
@@ -88,7 +88,7 @@ def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: boo
 
 
 def _updates(profile: Profile, devices: int, *, one_host_copy: bool) -> tuple[OptimizerProfile, float]:
-    """Return how fast one of several processes updates on the host, and its share of the memory meanwhile."""
+    """Return the speed of updates on the host by one of several processes, and its share of the memory meanwhile."""
     before, share = profile.optimizer, profile.contention.host
     part = before.host_threads / devices
     threads = max(1, int(part))
@@ -98,15 +98,15 @@ def _updates(profile: Profile, devices: int, *, one_host_copy: bool) -> tuple[Op
     speed = min(alone * max(1.0, part / threads), most)
     # With one host copy it updates one of so many parts of what the plan lists.
     factor = devices if one_host_copy else 1
-    speeds = {n: factor * min(found, most) for n, found in before.host_speeds.items() if n < threads}
+    speeds = {n: factor * min(fewer, most) for n, fewer in before.host_speeds.items() if n < threads}
     speeds |= {threads: factor * speed} if before.host_speeds else {}
-    found = replace(
+    optimizer = replace(
         before,
         host_bytes_per_s=factor * speed,
         host_speeds=speeds,
         host_threads=threads if before.host_threads else 0,
     )
-    return found, min(1.0, devices * share * speed / before.host_bytes_per_s)
+    return optimizer, min(1.0, devices * share * speed / before.host_bytes_per_s)
 
 
 # -- what more cards buy ---------------------------------------------------------------------------------------------
@@ -117,26 +117,26 @@ _NAMES: dict[LaneName, str] = {
     "d2h": "copies to the host",
     "host": "updates on the host",
 }
-"""Those of each process."""
+"""The lanes of each process, in words."""
 _NETWORK, _MEMORY = "copies between machines", "the host's memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardsGain:
-    """What several cards do beside one of them; times in seconds per update."""
+    """The gain by several cards over one of them; times in seconds per update."""
 
     devices: int
     """Cards of all machines."""
     machines: int
     iteration_s: float
     tokens_per_s: float
-    """Of all cards."""
+    """Tokens per second of all cards."""
     times_one: float
     """The same, divided by that of one card."""
     busy_s: dict[str, float]
-    """What one process's work takes, each kind alone, ``adding gradients`` and ``copies between machines``."""
+    """Seconds of one process's work, each kind alone, ``adding gradients`` and ``copies between machines``."""
     limit: str
-    """Which of them is the most, or ``the host's memory`` if all of them have it busy for longer."""
+    """The longest of them, or ``the host's memory`` if all of them have it busy for longer."""
     ram_bytes: int
     """RAM that all processes of a machine take together."""
 
@@ -154,7 +154,7 @@ class CardsGain:
         )
 
     def _way_out(self) -> str:
-        """Return what helps where more cards make the longest part longer, as the rest of a sentence."""
+        """Return the remedy where more cards make the longest part longer, as the rest of a sentence."""
         if self.limit not in (_MEMORY, _NETWORK):
             return ""
         what = "card takes weights from it and brings gradients" if self.limit == _MEMORY else "machine sends gradients"
@@ -165,7 +165,7 @@ class CardsGain:
 
 
 def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
-    """Return what the cards of ``profile`` buy with ``plan``, beside the plan of ``one`` card."""
+    """Return the gain by the cards of ``profile`` with ``plan``, over the plan of ``one`` card."""
     devices = profile.processes * profile.machines
     rate = plan.samples_per_s * plan.sequence_length
     alone = one.samples_per_s * one.sequence_length

@@ -1,4 +1,4 @@
-"""Plans for a row of memory sizes, machines, numbers of cards or of machines, side by side: which card do I need?"""
+"""Plans for a row of memory sizes, machines, or numbers of cards or machines, side by side, to choose a card by."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Sweep:
 
 
 def parse_sweep(text: str) -> SweepRange:
-    """Return what ``text`` asks for: ``memory=6GB:24GB``, ``memory=6GB:24GB:2GB``, ``memory=8GB,12GB``, or names.
+    """Return the range of ``text``: ``memory=6GB:24GB``, ``memory=6GB:24GB:2GB``, ``memory=8GB,12GB``, or names.
 
     Raises:
         ConfigError: if it is not of that form; says what is.
@@ -264,17 +264,17 @@ def run_sweep(
     )
 
 
-def _planned(asked: SweepPoint, plan: Plan) -> SweepPoint:
-    found = plan.predicted
+def _planned(point: SweepPoint, plan: Plan) -> SweepPoint:
+    predicted = plan.predicted
     return replace(
-        asked,
+        point,
         batch_size=plan.batch_size,
-        iteration_s=found.iteration_s,
+        iteration_s=predicted.iteration_s,
         tokens_per_s=plan.samples_per_s * plan.sequence_length,
-        lower_bound_s=found.lower_bound_s,
-        no_offload_s=found.no_offload_s,
-        device_peak_bytes=found.device_peak_bytes,
-        host_peak_bytes=found.host_peak_bytes,
+        lower_bound_s=predicted.lower_bound_s,
+        no_offload_s=predicted.no_offload_s,
+        device_peak_bytes=predicted.device_peak_bytes,
+        host_peak_bytes=predicted.host_peak_bytes,
         planner=plan.planner,
     )
 
@@ -292,7 +292,7 @@ def _no_worse(point: SweepPoint, before: SweepPoint) -> SweepPoint:
 
 
 def reason(error: InfeasibleError) -> str:
-    """Return in a few words what is missing."""
+    """Return the need in a few words."""
     if error.needed_bytes is not None:
         return f"needs memory={as_setting(error.needed_bytes)}"
     if error.needed_host_bytes is not None:
@@ -312,7 +312,7 @@ def _label(point: SweepPoint, axis: Axis) -> str:
 
 
 def name_of(point: SweepPoint, axis: Axis) -> str:
-    """Return what distinguishes ``point`` from the others."""
+    """Return the name that distinguishes ``point`` from the others."""
     if axis == "hardware":
         return point.hardware
     if axis == "devices":
@@ -323,7 +323,7 @@ def name_of(point: SweepPoint, axis: Axis) -> str:
 
 
 def headline(sweep: Sweep) -> str:
-    """Return the answer in a sentence: what is the least, and from where on more buys little."""
+    """Return the answer in a sentence: the least that works, and the size from which on more buys little."""
     planned = [point for point in sweep.points if point.tokens_per_s]
     if not planned:
         least = f" The smallest that does is {format_bytes(sweep.smallest_bytes)}." if sweep.smallest_bytes else ""
@@ -342,19 +342,19 @@ def headline(sweep: Sweep) -> str:
 
 
 def _cards(planned: list[SweepPoint], axis: Axis) -> str:
-    """Return how much each further card or machine buys, of what the first of the row has for each."""
+    """Return the speedup in words, and the number from which on a further card or machine buys little."""
 
     def count(point: SweepPoint) -> int:
         return point.devices if axis == "devices" else point.nodes
 
     first, last = planned[0], planned[-1]
-    each = (first.tokens_per_s or 0.0) / count(first)
+    rate_of_one = (first.tokens_per_s or 0.0) / count(first)
 
     def worth(before: SweepPoint, after: SweepPoint) -> float:
         more = (after.tokens_per_s or 0.0) - (before.tokens_per_s or 0.0)
-        return more / each / (count(after) - count(before))
+        return more / rate_of_one / (count(after) - count(before))
 
-    times = (last.tokens_per_s or 0.0) / each
+    times = (last.tokens_per_s or 0.0) / rate_of_one
     said = f"{name_of(last, axis)} are {times:.2f} times as fast as one."
     little = next((b for a, b in pairwise(planned) if worth(a, b) < _LITTLE), None)
     if little is not None:

@@ -1,4 +1,4 @@
-"""The gain by a little more of each lane: found by planning again for a machine that has it."""
+"""The gain by a little more of each resource, as planned again for a machine that has it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Gain:
     iteration_s: float
     lower_bound_s: float
     note: str = ""
-    """Why nothing was solved, where nothing was."""
+    """The reason for which nothing was solved, if nothing was."""
 
 
 def gains(plan: Plan, profile: Profile, solve: Solver, *, say: Callable[[str], None] | None = None) -> tuple[Gain, ...]:
-    """Return what more device memory, more RAM, a faster link and faster updates on the host would buy.
+    """Return the gains by more device memory, more RAM, a faster link and faster updates on the host.
 
     A plan stays valid where there is more of something, so no change makes it slower.
 
@@ -47,7 +47,7 @@ def gains(plan: Plan, profile: Profile, solve: Solver, *, say: Callable[[str], N
     memory, ram = plan.budget_bytes, plan.host_budget_bytes
     link = f"a link {FASTER_LINK:g} times as fast"
     update = f"host updates {FASTER_UPDATE:g} times as fast"
-    found = []
+    changes = []
     for change, machine, device, host in (
         (f"{format_bytes(MORE_MEMORY)} more device memory", profile, memory + MORE_MEMORY, ram),
         (f"{format_bytes(MORE_RAM)} more RAM", profile, memory, ram + MORE_RAM),
@@ -56,8 +56,8 @@ def gains(plan: Plan, profile: Profile, solve: Solver, *, say: Callable[[str], N
     ):
         if say is not None:
             say(f"planning with {change}")
-        found.append(_gain(change, plan, machine, device, host, solve))
-    return tuple(found)
+        changes.append(_gain(change, plan, machine, device, host, solve))
+    return tuple(changes)
 
 
 def _gain(change: str, plan: Plan, profile: Profile, memory: int, ram: int, solve: Solver) -> Gain:
@@ -69,13 +69,14 @@ def _gain(change: str, plan: Plan, profile: Profile, memory: int, ram: int, solv
     if ram > plan.host_budget_bytes and now.host_peak_bytes < _ALL_RAM * plan.host_budget_bytes:
         return unchanged(f"{format_bytes(now.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)} are needed")
     try:
-        found = solve(profile, memory, ram).predicted
+        predicted = solve(profile, memory, ram).predicted
     except (InfeasibleError, ConfigError):  # a plan is there, so it is only that none was found in time
         return unchanged("no other plan was found in time")
+    # The search may end, within its time, with a plan slower than the present one, which stays valid.
     return Gain(
         change=change,
-        iteration_s=min(found.iteration_s, now.iteration_s),
-        lower_bound_s=min(found.lower_bound_s, now.lower_bound_s),
+        iteration_s=min(predicted.iteration_s, now.iteration_s),
+        lower_bound_s=min(predicted.lower_bound_s, now.lower_bound_s),
     )
 
 

@@ -19,7 +19,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.units import format_seconds
 
 _WAITING = 2.0
-"""How many times as long updates on the host count that wait in windows of one, where two plans are compared.
+"""Factor on the time of updates on the host that wait in windows of one, where two plans are compared.
 
 By trial: of 1, 2 and 3 it gave the fastest plan for Llama-2-7B in fp32 on a card of 12 GB; for Phi-3-mini 3 was 3 %
 better still.
@@ -87,17 +87,17 @@ def _by_rows(
     less = for_one(settings)
     less = replace(less, host_memory=less.host.less(room_of_rows(profile, table, sums=True)))
     with suppress(ConfigError, InfeasibleError, UnsupportedError):
-        found = plan_one(as_head(with_sums(profile, settings.accumulate), table), less)
-        found = windowed(found, as_head(profile, table), settings.accumulate, delayed=settings.delayed)
-        parted = two_parts(found, profile, table, host_budget=settings.host_budget(profile.hardware))
+        plan = plan_one(as_head(with_sums(profile, settings.accumulate), table), less)
+        plan = windowed(plan, as_head(profile, table), settings.accumulate, delayed=settings.delayed)
+        parted = two_parts(plan, profile, table, host_budget=settings.host_budget(profile.hardware))
         if parted is not None:
             yield priced(parted, profile)
 
 
 def _bounded(plan: Plan, least_s: float) -> Plan:
-    found = plan.predicted
-    bound = min(max(found.lower_bound_s, least_s), found.iteration_s)
-    return replace(plan, predicted=replace(found, lower_bound_s=bound))
+    predicted = plan.predicted
+    bound = min(max(predicted.lower_bound_s, least_s), predicted.iteration_s)
+    return replace(plan, predicted=replace(predicted, lower_bound_s=bound))
 
 
 def _settling(profile: Profile, window: int) -> Profile:
@@ -138,11 +138,11 @@ def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[P
     tensors = tuple(replace(tensor, lookup_bytes=0) for tensor in profile.tensors)
     plan = plan_passes(replace(profile, forwards=1, deferred_forwards=0, tensors=tensors), passes)
     seconds = deferred * settings.accumulate * _streamed_s(profile)
-    found = plan.predicted
+    once = plan.predicted
     predicted = replace(
-        found,
-        iteration_s=found.iteration_s + seconds,
-        lower_bound_s=min(found.lower_bound_s, found.iteration_s),
+        once,
+        iteration_s=once.iteration_s + seconds,
+        lower_bound_s=min(once.lower_bound_s, once.iteration_s),
     )
     note = (
         f"{deferred} of {forwards} forwards must wait for others before their backward and run twice, which takes "
@@ -169,8 +169,8 @@ def _streamed_s(profile: Profile) -> float:
 def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
     """Return ``plan``, made for ``profile`` with sums, as a plan for windows, checked and priced."""
     ram = settings.host_budget(profile.hardware)
-    found = windowed(plan, profile, settings.accumulate, delayed=settings.delayed)
-    return priced(replace(found, host_budget_bytes=ram), profile)
+    passes = windowed(plan, profile, settings.accumulate, delayed=settings.delayed)
+    return priced(replace(passes, host_budget_bytes=ram), profile)
 
 
 def priced(plan: Plan, profile: Profile) -> Plan:

@@ -1,4 +1,4 @@
-"""The profile of a model, put together from what a step has shown and what its blocks cost."""
+"""The profile of a model, put together from one observed step and the costs of its blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The cost of a model's blocks, and of what lies outside them."""
+    """The costs of a model's blocks, and of the computations outside them."""
 
     structure: Structure
     """The blocks as the model calls them."""
@@ -136,6 +136,8 @@ def block_costs(
     """Measure every distinct call once, unseen by users' hooks; return one cost per block."""
     known: dict[int, BlockCost] = {}
     distinct = len({id(call) for call in captured.calls})
+    # Blocks that cost the same share a call. Where one of them may run again, the options for that have to be measured;
+    # blocks that must not run again leave these options out (`_block_profiles`).
     repeatable = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
     for call in captured.calls:
         if id(call) not in known:
@@ -148,13 +150,13 @@ def block_costs(
 
 def costs_with_loss(captured: Capture, device: torch.device, meter: Meter, say: Progress) -> list[BlockCost]:
     """Measure the last block with the loss in it, if it may be so, unseen by users' hooks."""
-    found = []
+    costs = []
     for name, call in captured.with_loss.items():
         say(f"measuring {type(call.module).__name__} ({name})")
         assert isinstance(call.module, HeadLoss)
         with staged(tensors_of(call.module), device), silenced(call.module):
-            found.append(measure_with_loss(call, name, call.module.chunk, meter))
-    return found
+            costs.append(measure_with_loss(call, name, call.module.chunk, meter))
+    return costs
 
 
 def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProfile, ...]:
@@ -193,7 +195,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
 
 
 def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capture) -> tuple[BlockProfile, ...]:
-    """Return ``blocks`` with room for what the model's own code takes for a moment between them."""
+    """Return ``blocks`` with room for the short-lived memory of the model's own code between them."""
     profiles = [*blocks]
     uses = Counter(p for seam in captured.seams for p in seam.rest)
     for index, seam in enumerate(captured.seams):
@@ -228,7 +230,7 @@ def _without_held(captured: Capture) -> Tail:
 
 
 def _with_after(option: OptionProfile, after: Tail) -> OptionProfile:
-    """Charge what follows the model's own loss to the last block with that loss in it."""
+    """Charge the computations behind the model's own loss to the last block with that loss in it."""
     if not after.forward_peak:
         return option
     return replace(_with_tail(option, 0, after, 0), before_loss_bytes=option.before_loss_bytes)
@@ -319,7 +321,7 @@ def _tensor_profiles(
 
 
 def _base_name(model: nn.Module) -> str:
-    """Return the class name of the model itself, not of what wraps it."""
+    """Return the class name of the model itself, not of a wrapper."""
     named = [module for module in model.modules() if is_base(module)]
     return type(named[0] if named else model).__name__
 

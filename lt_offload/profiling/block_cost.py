@@ -1,4 +1,4 @@
-"""Runs one block alone, under one activation option after the other, and measures bytes and times."""
+"""Bytes and times of one block that runs alone, under one activation option after the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEW_DRAWS, _MOST_DRAWS = 3, 16
 """Three runs show whether a block leaves modules out at random; if it does, the fullest of sixteen is measured."""
 
 _LAUNCHES = 2
-"""Launches are timed so often."""
+"""Times that launches are measured."""
 
 Option = Literal["keep", "recompute", "mixed"]
 """The options that are run; ``offload`` computes what ``keep`` computes."""
@@ -78,7 +78,7 @@ class _Figures:
 
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
-    """Run ``call`` under every option that can pay and return what it costs; ``once``: only those that run it once."""
+    """Run ``call`` under every option that can pay and return its cost; ``once``: only options that run it once."""
     # Before ``rehearsed`` is set, with which every trial begins: this one repeats the draws of the model's own run.
     once = once or not _gives_the_same(call)
     call.rehearsed[:] = _fullest(call)
@@ -113,7 +113,7 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
 
 
 def _gives_the_same(call: Call) -> bool:
-    """Return whether the block still gives what it gave in the model's run, from the same state and the same draws."""
+    """Return whether the block repeats the results of the model's run, from the same state and the same draws."""
     if not call.given or call.cutter is not None or call.compiled:
         return True
     call.draw_from(call.given[0].draws)
@@ -124,52 +124,52 @@ def _gives_the_same(call: Call) -> bool:
 
 
 def _fullest(call: Call) -> list[Tensor]:
-    """Return where the generators are to be in a trial; nothing if the block draws nothing.
+    """Return the generators' states for a trial; none if the block draws nothing.
 
     Some blocks leave modules out at random, in some steps all that have weights to train. A plan has to be large enough
     for any step, so that it is made for the one of a few draws with the most operations.
     """
     if not has_values(call) or call.compiled or not call.has_backward:
         return []
-    found: list[tuple[int, list[Tensor]]] = []
+    runs: list[tuple[int, list[Tensor]]] = []
     draws = call.given[0].draws if call.given else call.draws()
-    while len(found) < _MOST_DRAWS:
+    while len(runs) < _MOST_DRAWS:
         call.draw_from(draws)
         with OperationLog() as operations:
             _Trial(call, "keep").forward()
-        found.append((len(operations.called), draws))
+        runs.append((len(operations.called), draws))
         after = call.draws()
         # It draws nothing, so that no run differs from another.
         if all(map(torch.equal, draws, after)):
             return []
-        if len(found) == _FEW_DRAWS and len({count for count, _ in found}) == 1:
+        if len(runs) == _FEW_DRAWS and len({count for count, _ in runs}) == 1:
             break
         draws = after
-    return max(found, key=lambda pair: pair[0])[1]
+    return max(runs, key=lambda pair: pair[0])[1]
 
 
 def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Meter) -> BlockCost:
-    """Run ``call``, of the last block and the loss together, and return what it costs under its only option."""
-    found = _measure(call, "keep", meter, timed=True)
+    """Run ``call``, of the last block and the loss together, and return its cost under its only option."""
+    figures = _measure(call, "keep", meter, timed=True)
     # Gradients of weights that the forward has made count as those of the backward, which follows at once.
     made = sum(p.nbytes for p in call.module.parameters() if p.requires_grad) if chunk_tokens else 0
     option = replace(
-        _keep(found),
+        _keep(figures),
         name=name,
         # The loss stays until the backward has begun with a gradient of its size.
-        saved_bytes=found.live + found.output_bytes - made,
-        forward_peak_bytes=found.forward_peak + made,
-        backward_peak_bytes=found.backward_peak + found.output_bytes,
-        held_peak_bytes=found.held_peak + found.output_bytes + made,
-        passing_peak_bytes=found.passing_peak + found.output_bytes + made,
+        saved_bytes=figures.live + figures.output_bytes - made,
+        forward_peak_bytes=figures.forward_peak + made,
+        backward_peak_bytes=figures.backward_peak + figures.output_bytes,
+        held_peak_bytes=figures.held_peak + figures.output_bytes + made,
+        passing_peak_bytes=figures.passing_peak + figures.output_bytes + made,
         chunk_tokens=chunk_tokens,
     )
     return BlockCost(
         input_bytes=storage_bytes(call.inputs),
         output_bytes=0,
-        launch_s=max(found.forward.launch_s, found.backward.launch_s),
+        launch_s=max(figures.forward.launch_s, figures.backward.launch_s),
         options=(option,),
-        slack_bytes=found.slack,
+        slack_bytes=figures.slack,
     )
 
 
@@ -222,7 +222,7 @@ def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
 
 
 def _reload(recompute: OptionProfile, inputs: Sequence[Tensor]) -> Iterator[OptionProfile]:
-    """``recompute``, but the input travels; offered if it does."""
+    """Yield ``recompute`` with an input that travels, if any of it may."""
     moving = storage_bytes(tensor for tensor in inputs if travels(tensor))
     if moving:
         staying = storage_bytes(inputs) - moving
@@ -253,7 +253,7 @@ def discard(cost: BlockCost) -> OptionProfile | None:
 
 
 def _offload(keep: _Figures, input_bytes: int) -> OptionProfile:
-    """Until the copies have ended, and again from their return on, everything is where ``keep`` has it."""
+    """Return ``offload``, which holds as much as ``keep`` until its copies have ended, and again from their return."""
     return OptionProfile(
         name="offload",
         forward_s=keep.forward.seconds,
@@ -418,37 +418,38 @@ class _Trial:
             for part in reversed(range(len(self._parts))):
                 complete = part == 0  # as in autograd, the first part's comes last and completes the sums
                 mine = gradients if cut is None else {slot: cut.of(part, whole) for slot, whole in gradients.items()}
-                found = self._parts[part].differentiate(mine)
+                grads = self._parts[part].differentiate(mine)
                 if cut is not None and joint is not None:
                     slots = self.call.slots
-                    joint.put(part, [x if at in cut.rows else None for at, x in zip(slots, found, strict=True)])
-                del found, mine
+                    joint.put(part, [x if at in cut.rows else None for at, x in zip(slots, grads, strict=True)])
+                del grads, mine
 
     def travelling(self) -> tuple[int, bool, bool]:
-        """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
+        """Return the number of saved bytes that may travel, whether the input is saved, and whether it may travel."""
         saved = {key: value for part in self._parts for key, value in part.saved.items()}
         call = self.call
         inputs = {address_of(tensor.untyped_storage()) for tensor in call.inputs}
-        given = [*call.leaves, *call.module.parameters(), *call.module.buffers()]
-        others = {address_of(part.untyped_storage()) for part in tensors_in(given)}
+        standing = [*call.leaves, *call.module.parameters(), *call.module.buffers()]
+        # Their memory is not the block's to give back: copies of it to the host would free nothing.
+        others = {address_of(part.untyped_storage()) for part in tensors_in(standing)}
         moving = [nbytes for key, (nbytes, moves) in saved.items() if moves and key not in others]
         saved_inputs = [saved[key][1] for key in inputs if key in saved]
         return sum(moving), bool(saved_inputs), any(saved_inputs)
 
 
 class _PartTrial:
-    """The same of one part, which may be all of the batch."""
+    """One forward and backward of one part, which may be all of the batch."""
 
     def __init__(self, call: Call, option: Option) -> None:
         self.call = call
         self.option = option
         self._inputs: list[Tensor] = []
         self._roots: dict[int, GradientEdge] = {}
-        """The edge of each output: what that needs stays until the backward, whether or not the loss uses it."""
+        """The edge of each output: its graph stays until the backward, whether or not the loss uses it."""
         self._noted: list[_Noted] = []
-        """Per saved tensor: whether it still is there, the key of its storage, its bytes, and whether it may travel."""
+        """Per saved tensor: a weak reference to it, the key of its storage, its bytes, and whether it may travel."""
         self._kept: list[tuple[Tensor, object]] = []
-        """Results that a second run is to be given, and what tells that they have been written to."""
+        """Results that a second run is to be given, each with the value of ``_written`` for it."""
         # Not a method: in a cycle this object and all that it holds would wait for Python's collector.
         self._cache = CacheCostly(partial(_keep_costly, self._noted, self._kept, call))
 
@@ -496,13 +497,13 @@ class _PartTrial:
 
     @property
     def saved(self) -> dict[int, tuple[int, bool]]:
-        """By storage that is saved: its bytes, and whether it may travel."""
-        found: dict[int, tuple[int, bool]] = {}
+        """Bytes of each saved storage, and whether it may travel."""
+        storages: dict[int, tuple[int, bool]] = {}
         for held, key, nbytes, moves in self._noted:
             # A part of the graph that nothing needs is gone already, and with it what was saved for it.
             if held() is not None:
-                found[key] = nbytes, moves or found.get(key, (0, False))[1]
-        return found
+                storages[key] = nbytes, moves or storages.get(key, (0, False))[1]
+        return storages
 
     def _rewind(self) -> None:
         """Let every run draw the same, as the second one of a step does."""
@@ -518,7 +519,7 @@ _Noted = tuple[weakref.ref[Tensor], int, int, bool]
 
 
 def _note(noted: list[_Noted], leaf: Any) -> Any:
-    """Note what is saved, and return what is held of it."""
+    """Note a saved value, and return the object that the graph holds in its place."""
     if not isinstance(leaf, Tensor):
         return leaf
     kept = leaf.detach()  # a saved output would hold the node that holds it, a cycle through C++
@@ -529,7 +530,7 @@ def _note(noted: list[_Noted], leaf: Any) -> Any:
 
 
 def _pack(noted: list[_Noted], tensor: Tensor) -> Any:
-    """Note what a graph saves: of a sparse tensor its parts, which travel one by one."""
+    """Note a tensor that a graph saves; the parts of a sparse one travel one by one."""
     if tensor.layout is not torch.strided:
         return SparseParts(tensor, partial(_note, noted))
     return _note(noted, tensor)
@@ -546,7 +547,7 @@ def _keep_costly(noted: list[_Noted], kept: list[tuple[Tensor, object]], call: C
 
 
 def _written(call: Call, tensor: Tensor) -> object:
-    """Return what differs once somebody has written to ``tensor``, perhaps through a view with versions of its own."""
+    """Return a value that a write to ``tensor`` changes, even one through a view with versions of its own."""
     return version(tensor), [int(total) for total in bit_sums([tensor])] if has_values(call) else []
 
 

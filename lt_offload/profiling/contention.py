@@ -1,4 +1,4 @@
-"""Measures how lanes slow each other down, and fits the part of the host that each of them takes.
+"""Slowdown of lanes by each other, as measured, and the part of the host that each lane takes, as fitted to it.
 
 Copies, updates on the host and, on the emulated device, computations share the bandwidth of the host's memory (and its
 cores). Every lane does a piece of its work over and over, alone and beside others; what it loses beside them says how
@@ -38,16 +38,16 @@ _log = logging.getLogger(__name__)
 SHARING: tuple[LaneName, ...] = ("compute", "h2d", "d2h", "host")
 """The lanes that have a share."""
 SETS: tuple[tuple[LaneName, ...], ...] = (*itertools.combinations(SHARING, 2), ("h2d", "d2h", "host"))
-"""What runs together: every two lanes, and copies both ways beside updates."""
+"""Lanes that run together: every two, and copies both ways beside updates."""
 
 _COPY_BYTES = 16 << 20
-"""What is copied: so much, or as little as the smallest matrix has."""
+"""Bytes of a copy; as few as the smallest matrix has where there is little room."""
 _MATRIX = 384
 """Size of the matrices that the processor multiplies as the emulated device."""
 _SLOT_S = 0.01
-"""How long lanes run together, at least."""
+"""The least time for which lanes run together."""
 _ROUNDS = 2
-"""Of measurements: more would not tell better what iterations correct anyway."""
+"""Number of measurements; iterations correct them anyway, so that more would gain nothing."""
 _EQUAL = 0.04
 """A factor that is not farther from 1 than this, or than its scatter, counts as 1."""
 
@@ -82,13 +82,13 @@ def measure_contention(optimizer: Optimizer, device: torch.device, *, host_threa
 
 def contention_of(rates: Rates) -> Contention:
     """Return the slowdowns that ``rates`` shows, and the shares that explain them."""
-    found: defaultdict[tuple[LaneName, tuple[LaneName, ...]], list[float]] = defaultdict(list)
+    measured: defaultdict[tuple[LaneName, tuple[LaneName, ...]], list[float]] = defaultdict(list)
     for _ in range(_ROUNDS):
         alone = {lane: rates([lane])[lane] for lane in SHARING}
         for lanes in SETS:
             for lane, rate in rates(lanes).items():
-                found[lane, tuple(other for other in lanes if other != lane)].append(alone[lane] / rate)
-    return fitted([_slowdown(lane, beside, factors) for (lane, beside), factors in found.items()])
+                measured[lane, tuple(other for other in lanes if other != lane)].append(alone[lane] / rate)
+    return fitted([_slowdown(lane, beside, factors) for (lane, beside), factors in measured.items()])
 
 
 def _slowdown(lane: LaneName, beside: tuple[LaneName, ...], factors: Sequence[float]) -> Slowdown:
@@ -118,8 +118,8 @@ def fitted(slowdowns: Sequence[Slowdown]) -> Contention:
     grid = np.linspace(0.0, 1.0, 11)
     points = np.array(list(itertools.product(grid, repeat=len(SHARING))))
     size = points.sum(axis=1)
-    found = errors(points)
-    near = np.flatnonzero(found <= found.min() + 1e-9)
+    misfit = errors(points)
+    near = np.flatnonzero(misfit <= misfit.min() + 1e-9)
     best = points[near[np.argmin(size[near])]]
     width = 0.1
     moves = np.array([move for move in itertools.product((-1, 0, 1), repeat=len(SHARING)) if any(move)])
@@ -141,22 +141,22 @@ def _target(slowdown: Slowdown) -> float:
 
 
 def factors(shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return by how much lanes are slowed down that run together: max-min fairness on a resource of 1.
+    """Return the slowdown of each of several lanes that run together: max-min fairness on a resource of 1.
 
     Args:
         shares: of each lane at full speed, one row per case.
     """
-    given = np.zeros_like(shares)
+    granted = np.zeros_like(shares)
     left = np.ones(len(shares))
     order = np.argsort(shares, axis=1, kind="stable")
     count = shares.shape[1]
     for position in range(count):  # the most modest lane first: what it does not take is shared by the others
         lane = order[:, position : position + 1]
-        asked = np.take_along_axis(shares, lane, axis=1)[:, 0]
-        part = np.minimum(asked, left / (count - position))
-        np.put_along_axis(given, lane, part[:, None], axis=1)
+        wanted = np.take_along_axis(shares, lane, axis=1)[:, 0]
+        part = np.minimum(wanted, left / (count - position))
+        np.put_along_axis(granted, lane, part[:, None], axis=1)
         left = left - part
-    return np.divide(shares, given, out=np.ones_like(shares), where=given > 0)
+    return np.divide(shares, granted, out=np.ones_like(shares), where=granted > 0)
 
 
 # -- work -------------------------------------------------------------------------------------------------------------
@@ -224,9 +224,9 @@ def _copies(device: torch.device, node: MemoryNode, stack: ExitStack, nbytes: in
     """Return copies of ``nbytes`` each way, between host memory like the engine's and the device."""
     devices = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pages = [map_pages(nbytes) for _ in range(2)]
-    for each in pages:
-        node.run(each.touch)
-    hosts = [each.bytes() for each in pages]
+    for buffer in pages:
+        node.run(buffer.touch)
+    hosts = [buffer.bytes() for buffer in pages]
     if device.type == "cuda":
         try:
             for host in hosts:
@@ -260,7 +260,7 @@ def _updates(optimizer: Optimizer, device: torch.device) -> Piece:
 
 
 def _on_stream(work: Piece, device: torch.device) -> Piece:
-    """Return what does ``work`` on a stream of its own and waits for it; without CUDA ``work`` itself."""
+    """Return ``work`` on a stream of its own, with a wait for its end; without CUDA ``work`` itself."""
     if device.type != "cuda":
         return work
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Arithmetic of a training step: what a token costs.
+"""Floating point operations of a training step, per token.
 
 Two counts of Chowdhery et al., PaLM (2022), appendix B: 6 N for the products with weights, 12 L H Q T for attention
 scores, with N weights, L layers of H heads of Q numbers, and T tokens per sequence. Whatever is computed again counts
@@ -29,7 +29,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     products = product_flops_per_token(model)
     if products is None:
         return None
-    config: Any = next((found for m in model.modules() if (found := getattr(m, "config", None)) is not None), None)
+    config: Any = next((own for m in model.modules() if (own := getattr(m, "config", None)) is not None), None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = range(_number(text, "num_hidden_layers"))
     # Layers may have heads of their own (Gemma 4), which the configuration of the whole model refuses to name.
@@ -38,7 +38,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
 
 
 def _width(layer: Any) -> int:
-    """Return the numbers that all heads of a layer have; 0 if its configuration does not say."""
+    """Return the width of all heads of a layer together; 0 if its configuration does not say."""
     heads = _number(layer, "num_attention_heads")
     return heads * (_number(layer, "head_dim") or _number(layer, "hidden_size") // max(heads, 1))
 
@@ -70,6 +70,7 @@ def product_flops_per_token(model: nn.Module) -> float | None:
     total = 0.0
     for parameter in model.parameters():
         shape = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
+        # A tied table is the head's matrix, too: left out, the head's product would not count.
         if len(shape) < 2 or (id(parameter) in tables and users[id(parameter)] == 1):
             continue
         total += math.prod(shape) * (6 if parameter.requires_grad else 4)

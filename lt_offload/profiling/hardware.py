@@ -1,4 +1,4 @@
-"""The offer of a machine: measured here, or read from a description.
+"""Memory and speeds of a machine: measured here, or read from a description.
 
 Descriptions are ``configs/hardware/*.yaml``, and ``configs/hardware/hosts/*.yaml`` for what surrounds a card; reading
 them needs no torch.
@@ -51,6 +51,7 @@ def load_hardware(name: str | Path) -> HardwareProfile:
         ConfigError: if there is no such description, or it is not a valid one.
     """
     text = str(name)
+    # The path of a file may have commas, which would be taken for changes.
     base, *changes = [text] if is_file(text) else text.split(",")
     path = _description(base, "hardware", _MACHINES)
     machine = _validated(path, {"name": path.stem} | _read(path))
@@ -168,6 +169,7 @@ def measure_hardware(
     if on_progress is not None:
         on_progress("measuring copies between host and device")
     free = available_host_bytes()
+    # Plans count the RAM that the process has taken already (`process_bytes`): left out here, it would count twice.
     host = free + taken_host_bytes().private
     with current(target):
         limit = find_pin_limit(register, unregister, host_bytes=free) if cuda else PinLimit(nbytes=free, how="")
@@ -270,7 +272,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def available_host_bytes() -> int:
-    """Return the RAM this process may still take: what the system has available, or its control group allows."""
+    """Return the RAM that this process may still take, by the system's free RAM and the limits of its control group."""
     import psutil  # type: ignore[import-untyped]
 
     return max(0, min([int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)]))
@@ -289,8 +291,8 @@ def taken_host_bytes() -> TakenHostBytes:
     """Return the RAM that this process takes."""
     import psutil
 
-    found = psutil.Process().memory_info()
-    return TakenHostBytes(all=found.rss, private=max(0, found.rss - getattr(found, "shared", 0)))
+    memory = psutil.Process().memory_info()
+    return TakenHostBytes(all=memory.rss, private=max(0, memory.rss - getattr(memory, "shared", 0)))
 
 
 def total_host_bytes() -> int:
@@ -304,22 +306,22 @@ _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of control groups of version 2, and of version 1: what is allowed, what is used, and what of that is page cache."""
+"""Files of control groups, versions 2 and 1: the limit, the use, and the name of the page cache's part of the use."""
 
 
 def _cgroup_limits(root: Path) -> list[int]:
-    """Return what the control group allows, per version that is mounted; empty without a limit."""
-    found = []
+    """Return the limits of the control group, per version that is mounted; empty without a limit."""
+    allowed = []
     for limit_file, *_ in _MEMORY_FILES:
         try:
-            found.append(int((root / limit_file).read_text()))
+            allowed.append(int((root / limit_file).read_text()))
         except (OSError, ValueError):  # there is none: "max"
             continue
-    return found
+    return allowed
 
 
 def _cgroup_bytes(root: Path) -> list[int]:
-    """Return what the control group leaves, per version that is mounted; empty without a limit."""
+    """Return the bytes that the control group leaves, per version that is mounted; empty without a limit."""
     left: list[int] = []
     for limit_name, used_name, cache_key in _MEMORY_FILES:
         try:

@@ -57,7 +57,7 @@ class Read:
     module: nn.Module
     parameter: str
     """Its name in ``module``."""
-    given: torch.Size
+    shape: torch.Size
     """Shape of the layer's input."""
     forward_bytes: int
     backward_bytes: int
@@ -69,8 +69,8 @@ class Read:
 
     @property
     def signature(self) -> object:
-        """Equal for reads that take equally long."""
-        return type(self.module), self.parameter, self.given, self.tensor.shape, self.tensor.dtype
+        """A key that is equal for reads that take equally long."""
+        return type(self.module), self.parameter, self.shape, self.tensor.shape, self.tensor.dtype
 
 
 class Readers:
@@ -104,7 +104,7 @@ class Readers:
 
     @contextmanager
     def run_uncompiled(self, block: nn.Module) -> Iterator[None]:
-        """Within the context calls of a compiled block run uncompiled, and what they read is noted."""
+        """Within the context, calls of a compiled block run uncompiled, and their reads are noted."""
         undo, self._counts = intercept(block, uncompiled(block)), True
         self._hook(block.modules())
         try:
@@ -130,11 +130,11 @@ class Readers:
 
     def of(self, structure: Structure) -> Readers:
         """Return the same for the blocks of ``structure``."""
-        found = Readers(structure)
+        readers = Readers(structure)
         for read in (read for calls in self._reads.values() for read in calls):
-            if read.tensor in found._index and read.module in found._blocks:
-                found._reads.setdefault((found._index[read.tensor], found._blocks[read.module]), []).append(read)
-        return found
+            if read.tensor in readers._index and read.module in readers._blocks:
+                readers._reads.setdefault((readers._index[read.tensor], readers._blocks[read.module]), []).append(read)
+        return readers
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for read in reads(module, (*args, *kwargs.values()), out) if self._counts else ():
@@ -165,6 +165,7 @@ class Readers:
         if reason:
             say(f"weights cannot be read in host memory: {reason}")
             _log.info("weights cannot be read in host memory: %s", reason)
+            # Figures that stayed would make plans read weights where this device cannot.
             self._reads.clear()
 
     def measure(self, host_copy: HostCopy, device: torch.device, meter: Meter) -> None:
@@ -201,7 +202,7 @@ class Readers:
         return sum(read.forward_bytes for read in calls)
 
     def _of_block(self, calls: list[Read], rate: float) -> ReadProfile:
-        """Return what all reads of one tensor by one block cost together."""
+        """Return the cost of all reads of one tensor by one block together."""
         costs = [self._cost(read, rate) for read in calls]
         forward_s, backward_s, forward_bytes, backward_bytes = (sum(figures) for figures in zip(*costs, strict=True))
         return ReadProfile(
@@ -226,9 +227,9 @@ class Readers:
 
 
 def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
-    """Yield what a call of ``module`` has read of its own parameters; nothing if that cannot be told."""
-    given = args[0] if len(args) == 1 else None
-    if not isinstance(given, Tensor) or not isinstance(out, Tensor):
+    """Yield the reads of its own parameters by a call of ``module``; nothing if they cannot be told."""
+    x = args[0] if len(args) == 1 else None
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor):
         return
     if any(True for _ in module.children()) or any(buffer.ndim for buffer in module.buffers()):
         return  # it reads, and may write, more than its input and its own parameters, as one does that is parametrized
@@ -238,28 +239,28 @@ def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
     weight = own.get("weight")
     if isinstance(module, nn.Embedding):
         if module.max_norm is None:  # otherwise the forward writes, too
-            yield _read(module, "weight", given, out.numel() * module.weight.element_size(), 0)
-    elif weight is not None and weight.ndim == 2 and _multiplies(weight, given, out):
-        passes = 1 if weight.nbytes <= CACHE_BYTES else -(-given.numel() // given.shape[-1] // TILE)
-        yield _read(module, "weight", given, passes * weight.nbytes, passes * weight.nbytes)
+            yield _read(module, "weight", x, out.numel() * module.weight.element_size(), 0)
+    elif weight is not None and weight.ndim == 2 and _multiplies(weight, x, out):
+        passes = 1 if weight.nbytes <= CACHE_BYTES else -(-x.numel() // x.shape[-1] // TILE)
+        yield _read(module, "weight", x, passes * weight.nbytes, passes * weight.nbytes)
         if "bias" in own:
-            yield _read(module, "bias", given, own["bias"].nbytes, 0)
-    elif given.shape == out.shape and all(p.shape == out.shape[-1:] for p in own.values()):
+            yield _read(module, "bias", x, own["bias"].nbytes, 0)
+    elif x.shape == out.shape and all(p.shape == out.shape[-1:] for p in own.values()):
         for name, parameter in own.items():
-            yield _read(module, name, given, parameter.nbytes, parameter.nbytes)
+            yield _read(module, name, x, parameter.nbytes, parameter.nbytes)
 
 
-def _multiplies(weight: Tensor, given: Tensor, out: Tensor) -> bool:
-    ends = [given.shape[-1], out.shape[-1]]
-    return ends in (list(weight.shape), list(weight.shape)[::-1]) and given.shape[:-1] == out.shape[:-1]
+def _multiplies(weight: Tensor, x: Tensor, out: Tensor) -> bool:
+    ends = [x.shape[-1], out.shape[-1]]
+    return ends in (list(weight.shape), list(weight.shape)[::-1]) and x.shape[:-1] == out.shape[:-1]
 
 
-def _read(module: nn.Module, name: str, given: Tensor, forward: int, backward: int) -> Read:
-    return Read(module=module, parameter=name, given=given.shape, forward_bytes=forward, backward_bytes=backward)
+def _read(module: nn.Module, name: str, x: Tensor, forward: int, backward: int) -> Read:
+    return Read(module=module, parameter=name, shape=x.shape, forward_bytes=forward, backward_bytes=backward)
 
 
 def _extra_seconds(read: Read, host_copy: HostCopy, device: torch.device, meter: Meter) -> tuple[float, float]:
-    """Return how much longer forward and backward of a layer take when they read one parameter in host memory."""
+    """Return the seconds that reading one parameter in host memory adds to a layer's forward and to its backward."""
     held = [(parameter, parameter.data) for parameter in read.module.parameters(recurse=False)]
     own, data = read.tensor, read.tensor.data
     try:
@@ -279,9 +280,9 @@ def _seconds(read: Read, device: torch.device, meter: Meter) -> tuple[float, flo
     """Return the time of the layer's forward and of the part of its backward that leads to its input."""
     module = read.module
     if isinstance(module, nn.Embedding):
-        x = torch.arange(read.given.numel(), device=device).remainder(module.num_embeddings).view(read.given)
+        x = torch.arange(read.shape.numel(), device=device).remainder(module.num_embeddings).view(read.shape)
     else:
-        x = torch.zeros(read.given, dtype=read.tensor.dtype, device=device, requires_grad=True)
+        x = torch.zeros(read.shape, dtype=read.tensor.dtype, device=device, requires_grad=True)
     laps: list[tuple[float, float]] = []
     while len(laps) < 2 or not meter.enough([sum(lap) for lap in laps[1:]]):
         meter.lap()

@@ -21,13 +21,13 @@ from lt_offload.schema.profile import Contention, HardwareProfile, OptimizerProf
 
 
 class MeasuredMachine(NamedTuple):
-    """What steps are measured on."""
+    """The machine that steps are measured on."""
 
     hardware: HardwareProfile
     updates: OptimizerProfile
-    """What they cost by the optimizer."""
+    """Cost of updates by the optimizer."""
     contention: Contention
-    """How lanes slow each other down."""
+    """Slowdown of lanes by each other."""
 
 
 def measure_machine(
@@ -39,7 +39,7 @@ def measure_machine(
     updates: OptimizerProfile | None = None,
     say: Callable[[str], None],
 ) -> MeasuredMachine:
-    """Return what the machine and updates cost, and how lanes slow each other down, as far as that is not known."""
+    """Measure the machine, updates and the slowdown of lanes by each other, as far as they are not known."""
     if device.type == "cuda":
         use_expandable_segments(device)  # as the device does: what the allocator wastes is measured
     machine = hardware or _with_model(measure_hardware(device, on_progress=say), model, optimizer)
@@ -57,6 +57,7 @@ def measure_machine(
 
 def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:
     """Return ``machine`` with the speeds of copies in one direction alone, if ``contention`` says the rest."""
+    # Speeds beside the other direction have its slowdown in them, which `contention` would count a second time.
     h2d, d2h = machine.h2d_alone_bytes_per_s, machine.d2h_alone_bytes_per_s
     if not contention.slowdowns or not h2d or not d2h:
         return machine
@@ -65,8 +66,8 @@ def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:
 
 def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
     """Return ``machine`` without the RAM that weights and optimizer states take already: plans count them anyway."""
-    found = (tensor for state in states.of_parameters(optimizer) for tensor in states.tensors_of(state).values())
-    on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *found) if tensor.device.type == "cpu")
+    held = (tensor for state in states.of_parameters(optimizer) for tensor in states.tensors_of(state).values())
+    on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *held) if tensor.device.type == "cpu")
     taken = taken_host_bytes()
     # Of weights that are pages of a file, some may never have been read.
     return replace(machine, process_bytes=max(taken.all - on_host, taken.private - min(taken.private, on_host)))

@@ -1,4 +1,4 @@
-"""Measures a model with its real weights on the device it will be trained on, one block at a time.
+"""Measurement of a model with its real weights on the device it will be trained on, one block at a time.
 
 The device needs room for one block, its activations and one batch; the model may be larger than the device.
 """
@@ -46,7 +46,7 @@ def profile(
     micro_batches: int = 1,
     on_progress: Progress | None = None,
 ) -> Profile:
-    """Measure what ``model`` costs on ``sample_batch``; neither weights, gradients, buffers nor random numbers change.
+    """Measure ``model`` on ``sample_batch``; neither weights, gradients, buffers nor random numbers change.
 
     If blocks are compiled, everything that ``torch.compile`` has compiled in this process is compiled again when it is
     called next, as in a process that starts.
@@ -102,7 +102,7 @@ def check_use(
     run: Run | None = None,
     micro_batches: int = 1,
 ) -> Structure:
-    """Run ``model`` once, as :func:`profile` does, to refuse what no plan could train exactly; measures nothing.
+    """Run ``model`` once, as :func:`profile` does, to refuse a model that no plan trains exactly; measures nothing.
 
     Returns its blocks in the order in which it calls them.
 

@@ -1,4 +1,4 @@
-"""Costs of a run: by a clock, by a count of work for machines that are not here, by an account of device memory."""
+"""Three ways to cost a run: time, a count of work (for machines that are not here), an account of device memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lap:
 
     seconds: float
     launch_s: float
-    """What the host needed of it to launch the work; 0 where the host does the work itself."""
+    """The part in which the host launched the work; 0 where the host does the work itself."""
 
 
 class Meter(Protocol):
@@ -63,7 +63,7 @@ class Meter(Protocol):
 
     @property
     def lags(self) -> bool:
-        """Whether a device runs what the host has launched, later."""
+        """True: a device runs later what the host has launched."""
         ...
 
     def lap(self, behind: float = 0.0) -> Lap:
@@ -86,7 +86,7 @@ class Stopwatch:
         self.lags = device.type == "cuda"
         self._device = device
         self._begin: Any = None
-        """On the device, behind what kept it busy."""
+        """An event on the device, behind the work that kept it busy."""
         self._last = time.perf_counter()
 
     def lap(self, behind: float = 0.0) -> Lap:
@@ -109,6 +109,7 @@ class Stopwatch:
         if self.lags and behind > 0:
             occupy(self._device, behind)
             self._begin = self._mark()
+        # Only now: the launch of what keeps the device busy is no part of the lap.
         self._last = time.perf_counter()
         return lap
 
@@ -119,7 +120,7 @@ class Stopwatch:
         return event
 
     def enough(self, seconds: Sequence[float]) -> bool:
-        """Until two times agree: others on the machine make times longer, and never shorter."""
+        """Return whether two times agree: others on the machine make times longer, and never shorter."""
         return (
             len(seconds) >= _MOST
             or sum(seconds) > _LONG
@@ -128,12 +129,12 @@ class Stopwatch:
 
 
 def fastest(seconds: Sequence[float]) -> list[float]:
-    """Return the two shortest of several times, or the only one: what counts of them."""
+    """Return the two shortest of several times, or the only one; only these count."""
     return sorted(seconds)[:2]
 
 
 def scatter(seconds: Sequence[float]) -> float:
-    """Return half the distance between the extremes of repeated measurements, relative to what counts of them."""
+    """Return half the distance between the extremes of repeated measurements, relative to their :func:`fastest`."""
     counts = sum(fastest(seconds))
     return (max(seconds) - min(seconds)) / counts * len(fastest(seconds)) / 2 if counts > 0 else 0.0
 
@@ -158,7 +159,7 @@ class Roofline(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Count what stands for compiled code, instead of the operations that it is compiled from."""
+        """Count the operations that stand for compiled code, instead of those that it is compiled from."""
         return True
 
     def __enter__(self) -> Self:
@@ -195,13 +196,13 @@ class Roofline(TorchDispatchMode):
     """Launches are counted, not timed."""
 
     def lap(self, behind: float = 0.0) -> Lap:
-        """Return the estimate for what ran since the last call."""
+        """Return the estimate for the operations since the last call."""
         lap = Lap(seconds=self._seconds, launch_s=self._launch_s)
         self._seconds = self._launch_s = 0.0
         return lap
 
     def enough(self, seconds: Sequence[float]) -> bool:
-        """Counting again gives the same."""
+        """Return True: counting again gives the same."""
         return True
 
     def _rate(self, read: list[Tensor]) -> float:
@@ -236,7 +237,7 @@ class Roofline(TorchDispatchMode):
 
 
 def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what ``func`` gives for fake tensors.
+    """Return the results of ``func`` for fake tensors.
 
     Torch multiplies groups in every floating dtype; its rule for fake tensors knows one of them.
 
@@ -259,7 +260,7 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:
-    """Return what an operation writes: nothing, if all it does is to show its arguments in another way."""
+    """Return the tensors that an operation writes; none if its results are views of its arguments."""
     results = list(tensors_in(out))
     if schema_of(func).is_mutable:
         return results or read
@@ -268,7 +269,7 @@ def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:
 
 
 class Watch:
-    """Device memory in use during a phase: storages by account, and on CUDA what kernels take beside them."""
+    """Device memory in use during a phase: storages by account, and on CUDA the workspaces of kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
@@ -312,9 +313,9 @@ class Watch:
         return self._account.peak_without(self._left_out) + self._beside
 
     def whole_peak(self) -> int:
-        """Return the peak of the last phase, with what was to be left out."""
+        """Return the peak of the last phase, with the gradients that were to be left out."""
         return self._account.peak + self._beside
 
     def held_peak(self) -> int:
-        """Return the peak of the last phase as it would be if what was left out had stayed to its end."""
+        """Return the peak of the last phase if the gradients left out had stayed to its end."""
         return self._account.peak_holding(self._left_out) + self._beside

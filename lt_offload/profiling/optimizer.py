@@ -57,13 +57,13 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 _STEPS, _UNCHANGED = 16, 3
 _SAMPLE_ELEMENTS, _LEAST_ELEMENTS = 1 << 22, 1 << 16
-"""Of the tensor that is updated, and of all of it that a device has to have room for."""
+"""Elements of a trial's tensor, and the fewest that a device has to have room for."""
 _ESTIMATE_SHAPE = (256, 256)
 _ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 23}
-"""By device, of all that is updated at a time: with gradients and states half a gigabyte for an fp32 AdamW, more than
-caches of servers hold; the emulated device is not worth so much time."""
+"""Elements updated in one measurement, by device: with gradients and states half a gigabyte for an fp32 AdamW, more
+than caches of servers hold; the emulated device is not worth so much time."""
 _TRIAL_SHAPE = (512, 2048)
-"""Of tensors whose update takes milliseconds."""
+"""Shape of tensors whose update takes milliseconds."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
@@ -76,7 +76,7 @@ figures of the cores that there were are in docs/benchmarks.md."""
 
 
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return ``optimizer``, made for ``parameters`` if it is what makes one.
+    """Return ``optimizer``, made for ``parameters`` if a factory is passed.
 
     Raises:
         ConfigError: if there is nothing to train.
@@ -151,8 +151,8 @@ class UpdateSizes:
         """
         trained = [parameter for parameter in parameters if self._kind(parameter) is not None]
         trained.sort(key=lambda parameter: self._places[parameter])
-        found = [self.scratch(parameter) for parameter in trained]
-        sizes = [int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, found, strict=True)]
+        scratches = [self.scratch(parameter) for parameter in trained]
+        sizes = [int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, scratches, strict=True)]
         # Torch takes all tensors at once (foreach), on a GPU by itself.
         by_itself = self._device.type == "cuda"
         chosen = [group.get("foreach") for group in self._optimizer.param_groups]
@@ -204,12 +204,12 @@ def _state_after_steps(sample: _Sample) -> int:
 
 def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
     """Return the bytes of the state after each of the first steps; no more are tried once three leave it as it is."""
-    found: list[int] = []
+    sizes: list[int] = []
     stand_in.copy_state()
-    while len(found) < most and (len(found) < _UNCHANGED or len(set(found[-_UNCHANGED:])) > 1):
+    while len(sizes) < most and (len(sizes) < _UNCHANGED or len(set(sizes[-_UNCHANGED:])) > 1):
         stand_in.step()
-        found.append(_state_bytes(stand_in.state))
-    return found
+        sizes.append(_state_bytes(stand_in.state))
+    return sizes
 
 
 def _scratch_of_steps(sample: _Sample, room: int, device: torch.device) -> int:
@@ -221,7 +221,7 @@ def _scratch_of_steps(sample: _Sample, room: int, device: torch.device) -> int:
     try:
         with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
             fake = _scratch_by_step(sample, device, room)
-        if not answers.given:
+        if not answers.used:
             return fake
     except Exception:  # whatever a foreign optimizer meets on fake tensors
         fake = 0
@@ -258,8 +258,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.given = False
-        """Whether they have been asked."""
+        self.used = False
+        """True once a number was asked for."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -267,21 +267,21 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
-            self.given = True
+            self.used = True
             return torch.ones((), dtype=args[0].dtype).item()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What is updated for a trial, and by whom."""
+    """A tensor that is updated for a trial, and its optimizer."""
 
     optimizer: Optimizer
     place: tuple[int, int]
-    """The group of the parameter that it stands for, and where that is in it."""
+    """The group of the parameter that it stands for, and its position in that group."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     like: nn.Parameter
-    """The parameter it stands for, perhaps larger."""
+    """The parameter that it stands for, which may be larger."""
 
 
 class _ParameterStandIn:
@@ -291,6 +291,7 @@ class _ParameterStandIn:
         self._sample = sample
         made = [torch.zeros(sample.shape, dtype=sample.dtype, device=device) for _ in range(copies)]
         self.parameters = [nn.Parameter(tensor) for tensor in made]
+        # Not by its constructor, whose arguments only the user's code knows.
         self._optimizer: Optimizer = object.__new__(type(sample.optimizer))
         vars(self._optimizer).update(vars(sample.optimizer))
         vars(self._optimizer).pop("step", None)  # a scheduler's wrapper around the real optimizer's step
@@ -326,7 +327,7 @@ class _ParameterStandIn:
                 tensor.data = mapped.view(tensor.shape).copy_(tensor.data)
 
     def fill_gradients(self) -> None:
-        """Give those that have none a gradient."""
+        """Give parameters without a gradient one."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.full_like(parameter, 1e-3)
@@ -348,7 +349,7 @@ class _ParameterStandIn:
             raise limits.UNTRIED.error(use) from error
 
     def copy_state(self) -> None:
-        """Have a state like that of the parameter, if that has any."""
+        """Copy the state of the parameter, if it has any."""
         like = self._sample.like
         for mine in self.parameters if self._sample.optimizer.state.get(like) else ():
             state = self._optimizer.state[mine]
@@ -387,7 +388,7 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
 
 
 def _device_speed(optimizer: Optimizer, sample: _Sample, device: torch.device) -> float:
-    """Return the speed of updates on a GPU, of as much as there is to update or finds room: more than caches hold."""
+    """Return the speed of updates on a GPU, of as many elements as there are or as find room: more than caches hold."""
     elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
 
     def measure(most: int) -> float:
@@ -428,6 +429,7 @@ def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dic
             errors.append(error)
 
     before = torch.get_num_threads()
+    # On a thread of its own: bound to the node's cores, the caller would launch and compute on them ever after.
     worker = threading.Thread(target=measure, name="lt_offload measures updates")
     worker.start()
     worker.join()
@@ -457,7 +459,7 @@ def _host_stand_in(optimizer: Optimizer, sample: _Sample, most: int) -> _Paramet
 
 
 def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
-    """Return updates on the host that ``optimizer`` might do, each of other tensors, in all of more than caches hold.
+    """Return updates on the host as ``optimizer`` does them, each of other tensors, together more than caches hold.
 
     Args:
         optimizer: whose rule and options they have.
@@ -474,7 +476,7 @@ def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], No
 
 
 def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> OptimizerProfile:
-    """Estimate the speed of updates from the bytes that one moves."""
+    """Estimate the speed of updates from the bytes that an update moves."""
     stand_in = _ParameterStandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
     stand_in.step()  # makes the state
     with Roofline(hardware) as meter:
@@ -502,7 +504,7 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
 
 
 def _largest(optimizer: Optimizer) -> _Sample:
-    """Return the largest tensor, cut down to what can be updated quickly."""
+    """Return the largest tensor, cut down to a size that is updated quickly."""
     parameter, place = max(places_of(optimizer).items(), key=lambda pair: pair[0].numel())
     return _Sample(optimizer, place, _cut(tuple(parameter.shape), _SAMPLE_ELEMENTS), parameter.dtype, parameter)
 

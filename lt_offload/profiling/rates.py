@@ -1,4 +1,4 @@
-"""Measures how fast copies between host and device, copies within either, and matrix products are on this machine.
+"""Speeds of copies between host and device, of copies within either, and of matrix products, measured here.
 
 Copies between host and device are timed in memory like the engine's, each direction alone and both at once.
 """
@@ -25,7 +25,7 @@ from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import locked
 
 _COPY_BYTES, _LEAST_COPY_BYTES = 32 << 20, 1 << 20
-"""What is copied: so much, or less of it where the device has no room."""
+"""Bytes of a copy, and the fewest where the device has no room for more."""
 _STREAM_REPEATS, _THREAD_REPEATS = 16, 3
 LOCKED_BYTES = 2 * _COPY_BYTES + STAGING_BYTES
 """Host memory that is page-locked for the measurement."""
@@ -49,7 +49,7 @@ class Links:
 
 
 def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> Links:
-    """Measure copies, each way alone and both at once; without CUDA between two places in RAM.
+    """Measure copies, each way alone and both at once; without CUDA between two buffers in RAM.
 
     Smaller ones than usual, if the device has little memory left.
 
@@ -66,9 +66,9 @@ def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes:
     with ExitStack() as stack:
         devices = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         pages = [map_pages(nbytes) for _ in range(2)]
-        for each in pages:
-            node.run(each.touch)
-        hosts = [each.bytes() for each in pages]
+        for buffer in pages:
+            node.run(buffer.touch)
+        hosts = [buffer.bytes() for buffer in pages]
         down, up = (devices[0], hosts[0]), (hosts[1], devices[1])
         if device.type != "cuda":
             return _links(partial(_on_threads, [Tensor.copy_, Tensor.copy_]), down, up)
@@ -108,6 +108,7 @@ def _on_streams(device: torch.device, pairs: Sequence[_Pair]) -> list[float]:
     ends: list[list[Any]] = [[] for _ in pairs]
     starts: list[Any] = []
     streams = [torch.cuda.Stream(device) for _ in pairs]  # type: ignore[no-untyped-call]
+    # Or what runs before would be in the times of the first copies.
     torch.cuda.synchronize(device)
     for stream in streams:
         starts.append(torch.Event("cuda", enable_timing=True))
@@ -129,6 +130,7 @@ def _on_threads(copies: Sequence[_Copy], pairs: Sequence[_Pair]) -> list[float]:
     together = threading.Barrier(len(pairs))
 
     def work(mine: list[float], copy: _Copy, target: Tensor, source: Tensor) -> None:
+        # All start at once, or the first would be timed while it has the link to itself.
         together.wait()
         start = time.perf_counter()
         for _ in range(_THREAD_REPEATS):
@@ -147,6 +149,7 @@ def _speeds(ends: Sequence[Sequence[float]], nbytes: int) -> list[float]:
     first_end = min(mine[-1] for mine in ends)
     speeds: list[float] = []
     for mine in ends:
+        # Behind the first end fewer share the link: those copies would look faster than both ways at once are.
         counted = [end for end in mine if end <= first_end] or mine[:1]
         speeds.append(len(counted) * nbytes / counted[-1])
     return speeds
@@ -155,7 +158,7 @@ def _speeds(ends: Sequence[Sequence[float]], nbytes: int) -> list[float]:
 _SIZE = 1024
 """Size of the matrices that the processor multiplies."""
 LEAST_SIZE, MOST_SIZE = 256, 8192
-"""The sizes of those for a GPU; which one is right depends on how fast it is, and how much room it has."""
+"""The least and the greatest size for a GPU; its speed and its room decide between them."""
 _LONG_ENOUGH = 1e-3
 """Products of so many seconds are long beside what it takes to launch the first and to wait for the last."""
 _MOST_TIMES = 256
@@ -164,7 +167,7 @@ _SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """How fast one device and the host compute and move memory, each by itself."""
+    """Speeds of computing and of moving memory on one device and on the host, each by itself."""
 
     flops_per_s: dict[str, float]
     """The speed of matrix products on the device, by dtype."""
@@ -195,7 +198,7 @@ def _flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def product_size(dtype: torch.dtype, device: torch.device, *, most: int = MOST_SIZE) -> tuple[int, int]:
-    """Return how large matrices have to be for a product on a CUDA ``device`` to take a millisecond, and a number.
+    """Return the size of matrices whose product on a CUDA ``device`` takes a millisecond, and a number.
 
     Where those would be larger than ``most``, or than the device has room for, it takes that number of smaller ones.
 

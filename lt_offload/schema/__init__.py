@@ -1,1 +1,1 @@
-"""The contract: what profiling, planning and execution hand to each other. Frozen data, JSON both ways, no torch."""
+"""The contract between profiling, planning and execution: frozen data, JSON both ways, no torch."""

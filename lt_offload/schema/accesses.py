@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from lt_offload.schema.plan import Op, Payload
 
 How = Literal["reads", "writes", "uses up"]
-"""An op that uses something up writes it, and leaves nothing that is of use to anybody."""
+"""``uses up``: written, with contents afterwards that no later op may read."""
 
 IN_ARENA: tuple[Payload, ...] = ("weight", "state", "sum")
-"""What lies in the arena while it is on the device; the framework allocates the rest."""
+"""Payloads whose device copies lie in the arena; the framework allocates the others."""
 
 PAYLOADS: Mapping[OpKind, tuple[Payload, ...]] = {
     "prefetch": (*IN_ARENA, "activation"),
@@ -42,7 +42,7 @@ _IN_PLACE: Mapping[OpKind, tuple[tuple[Payload, How], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccess:
-    """What an op does with the weights, states, ... that it names, or that its block has."""
+    """One access of an op to the weights, states, ... that it names, or that its block has."""
 
     tier: TierName
     payload: Payload
@@ -50,7 +50,7 @@ class MemoryAccess:
 
 
 def accesses(op: Op) -> tuple[MemoryAccess, ...]:
-    """Return what ``op`` does, in this order.
+    """Return the accesses of ``op``, in this order.
 
     Three things depend on the plan: sums are there if it adds gradients up, an update that waits for all gradients
     reads none but their sums, and weights that a computation reads directly (``Op.zero_copy``) are on the host.
@@ -72,7 +72,7 @@ def _accesses(kind: OpKind, lane: LaneName, payload: Payload | None) -> tuple[Me
 
 
 def writes(op: Op, tier: TierName) -> tuple[Payload, ...]:
-    """Return what ``op`` changes in the memory ``tier``."""
+    """Return the payloads that ``op`` changes in the memory ``tier``."""
     return tuple(access.payload for access in accesses(op) if access.tier == tier and access.how != "reads")
 
 
@@ -83,8 +83,8 @@ def takes_room(op: Op) -> bool:
 
 def lanes_of(kind: OpKind, payload: Payload | None) -> list[LaneName]:
     """Return the lanes on which such ops may run; ``none`` for those that occupy none."""
-    found = [lane.name for lane in LANES if kind in lane.kinds]
+    lanes = [lane.name for lane in LANES if kind in lane.kinds]
     if payload != "grad" and kind == "offload":
         # The backward itself writes gradients to host memory, and nothing else.
-        found = [name for name in found if name != "compute"]
-    return found or ["none"]
+        lanes = [name for name in lanes if name != "compute"]
+    return lanes or ["none"]

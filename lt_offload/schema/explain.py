@@ -23,7 +23,7 @@ _MOST_ALTERNATIVES = 6
 _BAR = 20
 _NOT_SIMULATED = "not simulated"
 OTHER_BITS = "last bits are not those of plain PyTorch"
-"""What a note of a plan says where sums of gradients are in another order."""
+"""The words of a plan's note about gradients that are summed in another order."""
 _MOST_CHAINS = 12
 _MEANINGS = {
     "keep": "activations stay on the device between forward and backward",
@@ -52,7 +52,7 @@ _IN_SHORT = {
     "fused": "are fused with the loss",
     "chunked": "are fused with the loss, in chunks",
 }
-"""What happens to the activations of blocks, as the rest of a sentence."""
+"""The fate of blocks' activations by option, as the rest of a sentence."""
 _PLACES: dict[UpdatePlace, str] = {
     "device": "the device",
     "paged": "the device (paged)",
@@ -60,11 +60,11 @@ _PLACES: dict[UpdatePlace, str] = {
 }
 _HEADERS = ("blocks", "activations", "weights in", "states in", "gradients out", "tensors updated on")
 _LIMITS = (7, 20, 17, 11, 17)
-"""Characters of each column but the last, which takes what is left."""
+"""Characters of each column but the last, which takes the rest."""
 
 
 def explain(plan: Plan) -> str:
-    """Return what ``plan`` does with each block, what it costs, and why it was chosen, in at most 100 columns."""
+    """Return each block's treatment, the costs and the reasons for the choice, in at most 100 columns."""
     rows = [_HEADERS, *(_row(list(run)) for _, run in groupby(_blocks(plan), key=_kind))]
     lines = [
         *_fields([("model", _inputs(plan)), *_prediction(plan), *_memory(plan), *_traffic(plan)]),
@@ -98,14 +98,14 @@ def headline(plan: Plan) -> str:
 
 def brief(plan: Plan) -> str:
     """Return one short paragraph about ``plan``, in less than 80 columns: time, memory, copies, updates."""
-    found = plan.predicted
+    predicted = plan.predicted
     counts = Counter(plan.update_places)
     updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]
     options = Counter(_IN_SHORT.get(option, option) for option in plan.options).most_common()
     activations = "; ".join(f"of {count} {'block' if count == 1 else 'blocks'} {what}" for what, count in options)
     text = (
-        f"Plan: {_inputs(plan)}. {_time(plan)} Device memory: {format_bytes(found.device_peak_bytes)} of "
-        f"{format_bytes(plan.budget_bytes)}; RAM: {format_bytes(found.host_peak_bytes)} of "
+        f"Plan: {_inputs(plan)}. {_time(plan)} Device memory: {format_bytes(predicted.device_peak_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)}; RAM: {format_bytes(predicted.host_peak_bytes)} of "
         f"{format_bytes(plan.host_budget_bytes)}{_own(plan)}. Copied: {dict(_traffic(plan))['copies']}. "
         f"Activations {activations}. Tensors updated: {', '.join(updates) or 'none'}."
     )
@@ -118,22 +118,22 @@ def brief(plan: Plan) -> str:
 
 
 def _own(plan: Plan) -> str:
-    """Return what of the RAM is the process's own, in words."""
+    """Return the part of the RAM that is the process's own, in words."""
     own = plan.process_bytes
     return f", {format_bytes(own)} of it for Python, PyTorch and libraries" if own else ""
 
 
 def _time(plan: Plan) -> str:
-    """Return a sentence about how long an iteration takes."""
-    found = plan.predicted
-    if not found.iteration_s:
+    """Return a sentence about the duration of an iteration."""
+    predicted = plan.predicted
+    if not predicted.iteration_s:
         return "It was not simulated."
     unit = "An iteration" if plan.accumulate == 1 else f"A {plan.unit}"
     about = "about " if plan.estimated else ""
-    slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
+    slower = predicted.iteration_s / predicted.no_offload_s if predicted.no_offload_s else 1.0
     return (
-        f"{unit} takes {about}{format_seconds(found.iteration_s)}, {slower:.2f} times the "
-        f"{format_seconds(found.no_offload_s)} of a device with enough memory{_rate(plan)}."
+        f"{unit} takes {about}{format_seconds(predicted.iteration_s)}, {slower:.2f} times the "
+        f"{format_seconds(predicted.no_offload_s)} of a device with enough memory{_rate(plan)}."
     )
 
 
@@ -150,7 +150,7 @@ def _rate(plan: Plan) -> str:
 
 
 def samples_of(what: Plan | Profile, times: str = "x") -> str:
-    """Return the size of a batch, in words; what has no length has no tokens."""
+    """Return the size of a batch, in words; samples without a length have no tokens."""
     return f"{what.batch_size} {f'{times} {what.sequence_length} tokens' if what.sequence_length > 1 else 'samples'}"
 
 
@@ -166,33 +166,33 @@ def _inputs(plan: Plan) -> str:
 
 
 def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
-    found = plan.predicted
-    if not found.iteration_s:
+    predicted = plan.predicted
+    if not predicted.iteration_s:
         yield "iteration", _NOT_SIMULATED
         return
-    slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
+    slower = predicted.iteration_s / predicted.no_offload_s if predicted.no_offload_s else 1.0
     about = "about " if plan.estimated else ""
     yield (
         "iteration",
-        f"{about}{format_seconds(found.iteration_s)}, {_gap(found)}; {slower:.2f} times the "
-        f"{format_seconds(found.no_offload_s)} of a device with enough memory{_rate(plan)}",
+        f"{about}{format_seconds(predicted.iteration_s)}, {_gap(predicted)}; {slower:.2f} times the "
+        f"{format_seconds(predicted.no_offload_s)} of a device with enough memory{_rate(plan)}",
     )
 
 
-def _gap(found: Prediction) -> str:
-    """Return how near a plan is to the best one, as far as that is known."""
-    bound = format_seconds(found.lower_bound_s)
-    if found.proved:
-        return f"{found.gap:.1%} above the lower bound of {bound}"
+def _gap(predicted: Prediction) -> str:
+    """Return the distance of a plan from the lower bound, in words, or that the bound is not proved."""
+    bound = format_seconds(predicted.lower_bound_s)
+    if predicted.proved:
+        return f"{predicted.gap:.1%} above the lower bound of {bound}"
     return f"how near to the best is not proved, as time was up; computations alone take {bound}"
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
-    found = plan.predicted
-    rest = max(found.device_peak_bytes - plan.arena_bytes, 0)
+    predicted = plan.predicted
+    rest = max(predicted.device_peak_bytes - plan.arena_bytes, 0)
     yield (
         "device memory",
-        f"{format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}: "
+        f"{format_bytes(predicted.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}: "
         f"{format_bytes(plan.arena_bytes)} for weights and optimizer states, up to {format_bytes(rest)} for all else",
     )
     packing = plan.packing
@@ -203,7 +203,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{packing.waste:.1%} more; transfers per iteration: {packing.transfers} for {packing.tensors} weights and "
             "states",
         )
-    ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}{_own(plan)}"
+    ram = f"{format_bytes(predicted.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}{_own(plan)}"
     arriving = sum(op.bytes for op in plan.ops if op.sends_gradients and not plan.begins_sums(op))
     if arriving:
         ram += f"; {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
@@ -231,7 +231,7 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _chains(plan: Plan) -> str:
-    """Return how many forwards run again, and in which chains, e.g. ``"2x blocks 3-5"``; empty if none does."""
+    """Return the number of forwards that run again, and their chains, e.g. ``"2x blocks 3-5"``; empty if none does."""
     chains: list[list[Op]] = []
     again = [op for op in plan.ops if op.save is not None]
     for op in again:
@@ -263,9 +263,9 @@ def _batch_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
         yield str(point.batch_size), f"{bar:<{_BAR}} {speed}: {point.reason}"
 
 
-def _alternative(found: Alternative) -> tuple[str, str]:
-    seconds = "no plan" if found.iteration_s is None else format_seconds(found.iteration_s)
-    return seconds, f"{found.planner}: {found.reason}"
+def _alternative(alternative: Alternative) -> tuple[str, str]:
+    seconds = "no plan" if alternative.iteration_s is None else format_seconds(alternative.iteration_s)
+    return seconds, f"{alternative.planner}: {alternative.reason}"
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
@@ -342,15 +342,15 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _sizes(sizes: Iterable[int]) -> str:
-    found = list(sizes)
-    low, high = format_bytes(min(found)), format_bytes(max(found))
-    if not max(found):
+    numbers = list(sizes)
+    low, high = format_bytes(min(numbers)), format_bytes(max(numbers))
+    if not max(numbers):
         return "-"
     if low == high:
         return high
     # The unit is written once if both ends have it; 0 needs none.
     number, _, unit = low.partition(" ")
-    return f"{number}-{high}" if high.endswith(unit) and min(found) else f"{low if min(found) else 0}-{high}"
+    return f"{number}-{high}" if high.endswith(unit) and min(numbers) else f"{low if min(numbers) else 0}-{high}"
 
 
 # -- layout ----------------------------------------------------------------------------------------------------------
@@ -368,6 +368,7 @@ def _legend(plan: Plan) -> list[tuple[str, str]]:
 def _fields(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield lines of a label and a text that is wrapped to the right of it."""
     for label, text in pairs:
+        # `wrap` returns no line for an empty text, and its label would be lost.
         lines = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=False) or [""]
         for at, line in enumerate(lines):
             yield f"{label if at == 0 else '':<{_LABEL}}{line}"

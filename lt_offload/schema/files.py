@@ -42,24 +42,24 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int, olde
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        found = json.loads(text)
+        document = json.loads(text)
         # Python's json reads NaN, Infinity and integers of any length, and no size, count or time is such a number.
-        _check_numbers(found, ())
+        _check_numbers(document, ())
     except ValueError as error:
         raise PlanError(f"{source} is not a valid {cls.__name__} file: {error}") from None
     # Of the parser or of the check: both call themselves for every level.
     except RecursionError:
         raise PlanError(f"{source} is not a valid {cls.__name__} file: it is nested too deeply") from None
-    version = found.get("schema") if isinstance(found, dict) else None
+    version = document.get("schema") if isinstance(document, dict) else None
     # True and 2.0 equal numbers, and no release has written them as its version.
     if version == schema - 1 and older is not None and not isinstance(version, bool | float):
         try:
-            found = older(found)
+            document = older(document)
         except (LookupError, TypeError, AttributeError) as error:
             raise PlanError(
                 f"{source} is not a valid {cls.__name__} file of schema {version}: {type(error).__name__}: {error}"
             ) from None
-        text, version = json.dumps(found), found["schema"]
+        text, version = json.dumps(document), document["schema"]
     if version != schema or isinstance(version, bool | float):
         raise PlanError(
             f"{source} has schema {version!r}, this release of lt_offload reads schema {schema} of {cls.__name__}; "
@@ -116,8 +116,8 @@ def load_json(
         text = Path(path).read_bytes()
     except OSError as error:
         raise PlanError(f"cannot read {cls.__name__} file {str(path)!r}: {error.strerror}") from None
-    found = from_json(cls, text, source=repr(str(path)), schema=schema, older=older)
-    problem = None if problems is None else next(problems(found), None)
+    loaded = from_json(cls, text, source=repr(str(path)), schema=schema, older=older)
+    problem = None if problems is None else next(problems(loaded), None)
     if problem is not None:
         raise PlanError(f"{str(path)!r} is not a valid {cls.__name__} file: {problem}; make it again")
-    return found
+    return loaded

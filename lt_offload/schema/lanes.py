@@ -1,4 +1,4 @@
-"""Lanes: what the ops of a plan occupy, one table for planning, execution and reports.
+"""The lanes that the ops of a plan occupy: one table for planning, execution and reports.
 
 A new tier of memory is a name here, a drive a lane per direction, and a lane of the device
 (``execute/device``). What ops do with memory follows from their lane: see ``accesses.py``.
@@ -18,11 +18,11 @@ TierName = Literal["device", "host"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """What ops occupy one after the other."""
+    """A resource that ops occupy one after the other."""
 
     name: LaneName
     title: str
-    """What people call it."""
+    """Its name for people."""
     kinds: tuple[OpKind, ...]
     """Ops that may run on it."""
     source: TierName
@@ -30,9 +30,9 @@ class Lane:
     target: TierName | None = None
     """The memory that its copies go to."""
     in_order: bool = True
-    """Whether it works through its ops in the order of issue; else the most urgent that can begin comes first."""
+    """True: ops run in the order of issue. False: of those that can begin, the most urgent one is next."""
     between_machines: bool = False
-    """Whether it is idle where one machine trains alone: pictures and tables leave it out then."""
+    """True: idle where one machine trains alone; pictures and tables leave it out then."""
 
 
 LANES: tuple[Lane, ...] = (
@@ -58,7 +58,7 @@ LANE: Mapping[LaneName, Lane] = {lane.name: lane for lane in LANES}
 """The same by name."""
 
 MACHINE_LANES = tuple(lane for lane in LANES if not lane.between_machines)
-"""Those of one machine, which share its links and its memory; the first ones of ``LANES``."""
+"""The lanes of one machine, which share its links and its memory; the first ones of ``LANES``."""
 
 
 def shown(used: Iterable[str]) -> tuple[Lane, ...]:

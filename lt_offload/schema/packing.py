@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """What the arena of a plan holds, in bytes, and how its tensors travel."""
+    """Use of a plan's arena, in bytes, and the number of copies to and from it."""
 
     extent: int
     live_peak: int
@@ -27,12 +27,12 @@ class Packing:
 
     @property
     def waste(self) -> float:
-        """By how much the extent is larger than the peak of live bytes, as part of that."""
+        """Relative excess of the extent over the peak of live bytes."""
         return self.extent / self.live_peak - 1 if self.live_peak else 0.0
 
 
 def packing(plan: Plan) -> Packing:
-    """Return what ``plan`` makes of its arena."""
+    """Return the use that ``plan`` makes of its arena."""
     walk = _ArenaWalk(plan)
     copied: dict[Pass, tuple[int, int]] = {}
     for which in (*plan.passes, *plan.passes):  # what is released after the last step is released at the end of a pass
@@ -44,12 +44,12 @@ def packing(plan: Plan) -> Packing:
 
 
 class _ArenaWalk:
-    """What is in the arena while the ops are issued."""
+    """Contents of the arena while the ops are issued."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.offsets: dict[int, int] = {entry.group: entry.offset for entry in plan.initial}
-        """Of the groups that are there."""
+        """Arena offset of each group on the device."""
         self.live = self.peak = sum(plan.groups[group].bytes for group in self.offsets)
         self.tensors = self.transfers = 0
         self._releases: dict[int, list[int]] = defaultdict(list)
@@ -81,7 +81,7 @@ class _ArenaWalk:
         self.transfers += sum(1 for _ in self._ranges(op.groups))
 
     def _ranges(self, groups: Sequence[int]) -> Iterator[int]:
-        """Yield where each range begins of those that make up ``groups`` here and on the host."""
+        """Yield the start of each range that is contiguous here and on the host, together all of ``groups``."""
         before, end = -1, 0
         # Numbers within a span ascend as the groups lie on the host, so only neighbours in number can be one range.
         for number in sorted(groups):

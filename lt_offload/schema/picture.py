@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from lt_offload.schema.plan import Plan
 
 _LABEL, _BAR, _ROW = 170, 320, 22
-"""Pixels: where bars begin, how long a full one is, and from one row to the next."""
+"""Pixels: start of the bars, length of a full one, height of a row."""
 _COLORS = {"time": "#4c78a8", "memory": "#f58518"}
 
 
 def picture(plan: Plan) -> str:
-    """Return ``plan`` in words, and how busy each lane and how full each memory is as bars."""
+    """Return ``plan`` in words, with bars for the load of each lane and the use of each memory."""
     rows = list(_rows(plan))
     drawn = "".join(_row(number, *row) for number, row in enumerate(rows))
     # Bars say nothing to a screen reader.
@@ -34,17 +34,17 @@ def picture(plan: Plan) -> str:
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, float, str]]:
     """Yield name, figures, share and kind of each bar."""
-    found = plan.predicted
+    predicted = plan.predicted
     busy: dict[str, float] = {}
     for op, count in zip(plan.ops, plan.counts, strict=True):
         busy[op.lane] = busy.get(op.lane, 0.0) + count * op.seconds
     for lane in shown(busy):
         seconds = busy.get(lane.name, 0.0)
-        share = seconds / found.iteration_s if found.iteration_s else 0.0
-        yield lane.title, f"{format_seconds(seconds)} of {format_seconds(found.iteration_s)}", share, "time"
+        share = seconds / predicted.iteration_s if predicted.iteration_s else 0.0
+        yield lane.title, f"{format_seconds(seconds)} of {format_seconds(predicted.iteration_s)}", share, "time"
     for name, used, budget in (
-        ("device memory", found.device_peak_bytes, plan.budget_bytes),
-        ("RAM", found.host_peak_bytes, plan.host_budget_bytes),
+        ("device memory", predicted.device_peak_bytes, plan.budget_bytes),
+        ("RAM", predicted.host_peak_bytes, plan.host_budget_bytes),
     ):
         yield name, f"{format_bytes(used)} of {format_bytes(budget)}", used / budget if budget else 0.0, "memory"
 

@@ -1,4 +1,4 @@
-"""The plan of one iteration: what planning hands to execution. Frozen data, JSON both ways.
+"""The plan of one iteration, made by planning and carried out by execution. Frozen data, JSON both ways.
 
 **Timeline.** A plan lists the *steps* of its iteration: the forward or the backward of one block. It is cyclic: what is
 resident at the start of the first step is resident again after the last.
@@ -87,15 +87,15 @@ ALIGNMENT = 512
 
 Payload = Literal["weight", "grad", "state", "sum", "activation"]
 Pass = Literal["beginning", "accumulating", "updating", "settling"]
-"""What one micro-batch of a window does with its gradients; and the updates after all of them."""
+"""Kinds of passes: three of a micro-batch, by the use of its gradients; the updates after all of them."""
 ADDING: tuple[Pass, ...] = ("beginning", "accumulating")
-"""Those that leave their gradients in sums."""
+"""Passes that leave their gradients in sums."""
 Rows = Literal["others", "looked up"]
 """Rows of a table that a batch does not look up, whose gradient is the last block's alone, and those that it does."""
 UpdatePlace = Literal["device", "paged", "host", "none"]
 PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
 Save = Literal["nothing", "input", "all"]
-"""What a forward leaves: ``input`` keeps the block's input, ``all`` what its backward needs."""
+"""Tensors that a forward saves: ``input`` the block's input, ``all`` everything that its backward needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ def one_batch(blocks: int) -> tuple[Step, ...]:
 
 
 class Timeline:
-    """The steps of an iteration, and where each block runs: whoever needs to know asks here, nobody computes it."""
+    """The steps of an iteration, with the position of each block's forward and backward."""
 
     __slots__ = ("_positions", "steps")
 
@@ -158,7 +158,7 @@ class TensorGroup:
     """Groups of weights, and of states, that have the same number stand side by side in host memory, in their order:
     where they do so in the arena, too, one copy moves them all."""
     host_offset: int | None = None
-    """Of gradients that are copied: where they arrive in the host memory that all of them share. None: where their
+    """Address of copied gradients in the host memory that all such groups share. None: they are copied to where their
     sums are."""
 
     @property
@@ -167,7 +167,7 @@ class TensorGroup:
         return sum(self.sizes)
 
     def offsets(self, start: int) -> Iterator[tuple[int, int]]:
-        """Yield each tensor and where it begins if the group begins at ``start``."""
+        """Yield each tensor and its offset in a group that begins at ``start``."""
         return zip(self.tensors, accumulate(self.sizes, initial=start), strict=False)
 
 
@@ -187,21 +187,21 @@ class Op:
     """The lane it occupies; ``none`` for drops. An offload of gradients on ``compute`` is written by the backward
     itself."""
     payload: Payload | None = None
-    """What is copied or dropped; None for computations and updates."""
+    """Kind of tensors that are copied or dropped; None for computations and updates."""
     groups: tuple[int, ...] = ()
     """Indices into ``Plan.groups``. Of an update: the weights that it changes; it runs as the gradient of each is
     complete, or has arrived. Empty for computations and activations (those belong to ``block``)."""
     offsets: tuple[int, ...] = ()
     """Arena offset per group, for prefetches of weights and states."""
     bytes: int = 0
-    """What is copied or dropped; for computations, what they read directly in host memory; for reductions, the sums."""
+    """Bytes copied or dropped; for computations, bytes they read directly in host memory; for reductions, the sums."""
     seconds: float = 0.0
     """Expected duration on its lane."""
     after: tuple[int, ...] = ()
     release_after: int | None = None
     """For offloads: the step at whose end the device memory is given back. None: the device copy stays."""
     save: Save | None = None
-    """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
+    """Tensors saved by a forward that runs again in a backward step. None: a first forward saves by its option."""
     zero_copy: tuple[int, ...] = ()
     """For computations: the groups of weights that they read in host memory."""
     rows: Rows | None = None
@@ -209,7 +209,7 @@ class Op:
 
     @property
     def label(self) -> str:
-        """What people call it, e.g. ``"prefetch weight 4"`` or ``"forward 3 again"``."""
+        """Name for people, e.g. ``"prefetch weight 4"`` or ``"forward 3 again"``."""
         words = " ".join(part for part in (self.kind, self.payload, str(self.block)) if part)
         if self.save is not None:
             words += " again"
@@ -219,27 +219,27 @@ class Op:
 
     @property
     def computes(self) -> bool:
-        """Whether this is a forward, also one that runs again, or a backward."""
+        """True for a forward, also one that runs again, and for a backward."""
         return self.kind in ("forward", "backward")
 
     @property
     def writes_gradients(self) -> bool:
-        """Whether this is gradients that the backward itself writes to host memory."""
+        """True for gradients that the backward itself writes to host memory."""
         return self.payload == "grad" and self.lane == "compute"
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether this is a copy of gradients to the host."""
+        """True for a copy of gradients to the host."""
         return self.payload == "grad" and self.lane != "compute"
 
     @property
     def updates_on_host(self) -> bool:
-        """Whether this is an update by the host."""
+        """True for an update by the host."""
         return self.kind == "update" and self.lane == "host"
 
     @property
     def uses_gradients(self) -> bool:
-        """Whether this adds gradients up or updates with them."""
+        """True if the op adds gradients up or updates with them."""
         return self.kind in ("update", "accumulate")
 
 
@@ -273,7 +273,7 @@ class InitialCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What the simulator says about a plan; times in seconds, sizes in bytes."""
+    """The simulator's figures for a plan; times in seconds, sizes in bytes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -318,9 +318,9 @@ class BatchPoint:
     iteration_s: float | None = None
     device_peak_bytes: int | None = None
     relaxed_samples_per_s: float | None = None
-    """Of the relaxed program: what plans of this size come near to; None where it was not solved or does not fit."""
+    """Speed of the relaxed program's solution, which plans come near to; None: not solved, or it does not fit."""
     reason: str = ""
-    """Why it was chosen or not."""
+    """The reason for or against it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -373,9 +373,9 @@ class Plan:
     forwards: int = 1
     """Calls of the model with gradients per micro-batch, each of which is a pass."""
     deferred_forwards: int = 0
-    """How many of them wait for others before their backward, and run again then."""
+    """Number of them whose backward waits for other forwards; each of these runs again then."""
     delayed: bool = False
-    """Whether updates wait until all gradients are there, as clipping by their norm needs."""
+    """True: updates wait until all gradients are complete, as clipping by their norm needs."""
     graphed: tuple[int, ...] = ()
     """Blocks that always run with a graph, as torch would take other kernels without."""
     chunk_tokens: int = 0
@@ -388,7 +388,7 @@ class Plan:
     """Parts of a batch that go through each block in turn, before the next block begins; one step and one computation
     of the plan are all of them."""
     processes: int = 1
-    """How many carry it out at the same time, on all machines, each with batches of its own."""
+    """Processes on all machines that carry the plan out at the same time, each with batches of its own."""
     schema: int = PLAN_SCHEMA
 
     @property
@@ -422,7 +422,7 @@ class Plan:
 
     @property
     def adds_up(self) -> bool:
-        """Whether it has sums of gradients."""
+        """True if gradients are added up in sums."""
         return self.window > 1 or self.delayed
 
     @property
@@ -436,20 +436,20 @@ class Plan:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """By op: how often an iteration, up to an update, carries it out."""
+        """Times that an iteration, up to an update, carries out each op."""
         # Where updates wait, every micro-batch adds up and the settling pass comes on top.
         adding = self.window if self.delayed else self.window - 1
-        found = [0] * len(self.ops)
+        counts = [0] * len(self.ops)
         begins = min(adding, "beginning" in self.programs)
         times = {"beginning": begins, "accumulating": adding - begins}
         for which, numbers in self.programs.items():
             for number in numbers:
-                found[number] += times.get(which, 1)
-        return tuple(1 if op.kind == "reduce" else count for op, count in zip(self.ops, found, strict=True))
+                counts[number] += times.get(which, 1)
+        return tuple(1 if op.kind == "reduce" else count for op, count in zip(self.ops, counts, strict=True))
 
     @property
     def unit(self) -> str:
-        """What people call what an update needs, e.g. ``"iteration"`` or ``"window of 4 micro-batches"``."""
+        """The work up to an update, in words, e.g. ``"iteration"`` or ``"window of 4 micro-batches"``."""
         return "iteration" if self.accumulate == 1 else f"window of {self.accumulate} micro-batches"
 
     def begins_sums(self, op: Op) -> bool:
@@ -466,7 +466,7 @@ class Plan:
 
     @property
     def packing(self) -> Packing:
-        """How well the arena is filled and how many transfers are made."""
+        """Use of the arena, and the number of transfers."""
         from lt_offload.schema.packing import packing
 
         return packing(self)
@@ -481,7 +481,7 @@ class Plan:
         return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems, older=from_schema_2)
 
     def explain(self) -> str:
-        """Return a table of what stays, travels, is recomputed and is updated where, and of the predictions."""
+        """Return a table of the tensors that stay, travel, are recomputed and updated, and of the predictions."""
         from lt_offload.schema.explain import explain
 
         return explain(self)
@@ -493,7 +493,7 @@ class Plan:
         return f"<Plan for {self.model}: {headline(self)}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from lt_offload.schema.picture import picture
 
         return picture(self)
@@ -507,7 +507,7 @@ def kinds_of_passes(*, adds_up: bool, delayed: bool) -> tuple[Pass, ...]:
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Yield what contradicts itself in ``plan``, one sentence each; nothing if it is sound."""
+    """Yield the contradictions in ``plan``, one sentence each; nothing if it is sound."""
     tensors = len(plan.update_places)
     for name, value in (("batch_size", plan.batch_size), ("sequence_length", plan.sequence_length)):
         if value < 1:
@@ -563,7 +563,7 @@ def problems(plan: Plan) -> Iterator[str]:
 
 
 def program_problems(plan: Plan) -> Iterator[str]:
-    """Yield what contradicts itself in the programs of ``plan``."""
+    """Yield the contradictions in the programs of ``plan``."""
     expected = kinds_of_passes(adds_up=plan.adds_up, delayed=plan.delayed)
     # Plans of earlier releases have no beginning passes.
     if plan.passes not in (expected, tuple(which for which in expected if which != "beginning")):

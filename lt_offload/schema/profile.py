@@ -32,7 +32,7 @@ OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard
 RECORDED: tuple[OptionName, ...] = ("keep", "offload", "fused", "chunked")
 """Options with which a block runs once, with a graph."""
 WITH_LOSS: tuple[OptionName, ...] = ("fused", "chunked")
-"""Options with which the last block computes the loss, too, so that nobody is given its output."""
+"""Options with which the last block computes the loss, too; its output is handed to nobody."""
 BlockKind = Literal["embedding", "layer", "head", "other"]
 
 
@@ -49,7 +49,7 @@ def fingerprint(tensors: Sequence[tuple[tuple[int, ...], str, bool, tuple[int, .
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadProfile:
-    """What it costs that one block reads one tensor in host memory instead of a device copy."""
+    """Cost of one block's reading one tensor in host memory instead of a device copy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -65,7 +65,7 @@ class ReadProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroCopyProfile:
-    """What it costs that computations access one tensor in host memory."""
+    """Cost of computations' access to one tensor in host memory."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -100,11 +100,11 @@ class TensorProfile:
     zero_copy: ZeroCopyProfile | None = None
     """None: it cannot be accessed in host memory."""
     lookup_bytes: int = 0
-    """Of a table in which the first block only looks rows up, and with which the last one multiplies: bytes of the rows
-    of one batch, one per token. 0: it is none, or its optimizer cannot update rows by themselves."""
+    """Bytes of one batch's rows, one per token, of a table in which the first block only looks rows up and with which
+    the last one multiplies. 0: no such table, or its optimizer cannot update rows by themselves."""
 
     def read(self, block: int) -> ReadProfile:
-        """Return what it costs that ``block``, which uses the tensor, reads it in host memory."""
+        """Return the cost of reading the tensor in host memory for ``block``, which uses it."""
         assert self.zero_copy is not None, f"{self.name} cannot be read in host memory"
         return self.zero_copy.reads[self.blocks.index(block)]
 
@@ -123,7 +123,7 @@ class OptionProfile:
     saved_bytes: int
     """Device bytes held from the end of the forward to the start of the backward."""
     keeps_input: bool
-    """Whether the block's input stays on the device between forward and backward."""
+    """True: the block's input stays on the device between forward and backward."""
     offload_bytes: int
     """Copied to the host in the forward and back in the backward; they stay allocated on the host."""
     forward_peak_bytes: int
@@ -138,8 +138,8 @@ class OptionProfile:
     """The same with each of these gradients in it only until it is complete, as when each leaves at once. None: not
     known, take ``backward_peak_bytes`` and the largest of them."""
     before_loss_bytes: int | None = None
-    """Of the last block, if the loss is computed behind it: ``forward_peak_bytes`` up to the end of its own forward, at
-    which copies of activations may give their memory back. None: not known, or there is no such loss."""
+    """``forward_peak_bytes`` of a last block without the loss that is computed behind it. At the end of its own forward
+    copies of activations may give their memory back. None: not known, or there is no such loss."""
     chunk_tokens: int = 0
     """Tokens of which ``chunked`` has logits at a time; 0 for other options."""
 
@@ -163,9 +163,9 @@ class BlockProfile:
     has_backward: bool = True
     """False for frozen blocks before the first trainable parameter."""
     graphed: bool = False
-    """Whether the block always runs with a graph, as torch would take other kernels without."""
+    """True: the block always runs with a graph, as torch would take other kernels without."""
     chained: bool = False
-    """Whether its activation inputs are outputs of the block before, untouched: running that block again gives them."""
+    """True: its activation inputs are untouched outputs of the block before; running that block again gives them."""
 
     def option(self, name: str) -> OptionProfile:
         """Return the option called ``name``; raises ``KeyError`` if the block does not offer it."""
@@ -231,13 +231,13 @@ class HardwareProfile:
     flops_per_s: dict[str, float] = field(default_factory=dict)
     """Sustained matrix multiplication rate per dtype, for estimated profiles."""
     peak_flops_per_s: dict[str, float] = field(default_factory=dict)
-    """The same as the card's vendor specifies it, without sparsity: what a plan's rate is a share of."""
+    """The same as the card's vendor specifies it, without sparsity; a plan's rate is a share of it."""
     device_memory_bytes_per_s: float = 0.0
     """For estimated profiles."""
     host_memory_bytes_per_s: float = 0.0
     """For estimated profiles."""
     root_bytes_per_s: float = 0.0
-    """What all cards of the machine can copy together in one direction; 0: each as much as it can alone."""
+    """Speed of copies of all cards of the machine together, in one direction; 0: each as fast as alone."""
     exchange_bytes_per_s: float = 0.0
     """Bytes of gradients in host memory that the processes add up per second; 0: not measured."""
     device_exchange_bytes_per_s: float = 0.0
@@ -246,14 +246,14 @@ class HardwareProfile:
     """Between machines, in each direction. By default that of an Ethernet of 10 Gbit/s, of which about 94 % are data
     with frames of 1500 bytes (1448 of 1538 on the wire, IEEE 802.3, TCP with timestamps), 88 % assumed."""
     network_s: float = 5e-5
-    """How long a message takes beside that; assumed."""
+    """Latency of a message; assumed."""
     source: str = ""
-    """Where the numbers come from."""
+    """Origin of the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
-    """How much longer the work of one lane takes while others are busy all the time, as measured."""
+    """Measured slowdown of one lane while others are busy all the time."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -267,7 +267,7 @@ class Slowdown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contention:
-    """What lanes share on the host: the bandwidth of its memory; on the emulated device the cores, too.
+    """Shares of the lanes in the bandwidth of the host's memory; on the emulated device in the cores, too.
 
     A lane's share is the part of it that the lane takes while it runs alone, at full speed. Lanes whose shares add up
     to more than 1 slow each other down: each gets what it asks for or an equal part, whichever is less (max-min
@@ -280,7 +280,7 @@ class Contention:
     h2d: float = 0.0
     d2h: float = 0.0
     host: float = 0.0
-    """Of updates on the host."""
+    """Share of updates on the host."""
     slowdowns: tuple[Slowdown, ...] = ()
     """The measurements that the shares come from; empty for an estimate."""
 
@@ -316,38 +316,38 @@ class Profile:
     one at a time, and an allocator that has come to its limit waits for the device each time it gives something back.
     """
     contention: Contention = Contention()
-    """How lanes slow each other down."""
+    """Slowdown of lanes by each other."""
     forwards: int = 1
     """Calls of the model with gradients per micro-batch. Blocks are those of the largest one."""
     deferred_forwards: int = 0
-    """How many of them are followed by another call before their backward, so that they run a second time for it."""
+    """Number of them that another call follows before their backward; each of these runs a second time for it."""
     scatter: float = 0.0
     """Half the distance between the extremes of repeated measurements of the blocks, relative to what was taken of
     them, 0.02 being 2 %; more on a machine that is busy with something else."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     iterations: tuple[int, ...] = ()
-    """Of the training, counted from 1, in which it was measured, and by whose times it was corrected; empty: aside."""
+    """Iterations of the training, from 1, that measured and corrected it; empty: it was measured outside a training."""
     flops_per_token: float = 0.0
-    """What training on one token takes, as :mod:`lt_offload.profiling.flops` counts it; 0: not known."""
+    """Operations that training takes per token, as :mod:`lt_offload.profiling.flops` counts them; 0: not known."""
     peak_flops_per_s: float = 0.0
     """The rate that the device is specified for, in the dtype in which products are computed; 0: not known."""
     parts: int = 1
     """Parts of the batch that go through each block in turn: times, and what is saved, are of all of them, peaks those
     of one beside what the others hold."""
     processes: int = 1
-    """How many of the machine train together. RAM is counted for one of them: what all have in common by its part."""
+    """Processes of the machine that train together. RAM is counted for one of them: common memory by its part."""
     machines: int = 1
-    """How many machines like this one train together, each with as many processes."""
+    """Machines like this one that train together, each with as many processes."""
     common_updates: bool = False
-    """Whether they have in common, beside frozen weights, those that the host updates, and their states."""
+    """True: beside frozen weights, they have in common the weights that the host updates, and their states."""
     added_up_first: bool = False
-    """Whether gradients of all processes are added up before the first update, as somebody reads them or their norm."""
+    """True: all gradients of all processes are added up before the first update, as they or their norm are read."""
     schema: int = PROFILE_SCHEMA
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the model structure (not of names, sizes of batches or hardware): what a plan must match."""
+        """Identity of the model structure (not of names, sizes of batches or hardware), which a plan must match."""
         return fingerprint([(t.shape, t.dtype, t.trainable, t.blocks) for t in self.tensors], len(self.blocks))
 
     def scratch(self, index: int) -> int:
@@ -357,7 +357,7 @@ class Profile:
         return int(tensor.bytes * self.optimizer.scratch_ratio) if measured is None else measured
 
     def with_host_threads(self, threads: int) -> Profile:
-        """Return the profile if the host updates with so many threads; itself if nothing is known about that number."""
+        """Return the profile of updates with so many host threads; itself if no speed is known for that number."""
         speed = self.optimizer.host_speeds.get(threads)
         if speed is None or threads == self.optimizer.host_threads:
             return self
@@ -388,7 +388,7 @@ class Profile:
 
 
 def problems(profile: Profile) -> Iterator[str]:
-    """Yield what no measured or estimated profile has, one sentence each; nothing if ``profile`` is sound."""
+    """Yield the contradictions in ``profile``, one sentence each; nothing if it is sound."""
     optimizer = profile.optimizer
     for name, value in (
         ("batch_size", profile.batch_size),

@@ -61,7 +61,7 @@ CLIPPED = (
     mutant(
         "a settling pass leaves things where updates need room",
         "plan/iteration/settling.py",
-        "detour.place is None or not _taken(detour.place, there)",
+        "detour.place is None or not _taken(detour.place, occupancies)",
         "True",
         "unit/assembly/test_settling.py",
     ),

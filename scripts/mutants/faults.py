@@ -444,8 +444,8 @@ AROUND = (
     mutant(
         "the emptiest draw is measured",
         COST,
-        "return max(found, key=",
-        "return min(found, key=",
+        "return max(runs, key=",
+        "return min(runs, key=",
         "unit/profiling/test_grad_mode.py",
     ),
     mutant(
@@ -563,8 +563,8 @@ HEADS = (
     mutant(
         "gradients that a forward has made do not count",
         COST,
-        "forward_peak_bytes=found.forward_peak + made,",
-        "forward_peak_bytes=found.forward_peak,",
+        "forward_peak_bytes=figures.forward_peak + made,",
+        "forward_peak_bytes=figures.forward_peak,",
         "parity/engine/test_head_budgets.py",
     ),
 )

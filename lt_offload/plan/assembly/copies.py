@@ -1,4 +1,4 @@
-"""The device copies of one iteration: which weight or state is in the arena, when and where.
+"""The device copies of one iteration: stays of weights and states in the arena, with their times and places.
 
 Copies of tensors that will be in the same ops are placed side by side in the arena, in ascending order, up to 16 MiB:
 longer rows are harder to place and gain nothing, since such a copy runs at the full speed of any link.
@@ -26,9 +26,9 @@ class DeviceCopy:
     payload: Literal["weight", "state"]
     tensor: int
     bytes: int
-    """What is copied."""
+    """Bytes that are copied."""
     room: int
-    """What it takes of the arena."""
+    """Bytes of the arena that it takes."""
     stay: Interval | None
     """From its first use on; None: always."""
 
@@ -54,7 +54,7 @@ class PlacedCopy(DeviceCopy):
     """The step in which it is queued, before that step's computation; its stay's first use or earlier."""
     offset: int
     turn: int
-    """Orders the copies of a step; those of different turns are different ops."""
+    """Order among the copies of a step; copies of different turns are different ops."""
 
     def covers(self, step: int) -> bool:
         """Return whether it is on the device in ``step``."""
@@ -66,7 +66,7 @@ class PlacedCopy(DeviceCopy):
 
     @property
     def at_start(self) -> bool:
-        """Whether it is on the device before step 0 has issued anything."""
+        """True: on the device before step 0 has issued anything."""
         # It arrives in a later step than it ends in: its stay runs over the end of the iteration.
         return self.stay is None or self.arrival > self.stay.end
 
@@ -99,7 +99,7 @@ class CopyGroup:
 
     @property
     def room(self) -> int:
-        """What it takes of the arena."""
+        """Bytes of the arena that it takes."""
         return sum(copy.room for copy in self.copies)
 
     @property
@@ -114,11 +114,11 @@ def runs(copies: Sequence[DeviceCopy], decisions: Decisions, profile: Profile) -
     for copy in copies:
         alike[_travels(copy, decisions, profile)].append(copy)
     # What never leaves is copied once before training: its size delays nothing, so it is not cut.
-    return [CopyGroup(part) for found in alike.values() for part in (_cut(found) if found[0].stay else [tuple(found)])]
+    return [CopyGroup(part) for some in alike.values() for part in (_cut(some) if some[0].stay else [tuple(some)])]
 
 
 def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashable:
-    """Return what is the same for copies that are in the same ops, now and in their tensors' other stays."""
+    """Return a key that is equal for copies in the same ops, now and in their tensors' other stays."""
     if copy.stay is None:
         return copy.payload
     blocks, decision = profile.tensors[copy.tensor].blocks, decisions.tensors[copy.tensor]

@@ -1,4 +1,4 @@
-"""Tensor groups: of tensors that the same ops name, those that lie side by side wherever they go."""
+"""Tensor groups: tensors that the same ops name, and that lie side by side wherever they go."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lt_offload.schema.profile import Profile
 _Key = tuple[Literal["weight", "state"], int]
 """Payload and tensor."""
 _AT_START = -1
-"""Stands for the op that brought what is on the device from the start."""
+"""The number, in place of an op's, of copies that are on the device from the start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grouped:
-    """What a plan says about groups."""
+    """The groups of a plan, and its ops over them."""
 
     groups: tuple[TensorGroup, ...]
     ops: tuple[Op, ...]
@@ -66,7 +66,7 @@ def group_tensors(
             # Weights and states are apart in host memory, so no copy can move both.
             span += 1
     of: dict[tuple[str, int], int] = {}
-    """By payload and tensor: the group."""
+    """The group of each payload and tensor."""
     for number, group in enumerate(groups):
         of.update(((group.payload, tensor), number) for tensor in group.tensors)
     ops = []
@@ -118,10 +118,10 @@ def _parts(
     part: list[_Key] = []
     for key in members:
         if part:
-            here, there = offsets.get(part[-1], {}), offsets.get(key, {})
+            here, behind = offsets.get(part[-1], {}), offsets.get(key, {})
             # Side by side in one stay is not enough: the group is copied as one range in all of them.
-            follows = all(there.get(op) == offset + sizes[part[-1][1]] for op, offset in here.items())
-            if here.keys() != there.keys() or uses.get(part[-1]) != uses.get(key) or not follows:
+            follows = all(behind.get(op) == offset + sizes[part[-1][1]] for op, offset in here.items())
+            if here.keys() != behind.keys() or uses.get(part[-1]) != uses.get(key) or not follows:
                 yield part
                 part = []
         part.append(key)

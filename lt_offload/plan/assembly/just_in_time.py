@@ -1,4 +1,4 @@
-"""Looks for the division of the device's memory, and the way to fill the arena, with which decisions run fastest."""
+"""Search for the division of the device's memory, and the way to fill the arena, with which decisions run fastest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.schema.profile import Profile
 
 _SHARES = (0.5, 0.25, 0.75)
-"""Parts of what may go to either that the arena gets, the best guess first, if the one for the next block fails."""
+"""Shares of the divisible memory for the arena, the best guess first, if the share for the next block fails."""
 _FINER = 1 / 8
 _WAYS: tuple[tuple[Policy, float], ...] = (
     ("oldest", 0.8),
@@ -25,20 +25,20 @@ _WAYS: tuple[tuple[Policy, float], ...] = (
     ("next", 0.9),
     ("lowest", 0.9),
 )
-"""How to fill the arena, and how full, the best guess first."""
+"""Ways to fill the arena, and how full, the best guess first."""
 _BEST = 4
-"""Where schedules take long, only the first of those are tried, and less of everything else."""
+"""Number of the first of these ways that are tried where schedules take long."""
 _FEW_STEPS = 80
 """With more steps, schedules take long."""
 _ENOUGH = 1.001
 """A schedule that is this near to the sum of the computations is not improved any more; only its arena gets smaller."""
 _SMALLER = 5
-"""How often it is halved at most."""
+"""The most times that the arena's share is halved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """There is no schedule: by how many bytes the decisions miss the capacity, at least 1."""
+    """Bytes by which decisions without a schedule miss the capacity, at least 1."""
 
     bytes: int
 
@@ -48,7 +48,7 @@ class _Division:
     """One way to schedule."""
 
     share: float
-    """Of what may go to either."""
+    """The arena's share of the divisible memory."""
     policy: Policy
     full: float
 
@@ -57,13 +57,13 @@ class Scheduler:
     """Looks for the fastest schedule of ``work`` within ``capacity_bytes`` of device memory."""
 
     def __init__(self, work: LaneWork, capacity_bytes: int, deadline: float = math.inf) -> None:
-        """``deadline``: when to be content with what there is, on the monotonic clock."""
+        """``deadline``: the time on the monotonic clock at which the search ends."""
         self._work, self._sets = work, work.sets
         self._capacity, self._deadline = capacity_bytes, deadline
         self.best: Timetable | None = None
         """The fastest so far."""
         self._division = _Division(_SHARES[0], *_WAYS[0])
-        """That of the fastest."""
+        """The division of the fastest."""
         self._tried: set[_Division] = set()
         self._slow = self._sets.steps > _FEW_STEPS
         self._room = capacity_bytes - self._sets.least_arena - self._sets.least_framework
@@ -122,19 +122,19 @@ class Scheduler:
         share = self._division.share
         for _ in range(_SMALLER if self.best.seconds <= self._enough else 0):
             share /= 2
-            found = self._schedule(_Division(share, "oldest", 1.0))
-            if found is None or found.seconds > self._enough:
+            smaller = self._schedule(_Division(share, "oldest", 1.0))
+            if smaller is None or smaller.seconds > self._enough:
                 break
-            self.best = found
+            self.best = smaller
         return self.best
 
     def again(self, profile: Profile) -> Timetable | None:
         """Return the schedule with other speeds, those of ``profile``, for the same division; None if it fails."""
         self._work = LaneWork(self._sets, profile)
-        found = self._schedule(self._division)
+        again = self._schedule(self._division)
         # Even a slower one: at the other speeds the times of the old one are wrong.
-        self.best = found or self.best
-        return found
+        self.best = again or self.best
+        return again
 
     def _try(self, divisions: Iterable[_Division]) -> None:
         for division in divisions:
@@ -143,9 +143,9 @@ class Scheduler:
             if division in self._tried:
                 continue
             self._tried.add(division)
-            found = self._schedule(division, math.inf if self.best is None else self.best.seconds)
-            if found is not None and (self.best is None or found.seconds < self.best.seconds):
-                self.best, self._division = found, division
+            timetable = self._schedule(division, math.inf if self.best is None else self.best.seconds)
+            if timetable is not None and (self.best is None or timetable.seconds < self.best.seconds):
+                self.best, self._division = timetable, division
 
     def _schedule(self, division: _Division, beat_s: float = math.inf) -> Timetable | None:
         arena = self._sets.least_arena + int(division.share * self._useful)
@@ -162,5 +162,5 @@ class Scheduler:
 def just_in_time(sets: Sets, profile: Profile, capacity_bytes: int) -> Timetable | Misfit:
     """Return the fastest schedule found for ``sets`` within ``capacity_bytes``, with the speeds of ``profile``."""
     search = Scheduler(LaneWork(sets, profile), capacity_bytes)
-    found = search.start()
-    return found if isinstance(found, Misfit) else search.finish()
+    start = search.start()
+    return start if isinstance(start, Misfit) else search.finish()

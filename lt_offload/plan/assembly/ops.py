@@ -1,4 +1,4 @@
-"""Writes the ops of an iteration in issue order, and links each to what it has to wait for.
+"""The ops of an iteration in issue order, each linked to the ops that it has to wait for.
 
 These are drafts: they name tensors. Which of those travel together is known once all ops are there; see ``groups.py``.
 What an op waits for is data first, then the ranges of the arena that it writes. Every dependency names the latest issue
@@ -38,7 +38,7 @@ class Draft:
     offsets: tuple[int, ...] = ()
     """Arena offset per tensor, for prefetches of weights and states."""
     host_offset: int | None = None
-    """Of gradients that are copied: where they arrive."""
+    """Address at which copied gradients arrive."""
     bytes: int = 0
     after: tuple[int, ...] = ()
     release_after: int | None = None
@@ -57,7 +57,7 @@ class Emitter:
         self.timeline = timeline(profile)
         self.ops: list[Draft] = []
         self.fetched_by: dict[int, list[PlacedCopy]] = {}
-        """By prefetch op of weights or states: what it brings."""
+        """Copies that each prefetch op of weights or states brings."""
         self.fetches: dict[PlacedCopy, int] = {}
         """By copy: the op that brings it."""
         self.releases: dict[PlacedCopy, list[int]] = {}
@@ -107,17 +107,17 @@ class Emitter:
 
     def _prefetches(self, step: int) -> None:
         """Copies to the device by turns, then by need; activations before the weights that are needed with them."""
-        found: dict[tuple[int, int, int, int, bool], list[PlacedCopy]] = defaultdict(list)
+        fetches: dict[tuple[int, int, int, int, bool], list[PlacedCopy]] = defaultdict(list)
         for block, times in self.timetable.activations.items():
             if times.prefetch_at == step:
                 wait = self.decisions.activations_needed(block, self.profile) - step
-                found[times.turn, wait, block, 0, False] = []
+                fetches[times.turn, wait, block, 0, False] = []
         for copy in self._fetched_at[step]:
             block, wait = self._need(copy, step)
             # What waits for an update on the host does not delay the rest.
             on_host = copy.payload == "weight" and self.decisions.tensors[copy.tensor].place == "host"
-            found[copy.turn, wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
-        for (_, _, block, _, _), copies in sorted(found.items()):
+            fetches[copy.turn, wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
+        for (_, _, block, _, _), copies in sorted(fetches.items()):
             if not copies:
                 nbytes = self.sets.offloaded(block)
                 self.activations_in[block] = self._copy("prefetch", step, block, "activation", nbytes=nbytes)
@@ -224,15 +224,15 @@ class Emitter:
             self.releases.update({copy: [out] for copy in copies})
 
     def _drops(self, step: int) -> None:
-        found: dict[tuple[int, int], list[PlacedCopy]] = defaultdict(list)
+        drops: dict[tuple[int, int], list[PlacedCopy]] = defaultdict(list)
         for copy in self._released_at[step]:
             if copy.payload == "weight":
                 # What waits for a write-back does not delay the rest.
                 waits = 0
                 if self.decisions.tensors[copy.tensor].write_back is not None:
                     waits = self.current.get(copy.tensor, 0) + 1
-                found[self.profile.tensors[copy.tensor].blocks[0], waits].append(copy)
-        for (block, _), copies in sorted(found.items()):
+                drops[self.profile.tensors[copy.tensor].blocks[0], waits].append(copy)
+        for (block, _), copies in sorted(drops.items()):
             tensors = [copy.tensor for copy in copies]
             drop = self._add("drop", step, block, "none", "weight", tensors=tensors, nbytes=self._bytes(tensors))
             self.releases.update({copy: [drop] for copy in copies})
@@ -347,18 +347,18 @@ class _Linker:
         e = self.emitted
         # It allocates what offloads gave back at the end of the step before; no tensor of its own tells it to wait for
         # them.
-        found = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
+        waits = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
         if op.kind == "backward" and not e.profile.blocks[op.block].has_backward:
-            return found  # it does nothing
+            return waits  # it does nothing
         for t in e.of_block[op.block]:
             if t not in op.zero_copy:
-                found.update(e.fetches[c] for c in e.copies_of["weight", t] if c in e.fetches and c.covers(op.step))
+                waits.update(e.fetches[c] for c in e.copies_of["weight", t] if c in e.fetches and c.covers(op.step))
             # Read in host memory: not before the update, or the copy back, that made it current there.
             elif t in e.current:
-                found.add(e.current[t])
+                waits.add(e.current[t])
         if e.timeline.is_backward(op.step) and op.block in e.activations_in:
-            found.add(e.activations_in[op.block])
-        return found
+            waits.add(e.activations_in[op.block])
+        return waits
 
     def _prefetch(self, op: Draft) -> set[int]:
         e = self.emitted
@@ -367,33 +367,33 @@ class _Linker:
             before = (op.step - 1) % len(e.timeline)
             return {e.activations_out[op.block], e.computed[before], *e.held_until.get(before, ())}
         sources = e.current if op.payload == "weight" else e.states_out
-        found = {sources[t] for t in op.tensors if t in sources}
+        waits = {sources[t] for t in op.tensors if t in sources}
         # Whoever had the range may still be read, or be on its way out, although its memory counts as given back.
         for copy in e.fetched_by[op.id]:
-            found |= self._former_occupants(copy, op.id)
-        return found
+            waits |= self._former_occupants(copy, op.id)
+        return waits
 
     def _former_occupants(self, copy: PlacedCopy, fetch: int) -> set[int]:
-        """Return the releases of those that had the range of ``copy`` last; earlier ones were awaited by them."""
+        """Return the releases of the last occupants of the range of ``copy``; these have awaited the earlier ones."""
         low, high = copy.offset, copy.offset + copy.room
         # The plan is cyclic: a release with a higher number is that of the iteration before.
         ago = (fetch - self.released - 1) % len(self.emitted.ops)
         others = np.flatnonzero((self.low < high) & (self.high > low))
         open_ranges = [(low, high)]
-        found: set[int] = set()
+        waits: set[int] = set()
         for at in others[np.argsort(ago[others], kind="stable")]:
             left = without(open_ranges, int(self.low[at]), int(self.high[at]))
             if left != open_ranges:
                 open_ranges = left
-                found.update(self.releases[at])
+                waits.update(self.releases[at])
             if not open_ranges:
                 break
-        return found
+        return waits
 
 
 def without(ranges: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
     """Return ``ranges`` less ``[low, high)``."""
-    found = []
+    parts = []
     for start, end in ranges:
-        found += [(start, min(end, low)), (max(start, high), end)]
-    return [(start, end) for start, end in found if start < end]
+        parts += [(start, min(end, low)), (max(start, high), end)]
+    return [(start, end) for start, end in parts if start < end]

@@ -27,7 +27,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every buffer goes."""
+    """Offsets of all buffers."""
 
     offsets: tuple[int, ...]
     extent: int

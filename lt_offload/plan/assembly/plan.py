@@ -1,4 +1,4 @@
-"""Turns a timetable into a plan: ops in issue order, and tensor groups.
+"""From a timetable to a plan: ops in issue order, and tensor groups.
 
 What is decided here is the order within a step, nothing else; :mod:`lt_offload.schema.plan` says what
 they mean.

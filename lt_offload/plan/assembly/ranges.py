@@ -1,4 +1,4 @@
-"""The arena while an iteration is scheduled: which ranges are taken, until when, and where the next buffer goes.
+"""The arena while an iteration is scheduled: its taken ranges, their ends, and the place of the next buffer.
 
 Time is counted in two ways. Steps say who may lie where: two buffers may share addresses if their stays have no step in
 common. Seconds say when: what is on its way out is gone for the order of issue, but whoever takes its range waits.
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 Key = tuple[int, int]
 """Names a stay: its number and the step of its first use."""
 Policy = Literal["oldest", "next", "lowest"]
-"""Where a buffer goes of all places that are free: where nothing has to be awaited and the gap is the tightest; right
-behind the last one, round and round; or as low as possible where nothing has to be awaited."""
+"""The choice of a free place: in the tightest gap without a wait; right behind the last buffer, round and round; or the
+lowest without a wait."""
 
 
 class _Taken(NamedTuple):
@@ -26,7 +26,7 @@ class _Taken(NamedTuple):
 
 
 _Leaving = tuple[int, int, float]
-"""A range, and when its last use, or the copy to the host, has ended."""
+"""A range, and the time at which its last use, or the copy to the host, has ended."""
 
 
 @dataclass(slots=True)
@@ -37,15 +37,15 @@ class Reserved:
     low: int
     high: int
     wanted: int
-    """The step in which it would like to come."""
+    """The step in which it comes if there is room."""
     needed: int
-    """The step in which it has to."""
+    """The step in which it has to be there."""
     last: int
 
 
 _Range = tuple[int, int]
 _Place = tuple[tuple[float, ...], int, float]
-"""What it is chosen by, the least first; where it begins, and when it is free."""
+"""Rank of a place, the least first; its beginning, and the time from which it is free."""
 
 
 class ArenaRanges:
@@ -61,7 +61,7 @@ class ArenaRanges:
         self._leaving: list[_Leaving] = []
         self._reserved: dict[Key, Reserved] = {}
         self._closed: dict[int, tuple[list[_Taken], list[_Range]]] = {}
-        """By the last step of a stay: the reserved ranges that it cannot have, and those that it had better not."""
+        """By the last step of a stay: the reserved ranges that it cannot have, and ranges that it should not have."""
         self._cursor = 0
 
     def reserve(self, reserved: Reserved) -> None:
@@ -80,7 +80,7 @@ class ArenaRanges:
             self._closed.clear()
 
     def find(self, key: Key, size: int, step: int, last: int) -> tuple[int, float] | None:
-        """Return where a buffer that stays from ``step`` to ``last`` goes, and when that is free; None if nowhere."""
+        """Return the place of a buffer that stays from ``step`` to ``last``, and when it is free; None without any."""
         own = self._reserved.get(key)
         if own is not None:
             return self._own(own, step)
@@ -102,20 +102,22 @@ class ArenaRanges:
         for taken in self.taken:
             if taken[0] < own.high and own.low < taken[1]:
                 return None
+        # Taken now, it would be in the way of a stay that needs an overlapping range before this one.
         for item in self._reserved.values():
             if step <= item.needed < own.needed and item.low < own.high and own.low < item.high:
                 return None
         return own.low, max([out[2] for out in self._leaving if out[0] < own.high and own.low < out[1]], default=0.0)
 
     def _closed_to(self, last: int) -> tuple[list[_Taken], list[_Range]]:
-        found = self._closed.get(last)
-        if found is None:
+        closed = self._closed.get(last)
+        if closed is None:
             items = self._reserved.values()
-            found = self._closed[last] = (
+            # A stay needed before the buffer leaves would have no place; one that only may come by then can wait.
+            closed = self._closed[last] = (
                 sorted(_Taken(item.low, item.high, item.last, item.key) for item in items if item.needed <= last),
                 [(item.low, item.high) for item in items if item.wanted <= last < item.needed],
             )
-        return found
+        return closed
 
     def _within(self, low: int, high: int, size: int, soft: list[_Range], best: _Place | None) -> _Place | None:
         """Return the best place of the gap from ``low`` to ``high``, or ``best``, of another gap, if that is better."""
@@ -173,18 +175,18 @@ class ArenaRanges:
         self._leaving.append((low, low + size, until))
 
     def _places(self, low: int, high: int, size: int, leaving: list[_Leaving], wanted: list[_Range]) -> set[int]:
-        """Return places from ``low`` to ``high`` that touch something."""
-        found = {low, high}
+        """Return the places from ``low`` to ``high`` that touch another range."""
+        places = {low, high}
         if low < self._cursor < high:
-            found.add(self._cursor)
+            places.add(self._cursor)
         for begin, end, _ in leaving:
             if low < end < high:
-                found.add(end)
+                places.add(end)
             if low < begin - size < high:
-                found.add(begin - size)
+                places.add(begin - size)
         for begin, end in wanted:
             if low < end < high:
-                found.add(end)
+                places.add(end)
             if low < begin - size < high:
-                found.add(begin - size)
-        return found
+                places.add(begin - size)
+        return places

@@ -1,11 +1,10 @@
-"""Gives times and places to what decisions say: every copy just in time, as memory and links allow.
+"""Times and places for decisions: every copy just in time, as memory and links allow.
 
-Decisions are sets: which weights stay through which gap between two uses, which states travel, who updates what, what
-happens to activations. When copies start is found by going through an iteration with a clock. Copies to the device are
-queued in the order of need. One is started as soon as the link would be idle otherwise, if there is room for it in
-every step until its use; a computation starts as soon as what it needs has arrived and what has to leave before it has
-left. Memory that something occupies to the end of its stay is counted from the beginning, so that what comes early
-never takes the room of what is needed.
+Decisions are sets: weights that stay through a gap between two uses, states that travel, places of updates, options of
+activations. A walk through an iteration with a clock finds when copies start. Copies to the device are queued in the
+order of need. One is started as soon as the link would be idle otherwise, if there is room for it in every step until
+its use; a computation starts as soon as its weights and activations have arrived and the memory that it takes is free.
+Space needed later is reserved from the start, so a prefetch can never crowd out something the plan requires.
 
 The arena is filled on the way: a copy goes to a range that is free, the one that has been free for longest, and waits
 for the copy to the host that empties it, if there is one. Long stays and large buffers have their places before all
@@ -31,7 +30,7 @@ _ITERATIONS = 2
 _AHEAD = 12
 """Steps of which the needs are looked at."""
 _REPAIRS = 4
-"""How often what is crowded in some step gets its place before all others, too."""
+"""Attempts; in each further one, the stays of a crowded step get their places before all others, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,9 +77,9 @@ def schedule(
         # What is placed has time to come, as long as nothing is crowded.
         run = _ScheduleRun(work, arena_bytes, framework, part, policy, placed, early=not repair)
         run.beat_s = beat_s
-        found = run.run()
-        if found is not None:
-            return found
+        timetable = run.run()
+        if timetable is not None:
+            return timetable
         crowd = sets.covering(run.stuck) if run.stuck is not None else placed
         if crowd <= placed:
             return None
@@ -94,9 +93,9 @@ def schedule_in_place(work: LaneWork, arena_bytes: int, framework: int) -> Timet
     Always possible with ``Sets.tight_arena`` bytes of arena and ``Sets.least_framework`` of the framework.
     """
     everything = frozenset(stay.number for stay in work.sets.stays if stay.group is not None)
-    found = _ScheduleRun(work, arena_bytes, framework, 1.0, "oldest", everything, early=False).run()
-    assert found is not None
-    return found
+    timetable = _ScheduleRun(work, arena_bytes, framework, 1.0, "oldest", everything, early=False).run()
+    assert timetable is not None
+    return timetable
 
 
 class _ScheduleRun:
@@ -117,7 +116,7 @@ class _ScheduleRun:
         self.placed = [stay for stay in sets.stays if stay.number in placed]
         """The stays that have a place before all others."""
         self.early = early
-        """Whether those have it one step before their first use already."""
+        """True: these have their places one step before their first use already."""
         self.stuck: int | None = None
         """The step in which something had no place, if that ended the run."""
         self.work, self.sets, self.profile, self.steps = work, sets, work.profile, sets.steps
@@ -128,18 +127,18 @@ class _ScheduleRun:
         self.ranges = ArenaRanges(moving, policy)
         turns = _ITERATIONS + 2
         self.arena = [int(nbytes) for nbytes in sets.needed] * turns
-        """Per step: arena bytes of what has to be there, and of what came before its first use."""
+        """Per step: arena bytes of copies that have to be there, and of copies that came before their first use."""
         self.taken = [int(nbytes) for nbytes in sets.framework] * turns
-        """The same of the framework; what came early are activations."""
+        """The same of the framework, whose early copies are activations."""
         self.link = self.back = self.host = 0.0
-        """When the copies to the device, those to the host and the updates are done that were queued so far."""
+        """Times at which the queued copies to the device, copies to the host and updates on the host are done."""
         self.current: dict[int, float] = {}
-        """By tensor: when its host copy is current."""
+        """Time at which each tensor's host copy is current."""
         self.states_out: dict[int, float] = {}
         self.activations_out: dict[int, float] = {}
         self.updates: list[_WaitingUpdate] = []
         self.waiting: set[int] = set()
-        """The tensors of those."""
+        """The tensors of these updates."""
         self.departures: list[_Departure] = []
         self.left: dict[tuple[str, int, int], float] = {}
         """By payload, tensor or block, and step: when it had left the device."""
@@ -170,6 +169,7 @@ class _ScheduleRun:
             before = self.ends[step - 1] if step else 0.0
             if step == self.end - self.steps:
                 self._close()
+            # By the link's clock: a copy that has left by then delays no copy to the device, as none begins earlier.
             self.ranges.advance(step, self.link)
             self._last = None
             self._wait_for_memory(step, before)
@@ -189,7 +189,7 @@ class _ScheduleRun:
         return self._result()
 
     def _least_s(self, step: int) -> float:
-        """Return what the last iteration takes at least, of which ``step`` has ended: what is left only computes."""
+        """Return the least time of the last iteration, of which ``step`` has ended: the rest only computes."""
         first = self.end - self.steps
         return self.ends[step] - self.ends[first - 1] + self.work.seconds_after[step - first]
 
@@ -210,7 +210,7 @@ class _ScheduleRun:
         return True
 
     def _close(self) -> None:
-        """Require the last iteration to end with what it begins with, at the same places."""
+        """Require the last iteration to end with the copies that it begins with, at the same places."""
         self.ranges.advance(self.end - self.steps, 0.0)
         self.crossing = {}
         for taken in self.ranges.taken:
@@ -240,10 +240,10 @@ class _ScheduleRun:
             # begins.
             if self.crossing is not None and last >= self.end and key not in self.crossing:
                 return False
-            found = self.ranges.find(key, stay.room, step, last)
-            if found is None:
+            spot = self.ranges.find(key, stay.room, step, last)
+            if spot is None:
                 return None
-            offset, free_at = found
+            offset, free_at = spot
             ready = max(ready, free_at)
             if latest is not None and ready >= latest:
                 return False
@@ -263,7 +263,7 @@ class _ScheduleRun:
         return True
 
     def _issue_ahead(self, queue: list[tuple[int, Stay]], step: int) -> list[tuple[int, Stay]]:
-        """Queue what would begin while the step computes; return the rest."""
+        """Queue the copies that would begin while the step computes; return the rest."""
         end = self.ends[step]
         left: list[tuple[int, Stay]] = []
         for position, (need, stay) in enumerate(queue):
@@ -296,7 +296,7 @@ class _ScheduleRun:
         return max([now, *self.taken[step + 1 : need]]) + stay.room <= self.framework
 
     def _issue_crossing(self, queue: list[tuple[int, Stay]], step: int) -> bool:
-        """Queue what was on its way at the end of the iteration before; returns whether all of it could be."""
+        """Queue the copies that were on their way at the end of the iteration before; return whether all have room."""
         assert self.crossing is not None
         missing = self.crossing.keys() - self.issued.keys()
         return all(self._issue(need, stay, step, None) for need, stay in queue if (stay.number, need) in missing)
@@ -306,7 +306,7 @@ class _ScheduleRun:
         return block in self.activations_out and self.activations_out[block] <= self.gates[step]
 
     def _ready(self, stay: Stay, latest: float | None) -> float:
-        """Return when the host has what is to be copied; infinity if an update for it begins after ``latest``."""
+        """Return when the host has the data of a copy; infinity if an update of it begins after ``latest``."""
         if stay.group is None:
             return self.activations_out.get(stay.block, 0.0)
         if stay.is_state:
@@ -367,7 +367,7 @@ class _ScheduleRun:
         self.starts[step], self.ends[step] = begin, end
 
     def _read(self, begin: float, seconds: float) -> float:
-        """Let copies to the device pause from ``begin`` on for what is read directly; return for how long."""
+        """Let copies to the device pause from ``begin`` on while weights are read directly; return for how long."""
         if seconds:
             # Counted as if copies stood still meanwhile; the simulation has both share the link.
             self.link = max(self.link, begin) + seconds
@@ -377,7 +377,7 @@ class _ScheduleRun:
         return seconds
 
     def _depart(self, step: int) -> None:
-        """Queue what leaves after the computation of ``step``."""
+        """Queue the copies to the host, and the updates there, after the computation of ``step``."""
         sets, profile, position, end = self.sets, self.profile, step % self.steps, self.ends[step]
         rate = profile.hardware.d2h_bytes_per_s
         # The lane to the host is filled in the order in which ops.py issues: gradients, activations, weights, states.
@@ -417,7 +417,7 @@ class _ScheduleRun:
             self.ranges.leave(self.offsets[key], stay.room, max(until, end))
 
     def _gone(self, copy: DeviceCopy, now: dict[tuple[str, int], float]) -> float:
-        """Return when the host has the last state of what ends its stay."""
+        """Return when the host has the newest contents of a copy that ends its stay."""
         if (copy.payload, copy.tensor) in now:
             return now[copy.payload, copy.tensor]
         written = copy.payload == "weight" and self.sets.decisions.tensors[copy.tensor].write_back is not None
@@ -439,7 +439,7 @@ class _ScheduleRun:
     # -- the result --------------------------------------------------------------------------------------------------
 
     def _result(self) -> Timetable | None:
-        """Return what the last iteration did."""
+        """Return the timetable of the last iteration."""
         first = self.end - self.steps
         arrivals: dict[int, tuple[int, int, int]] = {}
         """By stay: its lead, its offset and its turn."""
@@ -472,7 +472,7 @@ class _ScheduleRun:
         )
 
     def _copies(self, arrivals: Mapping[int, tuple[int, int, int]]) -> Iterator[tuple[DeviceCopy, PlacedCopy]]:
-        """Yield every copy with its time and place; what is always there lies at the bottom."""
+        """Yield every copy with its time and place; permanent ones lie at the bottom."""
         offset = 0
         for group in self.sets.always:
             yield from _side_by_side(group, offset, arrival=0, turn=0)
@@ -487,16 +487,16 @@ class _ScheduleRun:
     def _without_holes(self, offsets: dict[int, int]) -> dict[int, int]:
         """Return ``offsets`` of stays less the ranges below them that none ever takes."""
         stays = [stay for stay in self.sets.stays if stay.group is not None]
-        found: dict[int, int] = {}
+        lowered: dict[int, int] = {}
         top = hole = 0
         for stay in sorted(stays, key=lambda stay: offsets[stay.number]):
             hole += max(0, offsets[stay.number] - top)
-            found[stay.number] = offsets[stay.number] - hole
+            lowered[stay.number] = offsets[stay.number] - hole
             top = max(top, offsets[stay.number] + stay.room)
-        return found
+        return lowered
 
     def _later(self) -> float:
-        """Return by how much what follows the last iteration is later than what followed the one before."""
+        """Return how much later than the last iteration another one, right behind it, would be."""
         self._wait_for_memory(self.end, self.ends[-1])
         waits = [self.gates[self.end] - self.starts[self.end - self.steps]]
         for (number, need), (_, arrival, _) in self.issued.items():

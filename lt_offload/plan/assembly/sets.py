@@ -1,4 +1,4 @@
-"""Sets that decisions leave to a schedule: which stays there are on the device, and what leaves after which step.
+"""Sets that decisions leave to a schedule: the stays on the device, and the copies to the host after each step.
 
 Nothing here depends on how fast the machine is; see ``work.py`` for that.
 """
@@ -35,7 +35,7 @@ class Stay:
     block: int
     room: int
     bytes: int
-    """What is copied."""
+    """Bytes that are copied."""
     need: int
     """The step of the first use."""
     length: int
@@ -43,28 +43,28 @@ class Stay:
     lead: int = 0
     """Steps by which it may come before its first use."""
     on_host: bool = False
-    """Whether it waits for an update on the host."""
+    """True: it waits for an update on the host."""
 
     @property
     def is_state(self) -> bool:
-        """Whether it is needed by the update only."""
+        """True: only the update needs it."""
         return self.group is not None and self.group.copies[0].payload == "state"
 
     def lifetime(self, steps: int, *, early: bool) -> Lifetime:
-        """Return when it takes room: from its first use on, or ``early``, one step before."""
+        """Return the steps in which it takes room: from its first use on, or ``early``, one step before."""
         # A stay of as many steps as the iteration has leaves no step to come early in.
         start = self.need - (early and self.length < steps - 1)
         return Lifetime(self.room, start % steps, (self.need + self.length) % steps)
 
     @property
     def priority(self) -> tuple[bool, bool, bool, int]:
-        """Orders what is needed in the same step."""
+        """Order of the stays that are needed in the same step."""
         # Last what is needed last, or may not be there yet: states serve the update, others wait for one on the host.
         return self.group is not None, self.is_state, self.on_host, -self.room
 
 
 class Sets:
-    """What decisions leave to be scheduled; made once per proposal, scheduled for several divisions of the memory."""
+    """The stays and copies to be scheduled; made once per proposal, scheduled for several divisions of the memory."""
 
     def __init__(self, decisions: Decisions, profile: Profile) -> None:
         self.decisions, self.profile = decisions, profile
@@ -132,12 +132,12 @@ class Sets:
 
     @property
     def least_room(self) -> int:
-        """The device bytes below which there is no schedule, besides those that no plan changes."""
+        """The device bytes below which there is no schedule, without the bytes that no plan changes."""
         return self.least_arena + self.least_framework
 
     @property
     def room_needed(self) -> int:
-        """The device bytes with which there is a schedule for certain, besides those that no plan changes."""
+        """The device bytes with which there is a schedule for certain, without the bytes that no plan changes."""
         return self.tight_arena + self.least_framework
 
     @property

@@ -1,4 +1,4 @@
-"""When everything travels, and where it lies: what a schedule is, and what ops are written from."""
+"""Times and places of all copies: the result of scheduling, from which ops are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationTimes:
-    """When the activations of a block travel."""
+    """Times at which the activations of a block travel."""
 
     release_after: int
     """The step at whose end they have left the device."""
@@ -26,7 +26,7 @@ class ActivationTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timetable:
-    """When everything travels, and where it lies."""
+    """Times and places of all copies."""
 
     sets: Sets
     copies: tuple[PlacedCopy, ...]
@@ -37,4 +37,4 @@ class Timetable:
     gradients: Mapping[int, int]
     """Per tensor whose gradient is copied to the host: the step at whose end its device memory is free."""
     seconds: float
-    """How long the iteration takes, by the clock of the schedule."""
+    """Duration of the iteration, by the clock of the schedule."""

@@ -58,7 +58,7 @@ def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
 
 
 def without_gradients(profile: Profile) -> Profile:
-    """Return ``profile`` with every tensor frozen: what each pass of a window does at the least."""
+    """Return ``profile`` with every tensor frozen: the least work of each pass of a window."""
     frozen = tuple(replace(tensor, trainable=False, state_bytes=0) for tensor in profile.tensors)
     return replace(profile, tensors=frozen, forwards=1, deferred_forwards=0)
 
@@ -81,7 +81,7 @@ def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False
     """
     split = _Split(plan, profile, delayed=delayed)
     split.run()
-    found = replace(
+    result = replace(
         plan,
         window=window,
         delayed=delayed,
@@ -94,10 +94,10 @@ def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False
         ),
     )
     if delayed:
-        found = with_settling_pass(found, profile)
-        found = replace(found, ops=tuple(_after_former_occupants(found)))
-    timed = zip(found.ops, durations(found, profile.with_host_threads(plan.host_threads)), strict=True)
-    return replace(found, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+        result = with_settling_pass(result, profile)
+        result = replace(result, ops=tuple(_after_former_occupants(result)))
+    timed = zip(result.ops, durations(result, profile.with_host_threads(plan.host_threads)), strict=True)
+    return replace(result, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
 
 
 def _after_former_occupants(plan: Plan) -> Iterator[Op]:
@@ -114,7 +114,7 @@ def _after_former_occupants(plan: Plan) -> Iterator[Op]:
             ranges[g].add((offset, offset + plan.groups[g].bytes))
         for g in op.groups if op.payload in IN_ARENA and not takes_room(op) else ():
             leaves[g].append(op.id)
-    occupants = [(low, high, leaves[g]) for g, found in ranges.items() for low, high in found]
+    occupants = [(low, high, leaves[g]) for g, held in ranges.items() for low, high in held]
     for op in plan.ops:
         after = set(op.after)
         for g, offset in zip(op.groups, op.offsets, strict=False):
@@ -133,7 +133,7 @@ class _Split:
         self.ops: list[Op] = []
         """With the ids of ``plan`` in ``after``."""
         self._states: dict[int, int | None] = {}
-        """By group of states in ``plan``: what is left of it, None if nothing is."""
+        """By group of states in ``plan``: the group of its states proper, None without any."""
         self._sums: dict[int, int] = {}
         """By the same: the group of sums."""
         self._moved = {g for op in plan.ops if op.payload == "state" for g in op.groups}
@@ -147,7 +147,7 @@ class _Split:
         self._reduced: dict[int, int] = {}
         """By tensor: the op in which machines add up."""
         self._between = delayed and profile.machines > 1 and profile.common_updates
-        """Whether there are such ops."""
+        """True: there are such ops."""
         self._begins: set[int] = set()
         """The ops that copy gradients to where their sums are."""
         self._sent = {t for op in plan.ops if op.sends_gradients for t in plan.tensors(op)}
@@ -172,11 +172,11 @@ class _Split:
 
     def programs(self, ops: Sequence[Op]) -> dict[Pass, tuple[int, ...]]:
         """Return the ops of each kind of pass, in the order of issue; settling passes have none yet."""
-        found = {which: [op for op in ops if which in self._only[op.id]] for which in _EVERY}
-        return {which: tuple(op.id for op in carried) for which, carried in found.items()}
+        carried_by = {which: [op for op in ops if which in self._only[op.id]] for which in _EVERY}
+        return {which: tuple(op.id for op in carried) for which, carried in carried_by.items()}
 
     def linked(self) -> Iterator[Op]:
-        """Yield the ops with what they wait for."""
+        """Yield the ops with their dependencies."""
         readers: dict[int, list[int]] = defaultdict(list)
         users: dict[int, list[int]] = defaultdict(list)
         for update, adds in self._added.items():
@@ -193,8 +193,8 @@ class _Split:
             if op.kind == "reduce":  # the sums of this machine are complete
                 waits[op.id] = {begins for begins in self._begins if self._overlap(op, self.ops[begins])} | {op.id - 2}
             if op.payload == "grad":  # the sums have taken what came in the pass before
-                found = users if op.id in self._begins else readers
-                waits[op.id] = {user for g in op.groups for t in self.groups[g].tensors for user in found[t]}
+                uses = users if op.id in self._begins else readers
+                waits[op.id] = {user for g in op.groups for t in self.groups[g].tensors for user in uses[t]}
                 # It is the backward that writes there, and it begins before the op that stands for what it writes.
                 if op.writes_gradients:
                     waits[self._backwards[op.block]] |= waits[op.id]
@@ -223,7 +223,7 @@ class _Split:
             yield replace(op, after=tuple(sorted(after)))
 
     def _before_settling(self, op: Op) -> set[int]:
-        """Return what ``op`` has to wait for, too, where no computations have waited in the same pass.
+        """Return further ops that ``op`` has to wait for where no computations have waited in the same pass.
 
         Updates wait for the copies of their weights, and the next occupants of a range for the last computation there.
         """
@@ -267,7 +267,7 @@ class _Split:
                 self.initial.append(copy)
 
     def _parts(self, number: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield what a group of states of the plan has become, and where it begins: states first, then sums."""
+        """Yield the groups made of a group of states of the plan, with their offsets: states first, then sums."""
         states = self._states[number]
         if states is not None:
             yield states, offset
@@ -277,7 +277,7 @@ class _Split:
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def _write(self, op: Op) -> Iterator[int]:
-        """Write what ``op`` becomes; yield what others wait for in its place."""
+        """Write the ops that replace ``op``; yield those that others wait for in its place."""
         if op.kind == "update":
             # Sums that a copy has begun are there: adding is what later passes do.
             later = op.lane == "host" and not self._sent.isdisjoint(self.plan.tensors(op))
@@ -306,18 +306,18 @@ class _Split:
             yield self._add(op)
 
     def _reduce(self, op: Op) -> None:
-        """Write the op in which machines add up what ``op``, an update on the host, uses."""
+        """Write the op in which machines add up the sums that ``op``, an update on the host, uses."""
         nbytes = sum(self.profile.tensors[t].bytes for t in self.plan.tensors(op))
-        found = self._add(replace(op, kind="reduce", lane="network", bytes=nbytes, after=()), only=_ADDING)
-        self._reduced |= dict.fromkeys(self.plan.tensors(op), found)
+        reduction = self._add(replace(op, kind="reduce", lane="network", bytes=nbytes, after=()), only=_ADDING)
+        self._reduced |= dict.fromkeys(self.plan.tensors(op), reduction)
 
     def _overlap(self, op: Op, other: Op) -> bool:
         """Return whether both name some tensor."""
-        one, two = ({t for g in each.groups for t in self.groups[g].tensors} for each in (op, other))
+        one, two = ({t for g in which.groups for t in self.groups[g].tensors} for which in (op, other))
         return not one.isdisjoint(two)
 
     def _updated_before(self, op: Op) -> bool:
-        """Return whether what ``op`` copies was updated in the same pass, and not in the one before."""
+        """Return whether the weights that ``op`` copies were updated in the same pass, and not in the one before."""
         tensors = set(self.plan.tensors(op))
         updates = (
             other
@@ -327,7 +327,7 @@ class _Split:
         return all(update.id < op.id for update in updates)
 
     def _move_states(self, op: Op) -> Iterator[int]:
-        """States travel for the update; sums are there in every pass, and are used up by the update."""
+        """Write the copies of states, which travel for the update, and of sums, which travel in every pass."""
         states = [g for g in (self._states[number] for number in op.groups) if g is not None]
         sums = [self._sums[number] for number in op.groups]
         stays = [g for g in states if g in self._starts]
@@ -386,7 +386,7 @@ class _Split:
             self._add(drop, only=only)
 
     def _begin_sums(self, op: Op) -> int:
-        """Write the copy of gradients to where their sums are, which waits for nobody who has used their own memory."""
+        """Write the copy of gradients to the place of their sums; it waits for no user of the gradients' own memory."""
         (number,) = op.groups
         self.groups.append(replace(self.groups[number], host_offset=None))
         after = tuple(other for other in op.after if self.plan.ops[other].lane != "host")

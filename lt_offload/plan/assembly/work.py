@@ -20,14 +20,14 @@ class LaneWork:
         """Per step: of its computations and of the updates on the device. That launches may last longer is left to the
         simulation."""
         self.reads = [0.0] * sets.steps
-        """Per step: for how long what computations read in host memory occupies the link."""
+        """Per step: seconds for which direct reads of host memory occupy the link."""
         self._add_computations()
         self.seconds_after = [*accumulate(reversed(self.seconds[1:]), initial=0.0)][::-1]
         """Per step: of all steps behind it."""
 
     @property
     def least_s(self) -> float:
-        """No schedule is shorter: the time of the lane with the most work, or of what all need of what they share."""
+        """Lower bound of schedules: the time of the busiest lane, or of the use of what all lanes share."""
         shares, busy_s = self.profile.contention, self.busy_s
         shared = (shares.of(lane.name) * seconds for lane, seconds in zip(MACHINE_LANES, busy_s, strict=True))
         return max(*busy_s, sum(shared))
@@ -59,7 +59,7 @@ class LaneWork:
         return nbytes / self.profile.hardware.h2d_bytes_per_s
 
     def _add_computations(self) -> None:
-        profile, decisions, found = self.profile, self.sets.decisions, self.seconds
+        profile, decisions, seconds = self.profile, self.sets.decisions, self.seconds
         direct: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, decision in enumerate(decisions.tensors):
             for step in decision.zero_copy:
@@ -68,13 +68,13 @@ class LaneWork:
         for computation in computations(decisions.options, decisions.recomputations, profile):
             tensors = [] if computation.idle else direct[computation.step, computation.block]
             nbytes, longer = computation.zero_copy(tensors, profile)
-            found[computation.step] += computation.seconds + longer
+            seconds[computation.step] += computation.seconds + longer
             self.reads[computation.step] += self.transfer_s(nbytes)
         for index, step in self.sets.update_step.items():
             tensor, decision = profile.tensors[index], decisions.tensors[index]
             if decision.place in ("device", "paged"):
-                found[step] += tensor.bytes / profile.optimizer.device_bytes_per_s
+                seconds[step] += tensor.bytes / profile.optimizer.device_bytes_per_s
             # Written over the link while the backward runs, which takes as much longer; the host's update is on its own
             # lane.
             elif decision.grad_zero_copy and tensor.zero_copy is not None:
-                found[step] += tensor.zero_copy.grad_s
+                seconds[step] += tensor.zero_copy.grad_s

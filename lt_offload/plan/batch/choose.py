@@ -1,4 +1,4 @@
-"""Chooses the batch size with the highest throughput, by planning for several.
+"""Choice of the batch size with the highest throughput, by planning for several.
 
 Every size has a relaxed program, which is solved quickly: a scan of a few sizes says around which one to look. Plans
 are made for the sizes that promise most, and promises are corrected by what the plans before them have reached. Of
@@ -31,7 +31,7 @@ LARGEST = 1024
 """Larger batches are not considered, unless asked for by name."""
 _ANCHOR = 8
 _GROWTH = 8
-"""How much larger than what was profiled a size may be that is profiled next."""
+"""The next size to profile is at most so many times as large as the largest that was."""
 _ANCHORS = 4
 _NEAR = 8
 """Sizes are told apart to this part of the best one."""
@@ -40,7 +40,7 @@ _WORSE = 2
 _EQUAL = 0.005
 """Relative difference of throughput that a larger batch must bring."""
 _DOUBT = 0.02
-"""By how much an expected throughput may be wrong."""
+"""Relative error that an expected throughput may have."""
 _MOST_PLANS = 3.5
 """Time that a choice may take, in plans of the mean duration; profiles not counted."""
 _LEAST_S = 4.0
@@ -51,7 +51,7 @@ _REACH = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchChoice:
-    """The chosen batch size with everything that speaks for it."""
+    """The chosen batch size with the reasons for it."""
 
     plan: Plan
     """For that size; holds ``curve`` and ``why``, too."""
@@ -130,16 +130,16 @@ def _choose_micro_batch(
         return with_sums(measured[size], now.accumulate) if has_windows(now) else measured[size]
 
     if effective is None:
-        found = choose_batch(with_sums_at, for_one(settings), most=most, candidates=candidates, on_progress=say)
+        choice = choose_batch(with_sums_at, for_one(settings), most=most, candidates=candidates, on_progress=say)
     else:
         search = _BatchSearch(with_sums_at, for_one(settings), min(most, LARGEST), say)
         search.split(effective)
-        found = search.choice()
-    profile, now = measured[found.batch_size], settings_at(found.batch_size)
+        choice = search.choice()
+    profile, now = measured[choice.batch_size], settings_at(choice.batch_size)
     if not has_windows(now):
-        plan = replace(found.plan, host_budget_bytes=settings.host_budget(profile.hardware))
-        return replace(found, plan=plan, profile=profile)
-    return replace(found, plan=for_windows(found.plan, profile, now), profile=profile)
+        plan = replace(choice.plan, host_budget_bytes=settings.host_budget(profile.hardware))
+        return replace(choice, plan=plan, profile=profile)
+    return replace(choice, plan=for_windows(choice.plan, profile, now), profile=profile)
 
 
 class _BatchSearch:
@@ -208,7 +208,7 @@ class _BatchSearch:
             size *= 2
 
     def follow_up(self) -> None:
-        """Plan for what is expected to be better than the chosen size, however long it takes.
+        """Plan for sizes that are expected to be better than the chosen one, however long it takes.
 
         Usually there is nothing: it happens where measurements of different sizes contradict each other, as on a
         machine that is busy with something else at times. A choice must not be worse than its own table.
@@ -267,8 +267,8 @@ class _BatchSearch:
         return min(size for size in tried if self._relaxed(size) * (1 - _EQUAL) <= least), best
 
     def _around(self, low: int, high: int) -> list[int]:
-        found = {low - 1, low, high + 1, *(high // step * step for step in (1, 2, 4, 8))}
-        return sorted(size for size in found if 1 <= size <= self.most and low / 2 < size <= 2 * low + 1)
+        sizes = {low - 1, low, high + 1, *(high // step * step for step in (1, 2, 4, 8))}
+        return sorted(size for size in sizes if 1 <= size <= self.most and low / 2 < size <= 2 * low + 1)
 
     @property
     def _limit(self) -> int:
@@ -287,7 +287,7 @@ class _BatchSearch:
         return self.plans[size].predicted.iteration_s / size
 
     def _worth(self, size: int) -> bool:
-        """Whether a plan for ``size`` may be the fastest, by more than nothing if its batch is larger."""
+        """Return whether a plan for ``size`` may be the fastest, and by enough if its batch is larger."""
         fastest = self._fastest()
         seconds = self._seconds(fastest)
         if size > fastest and self._relaxed(size) >= seconds * (1 - _EQUAL):
@@ -295,12 +295,12 @@ class _BatchSearch:
         return self._expected(size) * (1 - _DOUBT) <= seconds
 
     def _late(self, plans: int = 1) -> bool:
-        """Whether so many more plans would take too long."""
+        """Return whether so many more plans would take too long."""
         one = max(sum(self.durations) / max(len(self.durations), 1), _LEAST_S / _MOST_PLANS)
         return time.monotonic() - self.started + plans * one > _MOST_PLANS * one
 
     def _expected(self, size: int) -> float:
-        """Return the seconds per sample to be expected: relaxed ones, and what plans near that size add to them."""
+        """Return the expected seconds per sample: those of the relaxed program, raised as plans near that size were."""
         relaxed = self._relaxed(size)
         ratios = {at: self._seconds(at) / self._relaxed(at) for at in self.plans if self._relaxed(at) < math.inf}
         if not ratios:
@@ -370,13 +370,13 @@ class _BatchSearch:
     # -- result ------------------------------------------------------------------------------------------------------
 
     def choice(self) -> BatchChoice:
-        """Return what was found; raises the error of the smallest size if none fits."""
+        """Return the choice; raises the error of the smallest size if none fits."""
         if not self.plans:
             self._plan(min(self.unfit), exact=False)
         if not self.plans:
             raise self.unfit[min(self.unfit)]
         fastest, chosen = self._fastest(), self._chosen()
-        sizes = sorted({*self.plans, *self.unfit, *(s for s, found in self.relaxed.items() if found < math.inf)})
+        sizes = sorted({*self.plans, *self.unfit, *(s for s, seconds in self.relaxed.items() if seconds < math.inf)})
         curve = tuple(self._point(size, chosen) for size in sizes)
         why = self._why(chosen, fastest)
         plan = self.plans[chosen]

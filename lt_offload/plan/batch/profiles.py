@@ -24,7 +24,7 @@ def scaled(profile: Profile, batch_size: int, other: Profile | None = None) -> P
             launch times, and all that concerns weights, do not depend on it.
     """
     assert other is None or other.batch_size != profile.batch_size, "two profiles of one batch size"
-    low, high = sorted((profile, other or _empty(profile)), key=lambda found: found.batch_size)
+    low, high = sorted((profile, other or _empty(profile)), key=lambda one: one.batch_size)
     if batch_size in (profile.batch_size, profile.batch_size if other is None else other.batch_size):
         return profile if batch_size == profile.batch_size else high if high is not profile else low
     line = _StraightLine((batch_size - low.batch_size) / (high.batch_size - low.batch_size))

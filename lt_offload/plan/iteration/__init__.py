@@ -1,1 +1,1 @@
-"""One iteration before it is a plan: what is decided, which computations run, how much memory they take."""
+"""One iteration before it is a plan: its decisions, its computations, and the memory that they take."""

@@ -1,4 +1,4 @@
-"""The computations of an iteration in the order of issue, and which costs apply to each.
+"""The computations of an iteration in the order of issue, each with its costs.
 
 Between the first forward of a block and its backward the plan may run the forward again. What the last run has saved
 decides what the next run, or the backward, finds: nothing, the input, or all that the backward needs.
@@ -24,7 +24,7 @@ SAVED: Mapping[OptionName, Save] = {
     "fused": "all",
     "chunked": "all",
 }
-"""What the first forward of a block saves, by option."""
+"""Tensors that the first forward of a block saves, by option."""
 
 _REBUILDS = ("recompute", "reload", "mixed")
 """Options whose backward runs (part of) the forward again itself."""
@@ -46,11 +46,11 @@ class Computation:
     step: int
     block: int
     save: Save | None
-    """What a forward that runs again saves; None for others."""
+    """Tensors that a forward which runs again saves; None for others."""
     option: OptionProfile
-    """Whose figures describe it."""
+    """The option with its figures."""
     idle: bool = False
-    """Whether it does nothing: the backward of a frozen block before the first trainable parameter."""
+    """True: it does nothing, as the backward of a frozen block before the first trainable parameter."""
 
     @property
     def seconds(self) -> float:
@@ -78,9 +78,9 @@ class Computation:
 def computations(
     options: Sequence[OptionName], recomputations: Mapping[int, Sequence[Recomputation]], profile: Profile
 ) -> list[Computation]:
-    """Return what ``profile``'s model computes in an iteration, in the order of issue."""
+    """Return the computations of ``profile``'s model in an iteration, in the order of issue."""
     blocks, steps = profile.blocks, timeline(profile)
-    found = [
+    issued = [
         Computation(kind="forward", step=steps.forward(index), block=index, save=None, option=block.option(name))
         for index, (block, name) in enumerate(zip(blocks, options, strict=True))
     ]
@@ -92,11 +92,11 @@ def computations(
             # backward.
             saved[again.block] = again.save
             cost = rerun_option(blocks[again.block], again.save)
-            found.append(Computation(kind="forward", step=step, block=again.block, save=again.save, option=cost))
+            issued.append(Computation(kind="forward", step=step, block=again.block, save=again.save, option=cost))
         cost = _backward_option(block, options[index], saved.get(index))
         idle = not block.has_backward
-        found.append(Computation(kind="backward", step=step, block=index, save=None, option=cost, idle=idle))
-    return found
+        issued.append(Computation(kind="backward", step=step, block=index, save=None, option=cost, idle=idle))
+    return issued
 
 
 def rerun_option(block: BlockProfile, save: Save) -> OptionProfile:

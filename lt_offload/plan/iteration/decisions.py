@@ -1,4 +1,4 @@
-"""Decisions about whole tensors, before they become ops: what every planner produces, and what is scheduled.
+"""Decisions about whole tensors, before they become ops: the product of every planner, and the input of scheduling.
 
 They are sets: which weights stay through which gap between two uses, what is read directly, who updates what, which
 option a block has. When copies start and where they go is found in one way for all (``assembly/schedule.py``).
@@ -26,7 +26,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDecision:
-    """What happens to one tensor; the states of one whose place is ``paged`` come for its update and go after it."""
+    """The treatment of one tensor. With place ``paged``, its states come for its update and go after it."""
 
     place: UpdatePlace
     stays: tuple[Interval, ...] = ()
@@ -48,12 +48,12 @@ class Decisions:
 
     tensors: tuple[TensorDecision, ...]
     options: tuple[OptionName, ...]
-    """What happens to the activations of each block."""
+    """The option for the activations of each block."""
     recomputations: Mapping[int, tuple[Recomputation, ...]] = field(default_factory=dict)
     """By backward step: the forwards that run again before its backward, in order."""
 
     def usage(self, profile: Profile) -> Usage:
-        """Return what decides about the framework's memory if all leaves at once and comes at the last moment."""
+        """Return the use of the framework's memory if all leaves at once and comes at the last moment."""
         travels = [block for block in range(len(self.options)) if self.offloaded(block, profile)]
         return Usage(
             options=self.options,
@@ -77,15 +77,15 @@ class Decisions:
 
     def offloaded(self, block: int, profile: Profile) -> int:
         """Return the bytes of the activations of ``block`` that travel to the host and back."""
-        found = profile.blocks[block]
-        return found.option(self.options[block]).offload_bytes if found.has_backward else 0
+        costs = profile.blocks[block]
+        return costs.option(self.options[block]).offload_bytes if costs.has_backward else 0
 
     def activations_needed(self, block: int, profile: Profile) -> int:
-        """Return the step in which ``block`` first needs what it has offloaded: to run again, or for its backward."""
+        """Return the step in which ``block`` first needs its offloaded activations: a rerun's, or its backward's."""
         again = [
             step
-            for step, found in self.recomputations.items()
-            if any(recomputation.block == block for recomputation in found)
+            for step, forwards in self.recomputations.items()
+            if any(recomputation.block == block for recomputation in forwards)
         ]
         return min([timeline(profile).backward(block), *again])
 
@@ -96,8 +96,8 @@ def uses(
     """Return the steps that compute with a tensor of ``blocks``, ascending."""
     again = {
         step
-        for step, found in (recomputations or {}).items()
-        if any(recomputation.block in blocks for recomputation in found)
+        for step, reruns in (recomputations or {}).items()
+        if any(recomputation.block in blocks for recomputation in reruns)
     }
     forwards = [timeline(profile).forward(block) for block in blocks]
     return sorted({*forwards, *backward_steps(blocks, profile), *again})
@@ -113,11 +113,11 @@ def hosted(decisions: Decisions, profile: Profile) -> Decisions:
         return replace(tensor, place="host", write_back=None, grad_zero_copy=False, stays=_renewed(tensor, needed))
 
     pairs = zip(decisions.tensors, profile.tensors, strict=True)
-    return replace(decisions, tensors=tuple(on_host(tensor, found.blocks) for tensor, found in pairs))
+    return replace(decisions, tensors=tuple(on_host(decision, tensor.blocks) for decision, tensor in pairs))
 
 
 def _renewed(tensor: TensorDecision, needed: Sequence[int]) -> tuple[Interval, ...]:
-    """Return the stays of ``tensor``, those that last from its last use, of ``needed``, to its first one in two."""
+    """Return the stays of ``tensor``; a stay from its last use, of ``needed``, to its first one is cut in two."""
     if not needed:
         return tensor.stays
     first, last = needed[0], needed[-1]
@@ -132,5 +132,5 @@ def _renewed(tensor: TensorDecision, needed: Sequence[int]) -> tuple[Interval, .
 
 
 def resident_tensors(profile: Profile) -> tuple[TensorDecision, ...]:
-    """Return the tensors' choices if all weights and states stay on the device."""
+    """Return the decisions by which all weights and states stay on the device."""
     return tuple(TensorDecision(place="device" if tensor.trainable else "none") for tensor in profile.tensors)

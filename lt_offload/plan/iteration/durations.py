@@ -8,7 +8,7 @@ from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile, TensorProfile
 
 PART_BYTES = 1 << 20
-"""What goes over the network at once, see ``distributed/chain.py``."""
+"""Bytes of one message over the network, see ``distributed/chain.py``."""
 
 
 def durations(plan: Plan, profile: Profile) -> list[float]:
@@ -18,14 +18,14 @@ def durations(plan: Plan, profile: Profile) -> list[float]:
     that, too, noted at the op that says so. What else runs at the same time is left to the simulation.
     """
     computed = iter(computations(plan.options, recomputations(plan), profile))
-    found: list[float] = []
+    seconds: list[float] = []
     for op in plan.ops:
         if op.computes:
             what = next(computed)
-            found.append(what.seconds + what.zero_copy(() if what.idle else plan.zero_copy(op), profile)[1])
+            seconds.append(what.seconds + what.zero_copy(() if what.idle else plan.zero_copy(op), profile)[1])
         else:
-            found.append(_seconds(op, plan, profile))
-    return found
+            seconds.append(_seconds(op, plan, profile))
+    return seconds
 
 
 def exchange_s(plan: Plan, profile: Profile) -> float:
@@ -97,28 +97,28 @@ def norm_s(plan: Plan, profile: Profile) -> float:
     several = profile.processes * profile.machines > 1
     if not plan.delayed or (several and not profile.added_up_first):
         return 0.0
-    found = 0.0
+    seconds = 0.0
     on_host = plan.window > 1 or several
     for tensor, place in zip(profile.tensors, plan.update_places, strict=True):
         if place == "host" and on_host:
-            found += accumulated(tensor, profile) / profile.optimizer.host_bytes_per_s
+            seconds += accumulated(tensor, profile) / profile.optimizer.host_bytes_per_s
         elif place != "none":
-            found += added(tensor) / profile.optimizer.device_bytes_per_s
-    return found / 3
+            seconds += added(tensor) / profile.optimizer.device_bytes_per_s
+    return seconds / 3
 
 
 def _at_the_end(plan: Plan, profile: Profile) -> dict[str, int]:
     """Return the bytes of gradients for updates on the host and on the device that no op of the plan adds up before."""
-    found = {"host": 0, "device": 0}
+    waiting = {"host": 0, "device": 0}
     before = {t for op in plan.ops if op.kind == "reduce" for t in plan.tensors(op)}
     for index, (tensor, place) in enumerate(zip(profile.tensors, plan.update_places, strict=True)):
         if place != "none" and index not in before:
-            found["host" if place == "host" else "device"] += tensor.bytes
-    return found
+            waiting["host" if place == "host" else "device"] += tensor.bytes
+    return waiting
 
 
 def accumulated(tensor: TensorProfile, profile: Profile) -> float:
-    """Return how much of an update on the host it is that a process adds a gradient of ``tensor`` to its own sum.
+    """Return the cost of adding a gradient of ``tensor`` to a process's own sum, as bytes of an update on the host.
 
     Each adds all of its gradients, while of updates each does its part where they have one host copy.
     """
@@ -126,7 +126,7 @@ def accumulated(tensor: TensorProfile, profile: Profile) -> float:
 
 
 def gathered(tensor: TensorProfile, profile: Profile) -> float:
-    """Return how much of an update on the host it is that an owner adds up the sums of all processes.
+    """Return the cost of an owner's adding up the sums of all processes, as bytes of an update on the host.
 
     It reads N of them and writes one, for the update to read: N + 1 accesses, where adding one gradient has 3.
     """
@@ -144,7 +144,7 @@ def _owners_alone(profile: Profile) -> bool:
 
 
 def added(tensor: TensorProfile) -> float:
-    """Return how much of an update, in bytes of parameters, it is to add a gradient of ``tensor`` to a sum.
+    """Return the cost of adding a gradient of ``tensor`` to a sum, as bytes of parameters that are updated.
 
     Both are as fast as memory: the update reads the gradient, and reads and writes the parameter and its states.
     """

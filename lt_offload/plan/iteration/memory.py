@@ -38,14 +38,14 @@ def state_room(nbytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What decides about the framework's memory."""
+    """The parts of a plan that decide about the framework's memory."""
 
     options: tuple[OptionName, ...]
     places: tuple[UpdatePlace, ...]
     grad_release_after: dict[int, int] = field(default_factory=dict)
     """Per tensor that the host updates: the step at whose end its gradient has left."""
     by_rows: set[int] = field(default_factory=set)
-    """Of these, tables whose first block's gradient leaves as rows, after the last block's has left."""
+    """Tables among these whose first block's gradient leaves as rows, after the last block's has left."""
     grad_zero_copy: set[int] = field(default_factory=set)
     """Tensors whose gradients the backward writes to host memory itself."""
     left: dict[int, int] = field(default_factory=dict)
@@ -57,31 +57,31 @@ class Usage:
 
 
 def usage(plan: Plan) -> Usage:
-    """Return what ``plan`` says about the framework's memory."""
+    """Return the parts of ``plan`` that decide about the framework's memory."""
     again = recomputations(plan)
-    found = Usage(options=plan.options, places=plan.update_places, recomputations=again)
+    used = Usage(options=plan.options, places=plan.update_places, recomputations=again)
     for op in plan.ops:
         if op.writes_gradients:
-            found.grad_zero_copy.update(plan.tensors(op))
+            used.grad_zero_copy.update(plan.tensors(op))
         elif op.sends_gradients and op.rows == "looked up":
-            found.by_rows.update(plan.tensors(op))
+            used.by_rows.update(plan.tensors(op))
         elif op.sends_gradients and op.release_after is not None:
-            found.grad_release_after.update(dict.fromkeys(plan.tensors(op), op.release_after))
+            used.grad_release_after.update(dict.fromkeys(plan.tensors(op), op.release_after))
         elif op.payload == "activation":
             if "activation" in writes(op, "device"):
-                found.fetched[op.block] = op.step
+                used.fetched[op.block] = op.step
             elif op.release_after is not None:
-                found.left[op.block] = op.release_after
-    return found
+                used.left[op.block] = op.release_after
+    return used
 
 
 def recomputations(plan: Plan) -> dict[int, tuple[Recomputation, ...]]:
     """Return, by step, the forwards that ``plan`` runs again."""
-    found: dict[int, tuple[Recomputation, ...]] = {}
+    forwards: dict[int, tuple[Recomputation, ...]] = {}
     for op in plan.ops:
         if op.save is not None:
-            found[op.step] = (*found.get(op.step, ()), Recomputation(block=op.block, save=op.save))
-    return found
+            forwards[op.step] = (*forwards.get(op.step, ()), Recomputation(block=op.block, save=op.save))
+    return forwards
 
 
 def backward_steps(blocks: tuple[int, ...], profile: Profile) -> list[int]:
@@ -99,7 +99,7 @@ def framework_bytes(used: Usage, profile: Profile) -> Bytes:
 
 
 def room_within(budget: int, profile: Profile) -> int:
-    """Return the device bytes of ``budget`` that a plan may use for what it decides about."""
+    """Return the device bytes of ``budget`` that a plan decides about."""
     used = min(budget - profile.slack_bytes, int(budget / (1 + profile.slack_share)) + 1)
     # The quotient is at or just above the answer, as the slack is rounded down; exactness matters at the smallest
     # budgets.
@@ -119,7 +119,7 @@ def _slack(used: int, profile: Profile) -> int:
 
 
 def _always(profile: Profile) -> int:
-    """Return the device bytes that no plan changes: what is there before the first tensor, what all blocks share."""
+    """Return the device bytes that no plan changes: context, page tables, tensors that all blocks share."""
     return profile.hardware.context_bytes + profile.page_table_bytes + profile.shared_bytes
 
 
@@ -204,7 +204,7 @@ class _Time:
         self.last: list[int] = [0] * len(self.steps)
         """By step: its forward or backward; those that run again stand before it."""
         self.again: dict[int, list[int]] = {}
-        """By block: when it runs again."""
+        """By block: its forwards that run again."""
         for at, moment in enumerate(self.moments):
             self.last[moment.step] = at
             if moment.save is not None:
@@ -221,7 +221,7 @@ class _Time:
 
 
 def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
-    """The bytes that are there already, and the most that a computation comes to: in its middle, or at its end."""
+    """Return, per computation, the bytes held before it plus the most that it adds: in its middle, or at its end."""
     grads = _gradients(used, profile, time)
     total = _activation_bytes(used, profile, time) + grads.earlier
     for block in range(len(profile.blocks)):
@@ -268,19 +268,19 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
 
 
 def _gone_before_the_loss(used: Usage, profile: Profile, time: _Time) -> Bytes:
-    """Return what copies of activations give back between the last block's forward and the loss, if both count."""
-    found = np.zeros(len(time), dtype=np.int64)
+    """Return the bytes that copies of activations give back between the last block's forward and the loss."""
+    gone = np.zeros(len(time), dtype=np.int64)
     last = len(profile.blocks) - 1
     step, option = time.steps.forward(last), profile.blocks[last].option(used.options[last])
     if option.before_loss_bytes is not None:
         left = (index for index, at in used.left.items() if at == step and index != last)
         leaving = sum(profile.blocks[index].option(used.options[index]).offload_bytes for index in left)
-        found[time.last[step]] = min(leaving, option.forward_peak_bytes - option.before_loss_bytes)
-    return found
+        gone[time.last[step]] = min(leaving, option.forward_peak_bytes - option.before_loss_bytes)
+    return gone
 
 
 def _run_again(total: Bytes, used: Usage, profile: Profile, time: _Time, index: int) -> None:
-    """Add what the forwards of block ``index`` that run again need, and what they leave."""
+    """Add the bytes that forwards of block ``index`` which run again need, and the bytes that they leave."""
     block, backward = profile.blocks[index], time.last[time.steps.backward(index)]
     saved = SAVED[used.options[index]] if block.has_backward else "nothing"
     again: Sequence[int] = time.again[index]
@@ -299,20 +299,20 @@ def _run_again(total: Bytes, used: Usage, profile: Profile, time: _Time, index: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _GradientBytes:
-    """Bytes of gradients, and of what is made for their use, by computation."""
+    """Bytes of gradients, and of the scratch memory of their use, by computation."""
 
     earlier: Bytes
-    """Of computations before, still there at its end."""
+    """Gradients of computations before, still held at its end."""
     new: Bytes
-    """They come in a backward and stay to its end."""
+    """Gradients that come in a backward and stay to its end."""
     written: Bytes
-    """That part of ``new`` which does not stay, as each is written to the host as soon as it is complete."""
+    """Bytes of ``new`` that do not stay, as each gradient is written to the host as soon as it is complete."""
     passing: Bytes
-    """The most that comes in the middle of a backward and goes at once, with what its use takes."""
+    """The most bytes of gradients that come in the middle of a backward and go at once, with scratch memory."""
     scratch: Bytes
-    """That part of ``passing`` which is no gradient."""
+    """Bytes of ``passing`` that are not gradients."""
     ending: Bytes
-    """What is made when the activations of a backward have gone, and all its gradients have come."""
+    """Bytes that are made when the activations of a backward have gone, and all its gradients have come."""
 
 
 def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:

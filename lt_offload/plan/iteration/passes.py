@@ -20,7 +20,7 @@ def shown_passes(plan: Plan) -> tuple[Pass, ...]:
 
 
 def more_passes(plan: Plan) -> int:
-    """Return how many passes like the second there are besides the shown ones."""
+    """Return the number of passes like the second, besides the shown ones."""
     return max(_adding(plan) - _SHOWN, 0)
 
 
@@ -29,7 +29,7 @@ def _adding(plan: Plan) -> int:
 
 
 def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[int, ...]]:
-    """Return the ops of ``passes`` in the order of issue, numbered anew, and which op of ``plan`` each is.
+    """Return the ops of ``passes`` in the order of issue, numbered anew, and the op of ``plan`` behind each.
 
     In ``after``, an id that is not smaller than the op's own means the passes before, as in a plan. Nothing is said
     about ops that none of ``passes`` carries out. Machines add up in the last pass that adds only.
@@ -47,6 +47,6 @@ def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[
     for new, op in enumerate(issued):
         # Not issued yet in this round means that of the round before, where its last issue is the one that counts.
         after = {latest.get(other, last.get(other)) for other in op.after}
-        ops.append(replace(op, id=new, after=tuple(sorted(found for found in after if found is not None))))
+        ops.append(replace(op, id=new, after=tuple(sorted(number for number in after if number is not None))))
         latest[op.id] = new
     return tuple(ops), tuple(op.id for op in issued)

@@ -1,4 +1,4 @@
-"""The settling pass of a plan whose updates wait: of a pass with computations and updates, what the updates need.
+"""The settling pass of a plan whose updates wait: the updates of a pass, with the copies that they need.
 
 A settling pass begins and ends with what is on the device at the start of every pass, and computes nothing. So weights
 that a pass fetches for a computation alone are not fetched there, and what leaves to come back later stays, unless
@@ -76,7 +76,7 @@ def _without_others(plan: Plan, carried: set[int]) -> Plan:
 def _needed(
     ops: Sequence[Op], groups: Sequence[TensorGroup], initial: Sequence[InitialCopy]
 ) -> dict[int, list[tuple[tuple[int, ...], bool]]]:
-    """Return, by op of those in ``ops`` that a settling pass carries out, for which groups.
+    """Return the groups for which a settling pass carries out an op of ``ops``, by op.
 
     And whether these stay on the device, though others that ``ops`` are for leave it.
     """
@@ -84,7 +84,7 @@ def _needed(
     moving |= {g for op in ops if op.kind == "update" and op.lane != "host" for g in op.groups}
     moving |= {g for g, group in enumerate(groups) if group.payload in ("state", "sum")}
     moves = [op for op in ops if op.kind == "update" or op.payload in IN_ARENA]
-    spared, staying = _Detours(moves, groups, initial).found()
+    spared, staying = _Detours(moves, groups, initial).unneeded()
     needed: dict[int, list[tuple[tuple[int, ...], bool]]] = defaultdict(list)
     for op in moves:
         if op.kind == "update":
@@ -92,9 +92,9 @@ def _needed(
             continue
         kept = [group for group in op.groups if group in moving and (op.id, group) not in spared]
         for stay in (False, True):
-            found = tuple(group for group in kept if ((op.id, group) in staying) is stay)
-            if found:
-                needed[op.id].append((found, stay))
+            alike = tuple(group for group in kept if ((op.id, group) in staying) is stay)
+            if alike:
+                needed[op.id].append((alike, stay))
     return needed
 
 
@@ -122,15 +122,15 @@ class _Detour:
     group: int
     ops: tuple[int, int]
     place: _Occupancy | None = None
-    """Where the group would stay in between, if it is to."""
+    """The range in which the group would stay in between, if it is to."""
     changed: bool = False
     """An update has changed it before, in the same pass, and the first op copies it to the host."""
     visit: _Occupancy | None = None
-    """What there would not be."""
+    """The occupancy that the detour would save."""
 
 
 class _Detours:
-    """What of a pass is of no use to its updates."""
+    """Ops of a pass that its updates do not need."""
 
     def __init__(self, ops: Sequence[Op], groups: Sequence[TensorGroup], initial: Sequence[InitialCopy]) -> None:
         self._ops, self._groups = ops, groups
@@ -138,22 +138,22 @@ class _Detours:
         self._copies = {op.id for op in ops if op.kind == "offload"}
         self._occupancies = list(self._walk(initial))
 
-    def found(self) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-        """Return what can be done without, and what stays on the device: ops, each with the group for which.
+    def unneeded(self) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+        """Return the ops that can be done without, and those after which a group stays on the device, with the groups.
 
         What stays is copied to the host there: an update has changed it, and other passes may drop it.
         """
-        found = list(self._detours())
+        detours = list(self._detours())
         # What is done without takes no place, so that one decides about others.
         while True:
-            gone = {id(detour.visit) for detour in found}
-            there = [stay for stay in self._occupancies if id(stay) not in gone]
-            kept = [detour for detour in found if detour.place is None or not _taken(detour.place, there)]
-            if len(kept) == len(found):
+            gone = {id(detour.visit) for detour in detours}
+            occupancies = [stay for stay in self._occupancies if id(stay) not in gone]
+            kept = [detour for detour in detours if detour.place is None or not _taken(detour.place, occupancies)]
+            if len(kept) == len(detours):
                 break
-            found = kept
-        staying = {(detour.ops[0], detour.group) for detour in found if detour.changed}
-        spared = {(op, detour.group) for detour in found for op in detour.ops} | self._idle_copies()
+            detours = kept
+        staying = {(detour.ops[0], detour.group) for detour in detours if detour.changed}
+        spared = {(op, detour.group) for detour in detours for op in detour.ops} | self._idle_copies()
         return spared - staying, staying
 
     def _detours(self) -> Iterator[_Detour]:
@@ -181,43 +181,44 @@ class _Detours:
     def _idle_copies(self) -> set[tuple[int, int]]:
         """Return copies of weights to the host before any update of them, which give no range back."""
         updated: set[int] = set()
-        found: set[tuple[int, int]] = set()
+        idle: set[tuple[int, int]] = set()
         for op in self._ops:
             if op.kind == "update" and op.lane != "host":
                 updated.update(op.groups)
             elif op.kind == "offload" and op.payload == "weight" and op.release_after is None:
-                found.update((op.id, group) for group in op.groups if group not in updated)
-        return found
+                idle.update((op.id, group) for group in op.groups if group not in updated)
+        return idle
 
     def _walk(self, initial: Sequence[InitialCopy]) -> Iterator[_Occupancy]:
-        """Yield where every group is, and when."""
-        there = {copy.group: self._occupy(copy.group, copy.offset, -1, None) for copy in initial}
+        """Yield the range and the time of every stay of a group."""
+        live = {copy.group: self._occupy(copy.group, copy.offset, -1, None) for copy in initial}
         leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
         step = 0
         for now, op in enumerate(self._ops):
+            # Memory of a step's offloads is free at its end: copies of the next step may arrive in these ranges.
             for done in sorted(at for at in leaving if at < op.step) if op.step != step else ():
                 for group, leaves in leaving.pop(done):
-                    yield _ended(there.pop(group), now, leaves)
+                    yield _ended(live.pop(group), now, leaves)
             step = op.step
             if op.kind == "update":
                 if op.lane != "host":
-                    self._use(op, there)
+                    self._use(op, live)
             elif takes_room(op):
                 for group, offset in zip(op.groups, op.offsets, strict=True):
-                    there[group] = self._occupy(group, offset, now, op.id)
+                    live[group] = self._occupy(group, offset, now, op.id)
             elif op.kind == "drop":
                 for group in op.groups:
-                    yield _ended(there.pop(group), now, op.id)
+                    yield _ended(live.pop(group), now, op.id)
             elif op.release_after is not None:
                 leaving[op.release_after] += [(group, op.id) for group in op.groups]
         for group, leaves in (pair for pairs in leaving.values() for pair in pairs):
-            yield _ended(there.pop(group), len(self._ops), leaves)
-        for stay in there.values():
+            yield _ended(live.pop(group), len(self._ops), leaves)
+        for stay in live.values():
             yield _ended(stay, len(self._ops), None)
 
-    def _use(self, op: Op, there: dict[int, _Occupancy]) -> None:
+    def _use(self, op: Op, live: dict[int, _Occupancy]) -> None:
         tensors = {t for group in op.groups for t in self._groups[group].tensors}
-        for stay in there.values():
+        for stay in live.values():
             stay.used = stay.used or not tensors.isdisjoint(self._groups[stay.group].tensors)
 
     def _occupy(self, group: int, offset: int, begin: int, arrives: int | None) -> _Occupancy:

@@ -1,4 +1,4 @@
-"""The timeline of an iteration while it is planned: where each block runs, and how long its steps take."""
+"""The timeline of an iteration while it is planned: the steps of each block, and their durations."""
 
 from __future__ import annotations
 

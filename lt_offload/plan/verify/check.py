@@ -1,4 +1,4 @@
-"""The check of a plan: structure, residency, order, what runs again, and budgets. It repairs nothing.
+"""The check of a plan: structure, residency, order, recomputation, and budgets. It repairs nothing.
 
 Every violation names the op and the rule that it breaks. The rules about residency and order are in
 :mod:`lt_offload.plan.verify.ordering`. Of each block that may run again either nothing, the input or everything is
@@ -39,22 +39,22 @@ from lt_offload.units import format_bytes, format_seconds
 
 
 def check(plan: Plan, profile: Profile) -> list[str]:
-    """Return what is wrong with ``plan`` for ``profile``, one sentence per violation; empty if nothing is."""
+    """Return the violations of ``plan`` for ``profile``, one sentence each; empty if it is sound."""
     # Each round takes for granted what the rounds before it have found to be sound, so it does not begin after a
     # violation.
-    found = list(mismatches(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile), *_times(plan)]
-    if found:
-        return found
-    found = [
+    violations = list(mismatches(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile), *_times(plan)]
+    if violations:
+        return violations
+    violations = [
         *_structure(plan, profile),
         *_programs(plan),
         *_order_of_issue(plan),
         *_updates(plan, profile),
         *_activations(plan, profile),
     ]
-    found = found or [*broken_recomputations(plan, profile)]
-    if found:
-        return found
+    violations = violations or [*broken_recomputations(plan, profile)]
+    if violations:
+        return violations
     return [
         *_direct_bytes(plan, profile),
         *_missing_times(plan, profile),
@@ -64,7 +64,7 @@ def check(plan: Plan, profile: Profile) -> list[str]:
 
 
 def mismatches(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Yield in what ``plan`` is not one of the model of ``profile``."""
+    """Yield the differences between the model of ``plan`` and that of ``profile``."""
     if plan.fingerprint != profile.fingerprint:
         yield f"fingerprint: the plan is of {plan.fingerprint} ({plan.model}), the profile of {profile.fingerprint}"
     if len(plan.options) != len(profile.blocks):
@@ -89,6 +89,7 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
             continue
         payload = "rows" if number in rows else group.payload
         for t in group.tensors:
+            # Gradients that begin sums are in a group beside that of later passes, which is no mistake.
             begins = group.payload == "grad" and group.host_offset is None
             if (payload, t, begins) in seen:
                 first = seen[payload, t, begins]
@@ -116,7 +117,7 @@ def _size(payload: str, tensor: TensorProfile) -> int:
 
 
 def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Ids, and what ops and programs name by numbers."""
+    """Ids, and the numbers in ops and programs."""
     yield from program_problems(plan)
     for position, op in enumerate(plan.ops):
         name = describe(op)
@@ -139,8 +140,8 @@ def _programs(plan: Plan) -> Iterator[str]:
         for op in plan.program(which):
             carried[op.id].add(which)
     for op in plan.ops:
-        found = carried[op.id]
-        if not found:
+        passes = carried[op.id]
+        if not passes:
             yield f"{describe(op)}: programs: no pass carries it out"
             continue
         # What begins a sum takes the place of the copy and the adding of later passes.
@@ -160,7 +161,7 @@ def _programs(plan: Plan) -> Iterator[str]:
             expected = {plan.passes[-1]} if op.kind == "update" else computing.intersection(ADDING) - first
         else:
             continue
-        if found != expected:
+        if passes != expected:
             yield f"{describe(op)}: programs: it belongs to {' and '.join(sorted(expected))} passes, and to no others"
 
 
@@ -385,7 +386,7 @@ def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"{describe(op)}: rows: only what the host gets and does has them, but for updates that wait"
         for t in plan.tensors(op):
             parts[t].append((op.kind, op.rows, op.step))
-    for t, found in parts.items():
+    for t, ops in parts.items():
         tensor = profile.tensors[t]
         first, last = (backward_steps(tensor.blocks, profile) + [-1, -1])[:2]
         used = [(kind, rows, step) for rows, step in (("others", first), ("looked up", last)) for kind in _SENT]
@@ -393,7 +394,7 @@ def _in_rows(plan: Plan, profile: Profile) -> Iterator[str]:
         expected = [one for one in used if one[0] != never]
         if plan.adds_up:
             expected.insert(0, expected[0])  # begins the sum
-        if found != expected or len(tensor.blocks) != 2 or not tensor.lookup_bytes:
+        if ops != expected or len(tensor.blocks) != 2 or not tensor.lookup_bytes:
             yield f"tensor {tensor.name}: rows: not the ops of a table in two parts, in steps {first} and {last}"
         for op in plan.ops:
             again = op.save is not None and op.block == tensor.blocks[0]
@@ -430,9 +431,9 @@ def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
     for index, (block, option) in enumerate(zip(profile.blocks, plan.options, strict=True)):
         moves = block.has_backward and block.option(option).offload_bytes > 0
         if moves != (index in out) or moves != (index in back):
-            found = [describe(op) for op in (out.get(index), back.get(index)) if op] or ["no op"]
+            copies = [describe(op) for op in (out.get(index), back.get(index)) if op] or ["no op"]
             needed = "both" if moves else "no"
-            yield f"block {block.name}: activation: option {option!r} needs {needed} copies, has {', '.join(found)}"
+            yield f"block {block.name}: activation: option {option!r} needs {needed} copies, has {', '.join(copies)}"
         elif moves:
             release_after, backward = out[index].release_after, positions.backward(index)
             if (
@@ -460,7 +461,7 @@ def _budgets(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def broken_recomputations(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Yield what is wrong with the forwards that run again, and with the backwards that need them."""
+    """Yield the violations of forwards that run again, and of the backwards that need them."""
     walk = _Saved(plan, profile)
     for index, (block, option) in enumerate(zip(profile.blocks, plan.options, strict=True)):
         if block.has_backward and option == "discard" and not block.chained:
@@ -475,7 +476,7 @@ def broken_recomputations(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 class _Saved:
-    """What is saved of each block, as the iteration goes on."""
+    """Saved tensors of each block, as the iteration goes on."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self.blocks = profile.blocks
@@ -493,12 +494,12 @@ class _Saved:
         """The forward that ran again last."""
 
     def lost(self, index: int) -> str:
-        """Return why a block may not be without a saved input."""
+        """Return the reason for which a block has to have a saved input."""
         name = self.blocks[index].name
         return f"but the input of {name} is not what the block before returns: it has to stay saved"
 
     def run_again(self, op: Op) -> Iterator[str]:
-        """Yield what is wrong with a forward that runs again."""
+        """Yield the violations of a forward that runs again."""
         block, name = self.blocks[op.block], describe(op)
         before = self.before if self.before is not None and self.before.step == op.step else None
         if before is not None and before.block >= op.block:
@@ -522,6 +523,6 @@ class _Saved:
         self.saved[op.block], self.before = op.save or "nothing", op
 
     def backward(self, op: Op) -> Iterator[str]:
-        """Yield what is wrong with a backward; the first block always has its input."""
+        """Yield the violations of a backward; the first block always has its input."""
         if self.blocks[op.block].has_backward and self.saved[op.block] == "nothing" and op.block:
             yield f"{describe(op)}: run again: nothing is saved of the block"

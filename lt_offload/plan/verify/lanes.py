@@ -1,4 +1,4 @@
-"""Lanes in time: what runs on each of them, and how fast, where they share links and the host's memory.
+"""Lanes in time: the work of each and its speed, where they share links and the host's memory.
 
 Two things share their speed. What computations read and write in host memory crosses the links beside the copies: both
 get half of the link. And what lanes take of the host's memory is limited: where it is not enough for all, each gets
@@ -15,7 +15,7 @@ from lt_offload.schema.profile import Contention
 NUMBER = {lane.name: number for number, lane in enumerate(LANES)}
 COMPUTE, H2D, D2H, HOST = NUMBER["compute"], NUMBER["h2d"], NUMBER["d2h"], NUMBER["host"]
 READ, WRITE = len(LANES), len(LANES) + 1
-"""What computations read and write in host memory while they run, beside their lane."""
+"""Reads and writes of computations in host memory while they run, beside their lane."""
 _WORKING = len(LANES) + 2
 _LINKS = ((H2D, READ), (D2H, WRITE))
 _TOLERANCE = 1e-12
@@ -23,24 +23,24 @@ _TOLERANCE = 1e-12
 
 
 def rates(contention: Contention, busy: int) -> tuple[float, ...]:
-    """Return how fast each lane works, relative to its speed alone, if those whose bits are set in ``busy`` have work.
+    """Return the speed of each lane relative to its speed alone, if those whose bits are set in ``busy`` have work.
 
     Those of idle lanes are 0.
     """
-    found = [1.0 if busy >> lane & 1 else 0.0 for lane in range(_WORKING)]
+    speeds = [1.0 if busy >> lane & 1 else 0.0 for lane in range(_WORKING)]
     for pair in _LINKS:
-        if all(found[lane] for lane in pair):
+        if all(speeds[lane] for lane in pair):
             for lane in pair:
-                found[lane] = 0.5
+                speeds[lane] = 0.5
     shares = (*(contention.of(lane.name) for lane in LANES), contention.h2d, contention.d2h)
-    asked = {lane: found[lane] * shares[lane] for lane in range(_WORKING) if found[lane] * shares[lane]}
-    left, waiting = 1.0, len(asked)
+    wanted = {lane: speeds[lane] * shares[lane] for lane in range(_WORKING) if speeds[lane] * shares[lane]}
+    left, waiting = 1.0, len(wanted)
     # Who asks for least comes first, so that what it leaves of its part is divided among the others.
-    for lane in sorted(asked, key=asked.__getitem__):
-        given = min(asked[lane], left / waiting)
-        found[lane] = given / shares[lane]
-        left, waiting = left - given, waiting - 1
-    return tuple(found)
+    for lane in sorted(wanted, key=wanted.__getitem__):
+        granted = min(wanted[lane], left / waiting)
+        speeds[lane] = granted / shares[lane]
+        left, waiting = left - granted, waiting - 1
+    return tuple(speeds)
 
 
 class SimulatedLanes:
@@ -51,7 +51,7 @@ class SimulatedLanes:
         self.busy = 0
         """Bit mask of the lanes that have work."""
         self.ends = [math.inf] * _WORKING
-        """When the work of each lane is done if nothing else begins or ends before; true after :meth:`settle`."""
+        """End of each lane's work if nothing else begins or ends before; true after :meth:`settle`."""
         self._contention = contention
         self._rates: dict[int, tuple[float, ...]] = {}
         """By the set of busy lanes."""
@@ -72,7 +72,7 @@ class SimulatedLanes:
         self.ends[lane] = math.inf
 
     def settle(self) -> None:
-        """Adapt the ends to what is busy now."""
+        """Adapt the ends to the lanes that are busy now."""
         busy = self.busy
         if busy == self._settled:
             return

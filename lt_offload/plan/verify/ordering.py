@@ -1,4 +1,4 @@
-"""Walks a few passes of a plan and watches every access: what is there, what is current, what comes before what.
+"""A walk through a few passes of a plan that checks every access: residency, currency, order.
 
 Order is judged by vector clocks: an op knows how far each lane has come when it starts, from the op before it on its
 own lane and from its ``after``. The host takes updates in an order of its own, so of that lane an op knows a set of
@@ -35,7 +35,7 @@ settles only follows what adds up, and what begins sums follows everything: sums
 
 
 def describe(op: Op) -> str:
-    """Return how violations name ``op``."""
+    """Return the name of ``op`` in violations."""
     return f"op {op.id} ({op.label}, step {op.step})"
 
 
@@ -83,7 +83,7 @@ class _DeviceRange:
 
 @dataclass(frozen=True, slots=True)
 class _FreedRange:
-    """A range that was used before, and what its next writer has to be ordered after."""
+    """A range that was used before, and the accesses that its next writer has to be ordered after."""
 
     low: int
     high: int
@@ -128,9 +128,9 @@ class _Ordering:
         self.arrived: list[_Arrived] = []
         self.computed: _OpAccess | None = None
         self.places: dict[int, int] = {}
-        """Where the present op brings each tensor."""
+        """Offset to which the present op brings each tensor."""
         self.wanted: dict[_Key, int] = {}
-        """Where what is on the device begins at the start of an iteration."""
+        """Offset of each copy that is on the device at the start of an iteration."""
         for entry in plan.initial:
             group = plan.groups[entry.group]
             for t, offset in group.offsets(entry.offset):
@@ -150,13 +150,13 @@ class _Ordering:
                 step = op.step
             self._walk(op)
         self._end_step(step)
-        there: dict[_Key, int] = {key: buffer.low for key, buffer in self.live.items()}
+        offsets: dict[_Key, int] = {key: buffer.low for key, buffer in self.live.items()}
         wanted = self.wanted
-        for key in sorted(there.keys() | wanted.keys()):
-            if there.get(key) != wanted.get(key):
+        for key in sorted(offsets.keys() | wanted.keys()):
+            if offsets.get(key) != wanted.get(key):
                 self.violations.append(
                     f"cyclic residency: {self._what(key)} begins the iteration at {wanted.get(key)} and ends it at "
-                    f"{there.get(key)}"
+                    f"{offsets.get(key)}"
                 )
 
     def _walk(self, op: Op) -> None:
@@ -210,30 +210,30 @@ class _Ordering:
             if op.kind == "backward" and not self.profile.blocks[op.block].has_backward:
                 return []
             own = self.of_block[op.block]
-            found = [t for t in own if tensors[t].trainable] if payload == "grad" else own
+            used = [t for t in own if tensors[t].trainable] if payload == "grad" else own
             if payload == "grad":
-                return [self._grad(t, op.block == tensors[t].blocks[0]) for t in found]
+                return [self._grad(t, op.block == tensors[t].blocks[0]) for t in used]
         else:
-            found = list(self.plan.tensors(op))
+            used = list(self.plan.tensors(op))
         if payload == "activation":
             return [(payload, op.block)]
         if op.kind == "update":
             absent = {"grad": self.plan.delayed, "sum": not self.plan.adds_up}
-            found = [t for t in found if not absent.get(payload) and (payload != "state" or tensors[t].state_bytes)]
+            used = [t for t in used if not absent.get(payload) and (payload != "state" or tensors[t].state_bytes)]
         if payload == "grad":
-            return [self._grad(t, op.rows == "looked up") for t in found]
-        return [(payload, t) for t in found]
+            return [self._grad(t, op.rows == "looked up") for t in used]
+        return [(payload, t) for t in used]
 
     def _grad(self, tensor: int, rows: bool) -> _Key:
         """Return the gradient of ``tensor``, or the first block's if that is apart and ``rows`` are meant."""
         return ("rows" if rows and tensor in self.in_rows else "grad", tensor)
 
     def _tier(self, op: Op, tier: TierName, key: _Key) -> TierName:
-        """Return where ``op`` reads ``key``: computations read some weights directly."""
+        """Return the tier in which ``op`` reads ``key``: computations read some weights directly."""
         return "host" if op.zero_copy and key[0] == "weight" and key[1] in self.plan.zero_copy(op) else tier
 
     def _take_memory(self, access: _OpAccess, clock: _Clock) -> None:
-        """A computation allocates, from what has been given back by then."""
+        """Let a computation allocate, from memory that has been given back by then."""
         for held in self.given_back:
             self._require(access, clock, held, "memory that it may take")
         # Later computations are behind this one on their lane, and have waited with it.
@@ -294,7 +294,7 @@ class _Ordering:
         buffer.cell.write = access
 
     def _arrive(self, access: _OpAccess, clock: _Clock, low: int, high: int) -> None:
-        """Take a range of the host memory of gradients; what was copied there before has been read."""
+        """Take a range of the host memory of gradients; earlier gradients there must have been read."""
         kept = [_Arrived(low, high, access.op)]
         for former in self.arrived:
             if former.low >= high or former.high <= low:
@@ -364,18 +364,18 @@ class _Ordering:
             self.freed.append(_FreedRange(buffer.low, buffer.high, tuple(accesses)))
 
     def _take(self, buffer: _DeviceRange) -> list[_OpAccess]:
-        """Return the accesses to the range by those that had it before, and forget them."""
-        found: list[_OpAccess] = []
+        """Return the accesses to the range by its former occupants, and forget them."""
+        former: list[_OpAccess] = []
         kept: list[_FreedRange] = []
         for freed in self.freed:
             if freed.low >= buffer.high or freed.high <= buffer.low:
                 kept.append(freed)
                 continue
-            found += freed.accesses
+            former += freed.accesses
             rest = (replace(freed, high=buffer.low), replace(freed, low=buffer.high))
             kept += [part for part in rest if part.low < part.high]
         self.freed = kept
-        return found
+        return former
 
     # -- accesses --------------------------------------------------------------------------------------------------
 

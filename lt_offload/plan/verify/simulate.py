@@ -1,4 +1,4 @@
-"""Runs a plan on paper: lanes that work through their ops in order, and a thread that issues them.
+"""Simulation of a plan: lanes that work through their ops in order, and a thread that issues them.
 
 An op starts when its lane is free, everything in ``after`` has ended, and the issuing thread has come to it. The
 thread waits for nothing; each computation costs it the block's launch time. The host takes the most urgent update of
@@ -55,8 +55,8 @@ def simulate(plan: Plan, profile: Profile) -> Trace:
     except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
         # Only now: a sound plan goes through without being checked here, and check() has better words than an index
         # error.
-        found = check(plan, profile)
-        why = found[0] if found else f"{type(error).__name__}: {error}"
+        violations = check(plan, profile)
+        why = violations[0] if violations else f"{type(error).__name__}: {error}"
         raise PlanError(f"the plan cannot be simulated: {why}") from error
 
 
@@ -79,14 +79,14 @@ class _Simulation:
             issued += profile.blocks[op.block].launch_s if op.kind == "forward" or _runs(op, profile) else 0.0
             passed.append(issued)
         self.passed = passed
-        """By op: how long the thread has launched computations before, within the iteration; and after the last."""
+        """By op: seconds of the iteration in which the thread has launched computations before; and after the last."""
         self.missing = [0] * self.count
-        """By op: for how many others it waits."""
+        """By op: number of others that it waits for."""
         self.waiters: list[list[int]] = [[] for _ in ops]
-        """By op of one iteration: how many ops later those are issued that wait for it."""
+        """By op of one iteration: distances, in ops, to those that wait for it."""
         self._count_waits(ops)
         self.queues: list[deque[int]] = [deque() for _ in LANES]
-        """By lane: what it has to do, empty of the one that keeps no order."""
+        """By lane: its ops to come; empty for the lane that keeps no order."""
         for number in range(self.count):
             lane = self.lane[number % self.ops]
             if lane is not None and lane != HOST:
@@ -96,7 +96,7 @@ class _Simulation:
         needed = deadlines(ops)
         self.urgency = {op.id: needed.get(op.id, 2 * self.ops) for op in ops if op.lane == "host"}
         self.timers: list[tuple[float, int]] = []
-        """When the thread comes to ops that wait for nothing else, and when it has launched what is computed (-1)."""
+        """Times at which the thread comes to ops that wait for nothing else, or has launched a computation (-1)."""
         self.ready = [False] * self.count
         self.running: list[int | None] = [None] * len(LANES)
         self.read, self.written = self._direct(ops, profile)
@@ -128,7 +128,7 @@ class _Simulation:
         return read, written
 
     def run(self) -> None:
-        """Find out when every op starts and ends."""
+        """Simulate the start and the end of every op."""
         lanes, timers = self.lanes, self.timers
         for number in range(self.count):
             if not self.missing[number]:
@@ -180,7 +180,7 @@ class _Simulation:
             self.ready[number] = True
 
     def _start(self) -> None:
-        """Begin what can begin now on every idle lane."""
+        """Begin an op on every idle lane that can."""
         for lane, queue in enumerate(self.queues):
             if self.running[lane] is None and queue and self.ready[queue[0]]:
                 self._begin(lane, queue.popleft())
@@ -221,7 +221,7 @@ class _Simulation:
         self._ended(number)
 
     def _ended(self, number: int) -> None:
-        """Note the end of an op, and which others wait for nothing any more."""
+        """Note the end of an op, and start others that wait for nothing any more."""
         self.finish[number] = self.lanes.now
         for later in self.waiters[number % self.ops]:
             other = number + later
@@ -235,13 +235,13 @@ def _runs(op: Op, profile: Profile) -> bool:
     return op.kind == "backward" and profile.blocks[op.block].has_backward
 
 
-def _trace(plan: Plan, profile: Profile, found: _Simulation) -> Trace:
+def _trace(plan: Plan, profile: Profile, simulation: _Simulation) -> Trace:
     memory = computation_bytes(plan, profile)
-    start, end = (times[-found.ops :] for times in (found.start, found.finish))
+    start, end = (times[-simulation.ops :] for times in (simulation.start, simulation.finish))
     origin = min(start)
-    ops = [(at, plan.ops[number]) for at, number in enumerate(found.origin)]
+    ops = [(at, plan.ops[number]) for at, number in enumerate(simulation.origin)]
     computations = [at for at, op in ops if op.computes]
-    seconds = (found.computed[-1] - found.computed[-1 - _MEASURED]) / _MEASURED
+    seconds = (simulation.computed[-1] - simulation.computed[-1 - _MEASURED]) / _MEASURED
     if more_passes(plan):
         first, second = (end[computations[(at + 1) * len(memory) - 1]] for at in (0, 1))
         # Passes that are not walked through are as long as the second: the first one follows updates, the last one

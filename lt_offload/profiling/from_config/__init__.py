@@ -1,4 +1,4 @@
-"""Profiles a model from its configuration alone: fake tensors instead of weights, a count of work instead of a clock.
+"""The profile of a model from its configuration alone: fake tensors for weights, a count of work for a clock.
 
 Bytes come from the very code that measures real models; times are what the hardware's description allows, and are
 labelled as estimates.
@@ -139,7 +139,7 @@ def profile_config(
             )
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)
-    found = assemble(
+    profile = assemble(
         model,
         batch,
         measured,
@@ -149,7 +149,7 @@ def profile_config(
         estimated=True,
     )
     peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
-    return replace(found, contention=_contention(machine), peak_flops_per_s=peak)
+    return replace(profile, contention=_contention(machine), peak_flops_per_s=peak)
 
 
 def _has_windows(config: PreTrainedConfig, sequence_length: int) -> bool:
@@ -169,7 +169,7 @@ def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
 
 
 def _contention(machine: HardwareProfile) -> Contention:
-    """Return what copies and updates take of the host's memory.
+    """Return the shares of copies and updates in the host's memory bandwidth.
 
     A copy reads or writes each byte there once; an update is as fast as that memory, by its estimate.
     """
@@ -214,7 +214,7 @@ def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig
 
 
 def has_own_code(what: str) -> ConfigError:
-    """Return the error that refuses ``what``, a model of a type that only code beside it has, which is never run."""
+    """Return the refusal of ``what``, a model whose type only code beside it defines; such code is never run."""
     return ConfigError(
         f"{what} needs Python code that comes with it (auto_map), which is never run here; use a model of a type that "
         "transformers has, or, if you trust that code, a script of your own that loads the model with "

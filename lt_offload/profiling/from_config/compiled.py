@@ -1,4 +1,4 @@
-"""Blocks under ``torch.compile`` as they are planned: torch's own graphs, with what it would fuse taken as one kernel.
+"""Blocks under ``torch.compile`` as they are planned: torch's own graphs, with fusible operations as one kernel.
 
 Inductor makes the graphs of forward and backward, and so decides what is saved in between. Instead of code for a
 machine that is not here, each run of cheap operations between two costly ones (products, attention) becomes one
@@ -29,14 +29,14 @@ _library.define("fused_into(Tensor[] read, Tensor(a!)[] written) -> ()")  # type
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "any", "all", "prod", "argmax", "argmin"})
 _RANDOM = frozenset({"rand", "rand_like", "randn_like", "inductor_random", "inductor_randint", "inductor_seeds"})
-"""Made once, and kept for the backward."""
+"""Random numbers, made once and kept for the backward."""
 _OTHERS = frozenset(
     {
         "_softmax", "_to_copy", "arange", "cat", "constant_pad_nd", "full", "full_like", "gather", "index",
         "inductor_lookup_seed", "iota", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu",
     }
 )  # fmt: skip
-"""Neither marked as pointwise nor reductions, but part of fused kernels."""
+"""Operations that are neither marked as pointwise nor reductions, but part of fused kernels."""
 
 
 @torch.library.register_fake("lt_offload::fused", lib=_library)  # type: ignore[untyped-decorator]
@@ -52,7 +52,7 @@ def _fused_into(read: list[Tensor], written: list[Tensor]) -> None:
 
 
 def compile_planned(structure: Structure) -> None:
-    """Let calls of the layers of ``structure``, which are on fake tensors, run what stands for their compiled code."""
+    """Let calls of the layers of ``structure``, on fake tensors, run the graphs that stand for their compiled code."""
     for block in structure.blocks:
         if block.kind == "layer":
             block.module.compile(backend=_backend, dynamic=False)
@@ -63,7 +63,7 @@ def _backend(module: GraphModule, inputs: list[Any]) -> Any:
 
 
 def _lowered(module: GraphModule) -> Any:
-    """Return what runs a graph; the arguments, in a list that it empties, are freed as soon as they have been used."""
+    """Return a callable that runs a graph; it empties its list of arguments and frees each after its last use."""
     lowered = GraphModule(module, fuse(module.graph))
     # One for each run: it holds on to what the graph has returned.
     return lambda arguments: Interpreter(lowered).boxed_run(arguments)
@@ -87,6 +87,7 @@ def fuse(graph: Graph) -> Graph:
         if node in runs:
             waiting += [node] if node in kept else []
         elif not _is_view(node):
+            # First the results of the run before: this operation may read them.
             _write(new, waiting, made, value, kept=kept, runs=runs)
             waiting = []
             made[node] = new.node_copy(node, value)
@@ -108,7 +109,7 @@ def _write(
 
 
 def written_as(tensor: Tensor) -> list[Any]:
-    """Return how the operation is told to make a tensor like ``tensor``: sizes, strides, dtype."""
+    """Return sizes, strides and dtype of ``tensor``, from which the operation makes one like it."""
     return [
         [int(size) for size in tensor.shape],
         [int(step) for step in tensor.stride()],
@@ -117,7 +118,7 @@ def written_as(tensor: Tensor) -> list[Any]:
 
 
 def _reads(outputs: Iterable[Node], kept: set[Node], runs: dict[Node, int]) -> Iterator[Node]:
-    """Yield what is in memory and is read to make ``outputs``; the rest is made in registers, again where need be."""
+    """Yield the nodes in memory that are read to make ``outputs``; others are made, perhaps again, in registers."""
     seen: set[Node] = set(outputs)
     waiting = list(seen)
     run = runs[waiting[0]]
@@ -135,18 +136,18 @@ def _reads(outputs: Iterable[Node], kept: set[Node], runs: dict[Node, int]) -> I
 
 def _runs(graph: Graph) -> dict[Node, int]:
     """Return, for every node that fuses, the number of the run that it is in: costly operations divide them."""
-    found: dict[Node, int] = {}
+    runs: dict[Node, int] = {}
     run = 0
     for node in graph.nodes:
-        if _fuses(node) or (node.target is operator.getitem and node.args[0] in found):
-            found[node] = run
+        if _fuses(node) or (node.target is operator.getitem and node.args[0] in runs):
+            runs[node] = run
         elif node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
             run += 1
-    return found
+    return runs
 
 
 def _kept(graph: Graph, runs: dict[Node, int]) -> set[Node]:
-    """Return the nodes of runs whose results are in memory: what others read, and later runs cannot make again."""
+    """Return the nodes of runs whose results are in memory: others read them, and later runs cannot make them again."""
     kept: set[Node] = set()
     for node in graph.nodes:
         if _is_view(node):
@@ -158,7 +159,7 @@ def _kept(graph: Graph, runs: dict[Node, int]) -> set[Node]:
 
 
 def _base(node: Node) -> Node:
-    """Return what ``node`` is a view of."""
+    """Return the node that ``node`` is a view of, or itself."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""Liger's kernels as they are planned: what each reads, writes and saves, as one operation, without Triton or a GPU.
+"""Liger's kernels as they are planned: one operation each, with its reads and writes, without Triton or a GPU.
 
 What is saved follows ``liger_kernel.ops`` (``rms_norm.py``, ``swiglu.py``, ``geglu.py``): a norm its input and a
 number per row, a gated activation its two inputs, over which its backward writes their gradients.
@@ -20,7 +20,7 @@ _fused: Any = torch.ops.lt_offload.fused.default
 
 
 def _kernel(read: Sequence[Tensor], like: Sequence[Tensor], *, rows: int = 0) -> list[Tensor]:
-    """Return what one kernel writes, having read ``read``: tensors as ``like``, and a number for each of the rows."""
+    """Return the results of a kernel that reads ``read``: tensors as ``like``, and a number for each of the rows."""
     sizes = [written_as(tensor) for tensor in like] + ([[[rows], [1], "float32"]] if rows else [])
     written: list[Tensor] = _fused(list(read), json.dumps(sizes))
     return written
@@ -62,5 +62,6 @@ class PlannedGated(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
+        # Over its inputs, as Liger's does: new tensors would count as memory that it never takes.
         torch.ops.lt_offload.fused_into.default([grads[0], gate, up], [gate, up])
         return gate, up

@@ -1,4 +1,4 @@
-"""The layers of LoRA as peft makes them, on the meta device: what is only planned needs no peft.
+"""The layers of LoRA as peft makes them, on the meta device: planning alone needs no peft.
 
 Names, shapes, dtypes and operations are peft's; a test compares whole profiles. What is rare (DoRA, modules that are
 trained beside the adapters, arguments that no recipe has) is left to peft itself.
@@ -38,7 +38,7 @@ class _Lora(nn.Module):
         self.packed = is_packed(base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what peft's layer returns, by the same operations; nothing lives longer than there."""
+        """Return the result of peft's layer, by the same operations; nothing lives longer than there."""
         result: Tensor = self.base_layer(x)
         dtype = result.dtype
         if self.packed:
@@ -107,9 +107,9 @@ def with_planned_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Modu
         ConfigError: if no layer is meant, or the arguments are some that only peft understands, and it is not there.
     """
     # None and False are what an argument that is left out means.
-    asked = {key: value for key, value in arguments.items() if value not in (None, False)}
-    rank, names = asked.get("r", 8), asked.get("target_modules")
-    if names is None or not set(asked) <= _KNOWN:
+    settings = {key: value for key, value in arguments.items() if value not in (None, False)}
+    rank, names = settings.get("r", 8), settings.get("target_modules")
+    if names is None or not set(settings) <= _KNOWN:
         return _by_peft(model, arguments)
     targets = list(_targets(model, names))
     if not targets:
@@ -118,13 +118,13 @@ def with_planned_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Modu
         )
     if not all(_shape(layer) for _, layer in targets):
         return _by_peft(model, arguments)
-    scaling = asked.get("lora_alpha", 8) / (math.sqrt(rank) if asked.get("use_rslora") else rank)
-    bias = asked.get("bias", "none")
+    scaling = settings.get("lora_alpha", 8) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    bias = settings.get("bias", "none")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(bias == "all" and name.rpartition(".")[2] == "bias")
     with torch.device("meta"):
         for name, layer in targets:
-            new = _Lora(layer, rank, scaling, asked.get("lora_dropout", 0.0)).train(layer.training)
+            new = _Lora(layer, rank, scaling, settings.get("lora_dropout", 0.0)).train(layer.training)
             if bias == "lora_only" and new.base_layer.bias is not None:
                 new.base_layer.bias.requires_grad_()
             model.set_submodule(name, new)
@@ -132,22 +132,22 @@ def with_planned_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Modu
 
 
 def _targets(model: nn.Module, names: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that ``names`` mean as peft understands them."""
+    """Yield the layers that ``names`` name by peft's rules."""
     everything = isinstance(names, str) and names.lower() == _ALL
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         if everything:
-            found = bool(_shape(module)) and module is not output
+            wanted = bool(_shape(module)) and module is not output
         elif isinstance(names, str):
-            found = re.fullmatch(names, name) is not None
+            wanted = re.fullmatch(names, name) is not None
         else:
-            found = any(name == one or name.endswith(f".{one}") for one in names or ())
-        if found:
+            wanted = any(name == one or name.endswith(f".{one}") for one in names or ())
+        if wanted:
             yield name, module
 
 
 def _shape(layer: Any) -> tuple[int, int] | None:
-    """Return how many numbers a linear layer returns and takes; None if it is none."""
+    """Return the output and input width of a linear layer; None if it is none."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     if type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils":

@@ -1,1 +1,1 @@
-"""A step of training, as it is seen from between the blocks: what they are called with, and what happens outside."""
+"""A step of training, observed between the blocks: their arguments, and the computations outside them."""

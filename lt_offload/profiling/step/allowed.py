@@ -1,4 +1,4 @@
-"""A step of training is refused that writes weights, or that torch itself does not let run in this way."""
+"""Refusals of steps that write weights, or that torch itself does not let run in this way."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _sets_nothing(func: Any, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def runnable(structure: Structure) -> Iterator[None]:
-    """Refuse by name what torch itself does not let run with hooks, and TorchScript, within the steps enclosed."""
+    """Refuse by name TorchScript, and transforms that torch does not let run with hooks, in the steps enclosed."""
     for block in structure.blocks:
         for name, module in block.module.named_modules():
             if isinstance(module, torch.jit.ScriptModule):

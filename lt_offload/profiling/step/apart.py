@@ -18,7 +18,7 @@ from lt_offload.model.state.contexts import ambient, within
 
 
 class ApartRuns:
-    """Makes blocks a part of the outer graph whose backward ends at them: activations of one at most are kept.
+    """Joins blocks to an outer graph whose backward ends at them, so that activations of one block at most are kept.
 
     Args:
         structure: blocks that the step may call.

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 _Versions = list[tuple[weakref.ref[Tensor], int]]
-"""Tensors, and how often each had been written to."""
+"""Tensors with their versions, which count writes."""
 
 
 class BoundaryCheck:
@@ -69,9 +69,9 @@ class BoundaryCheck:
         self.once: dict[int, str] = {}
         """Blocks that must not run a second time for their backward, nor without a graph, and why."""
         self._given: list[tuple[int, _Versions, Rest]] = []
-        """Per run of a block: the tensors that it was called with, their versions, and what it has seen besides."""
+        """Per run of a block: its index, its argument tensors with their versions, and other state that it has seen."""
         self._uses: dict[int, list[int]] = {}
-        """By call that has run with a graph, by its identity: how often it uses each activation."""
+        """Uses of each activation, by the identity of a call that has run with a graph."""
         self.unrecorded: set[int] = set()
         """Calls of which a run has kept no graph, by their identity."""
         self._kinds: dict[int, int] = {}
@@ -82,11 +82,11 @@ class BoundaryCheck:
         self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
         """Weights of several blocks."""
         self._cast: dict[nn.Parameter, int] = {}
-        """Which block has cast which of these."""
+        """The first block that has cast each of these."""
         self._rest = Rest([])
         """The state that the last block has seen."""
         self._inputs: list[tuple[Any, int, int]] = []
-        """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
+        """Per activation that a block was given: its node, the number of that node's output, and its number of uses."""
 
     def let_go(self) -> None:
         """Let go of the model's graph and of the calls, when all has been checked."""
@@ -108,21 +108,15 @@ class BoundaryCheck:
     ) -> Any:
         """Run a block, or a part of its batch, in a private graph; return its output, which is that graph's.
 
-        Args:
-            index: of the block.
-            call: what it is called with.
-            forward: runs it.
-            args: of the call.
-            kwargs: of the call.
-            entered: the same, as the graph has them, of the part.
-            first: it is the first part, or all.
+        ``args`` and ``kwargs`` are the call's, ``entered`` those of the part in its graph; ``first``: it is the first
+        part, or all.
 
         Raises:
             UnsupportedError: if an argument makes the block hand out what it computes.
         """
         leaves = tree_leaves((args, kwargs))
         # Weak: what the model lets go of must die here as it does in training, where bytes are counted.
-        given = [(weakref.ref(leaf), version(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        versions = [(weakref.ref(leaf), version(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
         origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots] if first else []
         leaves, spec = tree_flatten(entered)
         inputs = [leaves[slot] for slot in call.slots]
@@ -131,25 +125,25 @@ class BoundaryCheck:
         def run() -> Any:
             # As training does it: without a graph no input requires grad, and some operations ask that before they
             # choose a kernel.
-            given = list(leaves)
+            entering = list(leaves)
             if not torch.is_grad_enabled():
                 for slot, tensor in zip(call.slots, inputs, strict=True):
-                    given[slot] = tensor.detach()
-            args, kwargs = tree_unflatten(given, spec)
+                    entering[slot] = tensor.detach()
+            args, kwargs = tree_unflatten(entering, spec)
             return forward(*args, **kwargs)
 
         self._kinds[index] = id(call)
         if call.has_backward and not torch.is_grad_enabled():
             self.unrecorded.add(id(call))
-            return self._run_unrecorded(index, call, run, given, origins)
+            return self._run_unrecorded(index, call, run, versions, origins)
         constant = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
-        out = self._run_twice(index, call, run, given)
+        out = self._run_twice(index, call, run, versions)
         # An argument that nothing was to reach the gradient of stays the caller's own: what was added would have none.
         if any(leaf.grad_fn is not None for leaf in constant):  # a leaf may have been made to require gradients
             what = "an argument in place, where gradients have to reach it"
             raise limits.IN_PLACE_INPUT.error(f"block {self._blocks[index].name} has written to {what}")
         del constant
-        self._given.append((index, given, self._rest))
+        self._given.append((index, versions, self._rest))
         if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
             self._check_casts(index, out)
         self._check_hidden(index, leaves, out)
@@ -162,7 +156,7 @@ class BoundaryCheck:
         return out
 
     def _note_inputs(self, origins: Sequence[tuple[Any, int]], uses: Sequence[int]) -> None:
-        """Take note of where activations come from, and how often each is used."""
+        """Note the origin and the number of uses of each activation."""
         pairs = list(zip(origins, uses, strict=False))  # of further parts nothing is said
         self._inputs += [(node, number, used) for (node, number), used in pairs]
         mark_reached(origin for origin, used in pairs if used)
@@ -181,12 +175,12 @@ class BoundaryCheck:
         index: int,
         call: Call,
         forward: Callable[[], Any],
-        given: _Versions,
+        versions: _Versions,
         origins: Sequence[tuple[Any, int]],
     ) -> Any:
         """Run a block without a graph, which another of its kind has had."""
         out, uses = forward(), self._uses[id(call)]
-        self._given.append((index, given, Rest([])))
+        self._given.append((index, versions, Rest([])))
         self._note_inputs(origins, uses)
         return out
 
@@ -276,9 +270,9 @@ class BoundaryCheck:
 
     def find_rewritten(self) -> None:
         """Find blocks whose arguments or buffers somebody has written to by now: these run once, too."""
-        for index, given, rest in self._given:
+        for index, versions, rest in self._given:
             buffer = rest.rewritten()
-            what = "an argument" if _any_written(given) else buffer
+            what = "an argument" if _any_written(versions) else buffer
             if what is not None:
                 self._note_rewritten(index, what)
 
@@ -318,7 +312,7 @@ class BoundaryCheck:
                 raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
 
     def _check_hidden(self, index: int, leaves: Sequence[Any], out: Any) -> None:
-        """Refuse what this block uses of other blocks without having been given it as a tensor.
+        """Refuse tensors of other blocks that this block uses without having been given them as arguments.
 
         Raises:
             UnsupportedError: naming the class of the object that it was in.
@@ -394,11 +388,11 @@ class BoundaryCheck:
             return
         first = [torch.zeros_like(out) for out in outputs]
         # Gradients for the first sample alone: what then reaches the second one has crossed over.
-        for gradient in first:
-            gradient[:1] = 1
-        for found in torch.autograd.grad(outputs, inputs, first, allow_unused=True):
+        for seed in first:
+            seed[:1] = 1
+        for gradient in torch.autograd.grad(outputs, inputs, first, allow_unused=True):
             # A NaN is no sign: kernels make one of zero times infinity, too.
-            if found is not None and found[1:].nan_to_num().count_nonzero():
+            if gradient is not None and gradient[1:].nan_to_num().count_nonzero():
                 raise limits.MICRO_BATCHES.error(f"samples of a batch depend on each other in block {block.name}")
 
     def check_consumers(self, loss: Tensor) -> None:
@@ -428,7 +422,7 @@ class BoundaryCheck:
                 raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")
 
     def saved_outside(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield what operations outside the blocks save for the backward of ``loss``."""
+        """Yield the tensors that operations outside the blocks save for the backward of ``loss``."""
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
         nodes = {id(node): node for node in (*roots, *(node for node, _ in edges(roots, outer=True)))}
         for node in nodes.values():
@@ -469,7 +463,7 @@ class BoundaryCheck:
             raise CalledOtherwise(str(refused), [block for block in self._blocks if block not in users])
 
     def check_results(self, result: Any) -> None:
-        """Refuse what a model without a loss hands out of the inside of blocks: its caller makes a loss of it.
+        """Refuse results of a model without a loss that come from inside blocks: its caller makes a loss of them.
 
         Raises:
             UnsupportedError: naming the weight.
@@ -498,7 +492,7 @@ def mark_reached(outputs: Iterable[tuple[Any, int]]) -> None:
 
 
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
-    """Return how often each input is used in the graph of a block's output."""
+    """Return the number of uses of each input in the graph of a block's output."""
     roots = [tensor.grad_fn for tensor in tensors_of(out)]
     nodes = [*roots, *(node for node, _ in edges(roots))]
     ends = Counter(id(getattr(node, "variable", node)) for node in nodes)

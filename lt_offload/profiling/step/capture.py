@@ -30,30 +30,30 @@ class Capture:
     calls: tuple[Call, ...]
     """One per block; blocks that cost the same share one."""
     chained: tuple[bool, ...]
-    """Per block: its activations are what the block before returned, untouched."""
+    """Per block: its activations are the untouched results of the block before."""
     seams: tuple[Seam, ...]
-    """Per block: what comes before it."""
+    """Per block: the model's own code before it."""
     between: int
-    """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
+    """Bytes that live outside the blocks until the backward: masks, tables, tensors saved between blocks."""
     once: tuple[bool, ...]
     """Per block: it must not run a second time for its backward, nor without a graph."""
     held: int
-    """Bytes of what the model returned, which its caller may hold until it has called the model again, and of what else
-    the last block and the loss have made that outlives the step (in an attribute, or a list)."""
+    """Bytes of the model's result, which its caller may hold until the next call of the model, and of all else from the
+    last block and the loss that outlives the step (in an attribute, or a list)."""
     lasting: int
-    """Bytes of what outlives the step and was there before the loss: blocks' outputs, and the gradients they retain."""
+    """Bytes from before the loss that outlive the step: blocks' outputs, and the gradients that they retain."""
     tail: Tail
     after: Tail
-    """The same of what follows the model's own loss, without that and all before it: other losses, other models."""
+    """The same of all that follows the model's own loss, without that loss: other losses, other models."""
     with_loss: Mapping[OptionName, Call]
-    """By option under which the last block computes the loss, too: what it is then called with. Empty if it may not."""
+    """Call of the last block by option under which it computes the loss, too. Empty if it may not."""
     forwards: int
-    """Calls of the model with gradients; what is said of blocks is about the largest one."""
+    """Calls of the model with gradients; figures of blocks are those of the largest one."""
     deferred: int
-    """How many of them others followed."""
+    """Number of forwards that another forward follows before their backward."""
     waiting: int
-    """Bytes that those keep until their backward: inputs of blocks, gradients of outputs. With activations that several
-    blocks are given, and their gradients."""
+    """Bytes that deferred forwards keep until their backward: inputs of blocks, gradients of outputs. With activations
+    that several blocks are given, and their gradients."""
     arrived: int
     """Bytes of gradients that the loss itself gives blocks before the last one: they wait for the backward of these."""
 
@@ -79,7 +79,7 @@ def find_loss(result: Any) -> Tensor | None:
 
 
 def in_turn(blocks: Sequence[Block], called: Sequence[int], apart: Collection[int] = ()) -> tuple[list[int], list[int]]:
-    """Return which calls are of blocks that are called once per forward, in one order, and that order.
+    """Return the calls of blocks that are called once per forward, in one order, and that order.
 
     Args:
         blocks: what may be one.

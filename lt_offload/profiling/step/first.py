@@ -50,8 +50,8 @@ class FirstStep(WatchedStep):
     def host_room(self, budget: int) -> int:
         """Return the RAM that training leaves for activations, of ``budget`` bytes, wherever its states are."""
         sizes = UpdateSizes(self._optimizer, self.device, scratch_ratio=0.0)
-        each = (p.nbytes + (p.nbytes + sizes.state(p) if p.requires_grad else 0) for p in self.model.parameters())
-        return max(0, budget - self.machine.hardware.process_bytes - sum(each))
+        host = (p.nbytes + (p.nbytes + sizes.state(p) if p.requires_grad else 0) for p in self.model.parameters())
+        return max(0, budget - self.machine.hardware.process_bytes - sum(host))
 
     def profile(self, parts: int, optimizer: Optimizer | None = None) -> Profile:
         """Measure the blocks and return the profile; to be called when the backward has come to the first block.
@@ -69,13 +69,13 @@ class FirstStep(WatchedStep):
             return self.measure(parts, optimizer or self._optimizer)
 
     def measure(self, parts: int, optimizer: Optimizer) -> Profile:
-        """Return the profile of what the step has shown, with weights as ``optimizer`` has them."""
+        """Return the profile of the observed step, with weights as ``optimizer`` has them."""
         measured, device = self.costs(parts, unfrozen=optimizer is not self._optimizer), self.device
         hardware, updates, contention = self.machine
         if device.type == "cuda":  # by now all kernels are there
             hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
         ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
-        found = assemble(
+        profile = assemble(
             self.model,
             self.batch,
             measured,
@@ -84,12 +84,13 @@ class FirstStep(WatchedStep):
             hardware=hardware,
             estimated=False,
         )
-        return replace(found, contention=contention)
+        return replace(profile, contention=contention)
 
 
 @contextmanager
 def _random_kept(device: torch.device) -> Iterator[None]:
     """Leave all global generators as they are."""
+    # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device.index] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""The end of a forward: logits that are for the model's own loss only, and what a step does after that loss."""
+"""The end of a forward: logits that are for the model's own loss only, and computations after that loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_TIME = Lap(seconds=0.0, launch_s=0.0)
 
 @dataclass(kw_only=True, slots=True)
 class Tail:
-    """What happens between the last block's forward and its backward: the loss. Bytes include that block's output."""
+    """The loss, between the last block's forward and its backward. Bytes include that block's output."""
 
     forward: Lap
     backward: Lap = Lap(seconds=0.0, launch_s=0.0)
@@ -50,7 +50,7 @@ class Tail:
 
 
 class AfterLoss:
-    """What a step does between the model's own loss and its backward, while a last block that has the loss waits.
+    """Computations between the model's own loss and its backward, while a last block that has the loss waits.
 
     Args:
         account: of the memory.
@@ -64,7 +64,7 @@ class AfterLoss:
         self._first, self._peak = NO_TIME, 0
         """The time from the last block to the loss, and the peak."""
         self._others: set[int | None] = set()
-        """Storages that were there when the loss was, and what is counted elsewhere."""
+        """Storages from before the end of the loss, and storages that are counted elsewhere."""
 
     def begin(self, loss: Any) -> None:
         """Begin; to be called with the model's own loss."""
@@ -109,7 +109,7 @@ class AfterLoss:
 
 
 class LogitsWatch(TorchFunctionMode):
-    """Sees what is done with the output of the last block, from its return to the end of the run.
+    """Observes uses of the last block's output, from its return to the end of the run.
 
     On the stack of modes from :meth:`begin` to :meth:`end` only: code before that is not slowed down by it.
 
@@ -124,10 +124,10 @@ class LogitsWatch(TorchFunctionMode):
         self._owner, self._head = structure.owner, structure.blocks[-1].module
         self._possible = self._owner is not None and suits(self._head) and uses_causal_loss(self._owner)
         self._logits: Tensor | None = None
-        """As they are after the steps of ``_scaling``."""
+        """The logits after the steps of ``_scaling``."""
         self._scaling: Scaling = ()
         self._before: list[weakref.ref[Tensor]] = []
-        """The logits before each of these steps; who still has them may use them."""
+        """The logits before each of these steps; code that still has them may use them."""
         self._used = False
         self._arguments: list[tuple[Any, int, dict[str, Any]]] = []
         """Arguments of the calls of the loss: labels, size of the vocabulary, others."""
@@ -149,12 +149,12 @@ class LogitsWatch(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def forgo(self) -> None:
-        """Another forward begins: which logits a loss belongs to is not known any more."""
+        """Stop watching, as another forward begins: a loss can no longer be matched to its logits."""
         self._leave()
         self._possible = False
 
     def end(self, result: Any) -> None:
-        """End; to be called with what the run has returned."""
+        """End; to be called with the result of the run."""
         logits = self._leave()
         if logits is not None:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -175,7 +175,7 @@ class LogitsWatch(TorchFunctionMode):
         return logits
 
     def calls(self, call: Call) -> Mapping[OptionName, Call]:
-        """Return what the last block, called as in ``call``, is called with under the options that have the loss."""
+        """Return the last block's calls under the options that have the loss, made from its plain ``call``."""
         rows = call.leaves[0].numel() // call.leaves[0].shape[-1] if call.slots == (0,) and len(call.leaves) == 1 else 0
         if not self._possible or self._used or len(self._arguments) != 1 or not rows or not call.has_backward:
             return {}

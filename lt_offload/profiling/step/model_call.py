@@ -1,4 +1,4 @@
-"""One call of a model, as it is seen from between its blocks."""
+"""One call of a model, observed between its blocks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Seam:
-    """What the model's own code does before a block, since the block before has returned."""
+    """The model's own code between the return of one block and the call of the next."""
 
     live: dict[int, int] = field(default_factory=dict)
     """Bytes of each storage that is there when the block is called, and that it is not given."""
     lingering: int = 0
-    """Bytes of those that do not stay until the backward: what the model's own code holds for the moment."""
+    """Bytes of those that do not stay until the backward: the model's own code holds them for the moment."""
     forward: int = 0
     """Bytes that it has had at most beyond what it has left."""
     backward: int = 0
@@ -56,34 +56,34 @@ class ModelCall:
         self.masks: set[int] = set()
         """Storages that ``between`` is about."""
         self.before_loss: set[int] = set()
-        """Storages that were there when the last block returned, but for what it returned."""
+        """Storages that were alive when the last block returned, without its results."""
         self._last_output = BlockOutput(())
         self._shared: list[Tensor] = []
         """Arguments that are no activations: they live until the backward."""
         self._graph: list[Any] = []
-        """Nodes of operations between blocks: what those save lives until the backward, too."""
+        """Nodes of operations between blocks: their saved tensors live until the backward, too."""
         self._interfaces: set[int | None] = set()
         """Storages of activations between blocks."""
         self._activations: list[weakref.ref[Tensor]] = []
-        """What blocks were given and have returned, as the model sees it."""
+        """Arguments and results of blocks, as the model sees them."""
         self._handed: list[Tensor] = []
-        """Those that were there when the last block was called, held until the loss's backward has been run."""
+        """Arguments and results that were alive at the last block's call, held until the loss's backward has run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
         self._inner: set[int | None] = set()
-        """Storages that graphs of blocks hold beside what they save."""
+        """Storages that graphs of blocks hold beside their saved tensors."""
         self._inner_bytes = 0
         self._ends: dict[GradientEdge, int] = {}
-        """Where gradients leave what comes between blocks: outputs of blocks, and their bytes."""
+        """Ends of the graph between blocks: outputs of blocks, and their bytes."""
         self._leaves: dict[int, Tensor] = {}
         """Activations that no operation has made and that require gradients, as adapters have it of embeddings."""
         self.bytes_of: dict[tuple[int, int], int] = {}
-        """By node and number of an output: its bytes."""
+        """Bytes of each output, by node and number."""
         self.last_ends: set[tuple[int, int]] = set()
         """The outputs of the last call."""
         self._nodes: list[Any] = []
         self._given: list[list[tuple[int | None, bool, int]]] = []
-        """By call: storage, need of a gradient and bytes of each activation."""
+        """Storage, need of a gradient and bytes of each activation, by call."""
         self._returned: list[int] = []
 
     @property
@@ -92,12 +92,12 @@ class ModelCall:
         return {serial for serial in self._interfaces if serial is not None}
 
     def settle(self) -> None:
-        """Say what lingers, once it is known what stays."""
+        """Set each seam's ``lingering``, once the storages that stay are known."""
         for seam in self.seams:
             seam.lingering = sum(size for serial, size in seam.live.items() if serial not in self.masks)
 
     def let_go(self) -> None:
-        """Let go of arguments, and of what operations between blocks save, whose backward is not run."""
+        """Let go of arguments, and of tensors saved between blocks, whose backward is not run."""
         self._graph.clear()
         self._shared.clear()
         self._handed.clear()
@@ -138,7 +138,8 @@ class ModelCall:
         """Run one block, which others of the step may follow."""
         recorder, account, cutter = self._recorder, self._account, self._recorder.cutters[index]
         known = len(recorder.by_signature)
-        call, given = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
+        # In a list that is emptied: who keeps `body` would keep the arguments, which the model may have let go of.
+        call, pending = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
         if cutter is not None and len(recorder.by_signature) > known:
             with recorder.stage(block.module), within(call.contexts):
                 recorder.boundary.check_samples(block, call, original)
@@ -154,7 +155,7 @@ class ModelCall:
         parts = iter(range(1 << 30))
 
         def body(*inner: Any, **named: Any) -> Any:
-            (args, kwargs), *_ = given
+            (args, kwargs), *_ = pending
             first, before = next(parts) == 0, account.live().keys()
             out = recorder.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
             self._note_inner(out, before)
@@ -166,7 +167,7 @@ class ModelCall:
             reached = partial(_reached, call.reached, positions)
             again = original if repeats else None
             out = recorder.join(index, args, kwargs, body, cutter=cutter, again=again, reached=reached)
-        given.clear()
+        pending.clear()
         del args, kwargs
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         floating = iter(range(len(tensors)))
@@ -187,12 +188,7 @@ class ModelCall:
         return out
 
     def _note_inner(self, out: Any, before: Set[int]) -> None:
-        """Take note of what the graph of a block's output holds; a step without a plan keeps the graphs of all blocks.
-
-        Args:
-            out: of the block.
-            before: the storages before it ran.
-        """
+        """Note storages, none of ``before``, in the graph of a block's output: an unplanned step keeps all graphs."""
         returned = {self._account.serial(tensor) for tensor in tensors_of(out)}
         inner = {self._account.serial(tensor) for tensor in held_by_nodes(out)} - before - returned
         self._inner |= inner
@@ -200,7 +196,7 @@ class ModelCall:
         self._inner_bytes += sum(nbytes for serial, nbytes in self._account.live().items() if serial in inner)
 
     def let_go_of_last(self) -> None:
-        """Let go of what is held for the call before, which was not the last one."""
+        """Let go of tensors held for the call before, which was not the last one."""
         if self._handed:
             self._handed.clear()
             self._shared.clear()
@@ -223,9 +219,9 @@ class ModelCall:
 
     def several_bytes_of(self, visits: Sequence[int]) -> int:
         """Return the bytes of activations that several blocks of a forward are given."""
-        given = [item for at in visits for item in self._given[at]]
-        users = Counter(serial for serial, needs, _ in given if needs)
-        sizes = {serial: nbytes for serial, _, nbytes in given}
+        activations = [item for at in visits for item in self._given[at]]
+        users = Counter(serial for serial, needs, _ in activations if needs)
+        sizes = {serial: nbytes for serial, _, nbytes in activations}
         return sum(sizes[serial] for serial, count in users.items() if count > 1)
 
     def seam_before(self, at: int, others: Collection[int]) -> Seam:
@@ -250,7 +246,7 @@ class ModelCall:
         cutter: Cutter | None,
         containers: Containers,
     ) -> Call:
-        """Take note of a block's call, and of what came before it."""
+        """Note a block's call, and the seam before it."""
         current = self._account.current  # first: it takes off what has died
         seam = Seam(forward=self._account.peak - current)
         self.seams.append(seam)
@@ -259,7 +255,7 @@ class ModelCall:
         return call
 
     def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hold what the last block is called with, and what others have handed on, until the loss's backward has run.
+        """Hold the last block's arguments, and tensors that others have handed on, until the loss's backward has run.
 
         They are blocks', even those that the model's own code has in its variables only: it is not the loss that gives
         them back.
@@ -280,7 +276,7 @@ class ModelCall:
         self._account.reset_peak()
 
     def _leave(self, out: Any) -> None:
-        """Take note of what a block has returned, as the model sees it."""
+        """Note the results of a block, as the model sees them."""
         self._activations += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         self._ends |= {get_gradient_edge(tensor): tensor.nbytes for tensor in made}
@@ -295,7 +291,7 @@ class ModelCall:
         containers: Containers,
         seam: Seam,
     ) -> Call:
-        """Return the call, the same for blocks that cost the same; fill in what came before it."""
+        """Return the call, the same for blocks that cost the same; fill in the seam before it."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [(slot, leaf) for slot, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         slots = activations_of(leaves, spec.child(0).num_leaves)
@@ -310,8 +306,8 @@ class ModelCall:
                 self._activations.append(weakref.ref(leaf))
             else:
                 self._shared.append(leaf)
-        given = {self._account.serial(leaf) for _, leaf in tensors}
-        others = given | self._copies | self._inner
+        arguments = {self._account.serial(leaf) for _, leaf in tensors}
+        others = arguments | self._copies | self._inner
         seam.live = {serial: size for serial, size in self._account.live().items() if serial not in others}
         parameters = list(block.module.parameters())
         signature = (
@@ -342,7 +338,7 @@ class ModelCall:
         return self._recorder.by_signature[key]
 
     def _differentiate(self, inputs: Sequence[Tensor], seam: Seam) -> None:
-        """Run the backward of what came before a block, unless that is the users' own code, and count its bytes."""
+        """Run the backward of the operations before a block, unless they are users' own code, and count its bytes."""
         roots = [leaf for leaf in inputs if leaf.requires_grad]
         nodes = [get_gradient_edge(leaf).node for leaf in roots]
         nodes += [node for node, _ in edges(nodes, outer=True)]
@@ -355,6 +351,7 @@ class ModelCall:
             return
         alive = [tensor for held in self._activations if (tensor := held()) is not None]
         watched = [*roots, *rest, *leaves.values(), *alive]
+        # Hooks of users would be called once more than in training.
         if not between or any(map(tensor_hooks_of, watched)):
             return
         ends = {edge: nbytes for edge, nbytes in self._ends.items() if any(edge.node is node for node in nodes)}
@@ -374,11 +371,11 @@ class ModelCall:
         """Return an argument as a call keeps it: a copy of an activation, so that the model's own may be freed."""
         if not isinstance(leaf, Tensor):
             return leaf
-        given = leaf.detach()
-        own = given.clone() if copy else given
+        plain = leaf.detach()
+        own = plain.clone() if copy else plain
         # A copy of a tensor with gaps or repeated rows lies in memory otherwise, and kernels are chosen by that.
-        if own is given or own.stride() != leaf.stride():
-            return given
+        if own is plain or own.stride() != leaf.stride():
+            return plain
         self._copies.add(self._account.serial(own))
         self._interfaces |= self._copies
         return own
@@ -394,7 +391,7 @@ def _numbers(out: Any) -> list[Tensor]:
 
 
 def _flags(module: nn.Module) -> list[str]:
-    """Return what is switched on in ``module``; torch's own, such as that it has hooks, say nothing of its numbers."""
+    """Return the flags that are set in ``module``; torch's own, such as for hooks, say nothing of its numbers."""
     return [name for name, value in vars(module).items() if value is True and not name.startswith("_")]
 
 

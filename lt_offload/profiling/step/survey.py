@@ -1,4 +1,4 @@
-"""The first step of a training, watched while it counts: which blocks it calls, and what happens outside them.
+"""The first step of a training, watched while it counts: its calls of blocks, and the computations outside them.
 
 Each call of a block is handed to whoever makes it a part of the outer graph. What the loss's backward costs is seen
 when it comes to the first block; there is no plan before that.
@@ -43,27 +43,27 @@ class LossWithBlock(Protocol):
     module: HeadLoss
 
     def install(self, run: Forward) -> Callable[[], None]:
-        """Call ``run`` in place of the model's loss; return what ends that."""
+        """Call ``run`` in place of the model's loss; return a function that ends that."""
 
     def deferring(self, run: Forward) -> Forward:
-        """Return what is called in place of the block."""
+        """Return the function that is called in place of the block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surveyed:
-    """What a step has shown."""
+    """The results of watching a step."""
 
     structure: Structure
     """The blocks in the order of their calls."""
     order: dict[int, int]
-    """Their indices, by those that they had before."""
+    """New index of each block, by its old one."""
     forwards: list[list[int]]
     """The calls of each forward of the model, as positions among all calls of blocks."""
     capture: Capture
     unrecorded: Set[int]
     """Its calls of which a run has kept no graph, by their identity."""
     others: list[tuple[int, Call]]
-    """Calls of what has turned out to be no block, in the largest forward, and which block follows each."""
+    """Calls of modules that turned out to be no blocks, in the largest forward, each with the block that follows it."""
 
 
 class StepRecorder:
@@ -116,9 +116,9 @@ class StepRecorder:
         self._tail: Tail | None = None
         self._loss: Tensor | None = None
         self.elsewhere: Structure | None = None
-        """What else may be the model's blocks, if the step has called none of the layers."""
+        """Another choice of the model's blocks, if the step has called none of the layers."""
         self._layers: set[nn.Module] = set()
-        """What of that it has called."""
+        """Layers of other choices that the step has called."""
         self._apart: set[int] = set()
         """Blocks that the step uses in another way."""
         self._in_graph: set[int | None] = set()
@@ -129,7 +129,7 @@ class StepRecorder:
         self._live: dict[int, int] = {}
 
     def wrap(self, index: int, block: Block) -> Forward:
-        """Return what is called instead of the block."""
+        """Return the function that is called instead of the block."""
         original = self._code(block.module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class StepRecorder:
         return any(block.kind == "layer" and block.module in self._layers for block in structure.blocks)
 
     def returned(self, result: Any) -> None:
-        """Take note of what the step has returned; refuse what could not be trained exactly.
+        """Note the step's result; refuse a step that could not be trained exactly.
 
         Raises:
             UnsupportedError: naming the block or weight, see ``boundary_check.py``.
@@ -231,7 +231,7 @@ class StepRecorder:
             yield
 
     def reached(self) -> Surveyed:
-        """Return what the step has shown, when its backward has come to the first block.
+        """Return the survey of the step, when its backward has come to the first block.
 
         Raises:
             ModelError: if it calls its blocks in no order, or in another one in each forward.
@@ -297,7 +297,7 @@ class StepRecorder:
         )
 
     def _bytes(self, serials: Set[int | None]) -> int:
-        """Return the bytes of what was there when the step returned."""
+        """Return the bytes of ``serials`` that were alive when the step returned."""
         return sum(nbytes for serial, nbytes in self._live.items() if serial in serials)
 
     def let_go(self) -> None:
@@ -315,19 +315,19 @@ class StepRecorder:
         return self._live.keys() & self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
 
     def _sequence(self) -> tuple[Structure, dict[int, int], list[list[int]]]:
-        """Return the blocks in the order of their calls, where each of them is now, and the calls of each forward."""
+        """Return the blocks in the order of their calls, their new indices, and the calls of each forward."""
         blocks = self.blocks
         visits, turn = in_turn(blocks, self._called, self._apart)
-        each = len(turn)
+        length = len(turn)
         same = turn == list(range(len(blocks)))
         structure = self._structure if same else as_called(self._model, [blocks[index] for index in turn])
         order = {index: at for at, index in enumerate(turn)}
-        return structure, order, [visits[at : at + each] for at in range(0, len(visits), each)]
+        return structure, order, [visits[at : at + length] for at in range(0, len(visits), length)]
 
 
 def _others(structure: Structure) -> Iterator[Structure]:
-    """Yield what else may be a model's blocks, in the order of preference."""
+    """Yield other choices of a model's blocks, in the order of preference."""
     other = structure.other
-    while other is not None and (found := other()) is not None:
-        yield found
-        other = found.other
+    while other is not None and (choice := other()) is not None:
+        yield choice
+        other = choice.other

@@ -1,4 +1,4 @@
-"""A step of a model, watched: its blocks are seen as they are called, and measured when its backward comes to them."""
+"""A step of a model whose blocks are watched as they are called, and measured when the backward comes to them."""
 
 from __future__ import annotations
 
@@ -73,11 +73,7 @@ class WatchedStep:
 
     @contextmanager
     def watching(self, batch: Any, join: Join) -> Iterator[None]:
-        """Enclose the forward of the step.
-
-        Args:
-            batch: on the device.
-            join: runs each block.
+        """Enclose the forward of the step on ``batch``, which is on the device; ``join`` runs each block.
 
         Raises:
             ConfigError: if the batch has fewer samples than parts.
@@ -103,7 +99,7 @@ class WatchedStep:
             yield
 
     def returned(self, result: Any) -> Structure | None:
-        """Take note of what the step has returned, and refuse what could not be trained exactly; see the recorder's.
+        """Note the step's result, and refuse a step that could not be trained exactly; see the recorder's.
 
         Returns what else may be the model's blocks, if the step has called none of the layers.
         """
@@ -131,7 +127,7 @@ class WatchedStep:
             ) from error
 
     def let_go(self) -> None:
-        """Let go of what blocks were called with: nothing of the step is measured any more."""
+        """Let go of the arguments of blocks: nothing of the step is measured any more."""
         self.batch = self._surveyed = None
         if self._watching is not None:
             self._watching.let_go()
@@ -142,7 +138,7 @@ class WatchedStep:
         return self._watching
 
     def reached(self) -> Surveyed:
-        """Return what the step has shown; to be called first when the backward has come to the first block.
+        """Return the survey of the step; to be called first when the backward has come to the first block.
 
         Raises:
             ModelError, UnsupportedError: if the model cannot be trained exactly.
@@ -154,11 +150,7 @@ class WatchedStep:
         return self._surveyed
 
     def costs(self, parts: int, *, unfrozen: bool = False) -> Measured:
-        """Measure the blocks, with a batch in so many ``parts``.
-
-        Args:
-            parts: of the batch, which are to go through each block in turn.
-            unfrozen: more weights train now than in the step.
+        """Measure the blocks, with a batch in so many ``parts``; ``unfrozen``: more weights train now than in the step.
 
         Raises:
             UnsupportedError: if a block cannot take the batch in parts.
@@ -174,6 +166,7 @@ class WatchedStep:
             if device.type == "cuda":
                 warm_up(device)
             calls = {id(call): call for call in (*surveyed.capture.calls, *(call for _, call in surveyed.others))}
+            # Measuring runs each block several times: buffers and counters would have moved when training goes on.
             for call in calls.values():
                 stack.enter_context(_unnoticed(call.module))
             captured = replace(self._with_others(surveyed), calls=self._calls(surveyed, parts, unfrozen=unfrozen))
@@ -199,12 +192,7 @@ class WatchedStep:
             raise limits.MICRO_BATCHES.error("a step calls the model again before the backward of an earlier call")
 
     def _calls(self, surveyed: Surveyed, parts: int, *, unfrozen: bool) -> tuple[Call, ...]:
-        """Return the calls of blocks that take the batch in so many ``parts``.
-
-        Args:
-            surveyed: by the step.
-            parts: of the batch.
-            unfrozen: more weights train than in the step, so that more gradients come.
+        """Return the calls of blocks that take the batch in so many ``parts``; ``unfrozen``: with more gradients.
 
         Raises:
             UnsupportedError: if a block cannot.
@@ -219,6 +207,7 @@ class WatchedStep:
                 if parts != self.parts:  # what it has given as a whole is not what its parts give
                     call = replace(call, cutter=cutter, given=[], rehearsed=[])
                 own = any(parameter.requires_grad for parameter in block.module.parameters())
+                # Behind a block that trains only now, inputs have gradients that the step has not shown.
                 if unfrozen:
                     needs_grad = tuple(need or trains for need in call.needs_grad)
                     call = replace(call, needs_grad=needs_grad, has_backward=own or any(needs_grad))
@@ -231,7 +220,7 @@ class WatchedStep:
         return tuple(calls)
 
     def _with_others(self, surveyed: Surveyed) -> Capture:
-        """Return what was captured, with the costs of modules that were called as blocks and are none.
+        """Return the capture, with the costs of modules that were called as blocks and are none.
 
         They ran as blocks, so that what they save was on the host; from now on they are part of the model's own code.
         """
