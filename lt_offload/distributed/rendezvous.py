@@ -139,6 +139,7 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
             f"two processes of this run are process {rank}, of machine {rank // per_machine}: let NODE_RANK be another "
             f"number on each machine, from 0 to {size // per_machine - 1}"
         )
+    # Told to all: the others would wait for half an hour for a process that does not come.
     if wrong:
         store.set("wrong", wrong)
     limit = time.monotonic() + TIMEOUT.total_seconds()
