@@ -22,7 +22,7 @@ from torch import Tensor
 from lt_offload.errors import PlanError
 
 PART_BYTES = 1 << 20
-"""What is sent at once."""
+"""Bytes that are sent at once."""
 _AHEAD = 4
 """So many parts, for each machine on the way to the last one, are sent before the sum of the first one is awaited."""
 
@@ -77,11 +77,11 @@ class MachineChain:
         """Check that the machine before this one is at the same thing; return what tells the next one."""
         # First this: nothing may be on its way to a machine that will not take it when there is an error.
         if self._before is not None:
-            found = torch.empty(1, dtype=torch.int64)
-            self._receive(found, self._before).wait()
-            if int(found) != number:
+            received = torch.empty(1, dtype=torch.int64)
+            self._receive(received, self._before).wait()
+            if int(received) != number:
                 raise PlanError(
-                    f"machines add up in different orders: process {self._before} is at {int(found)}, process "
+                    f"machines add up in different orders: process {self._before} is at {int(received)}, process "
                     f"{dist.get_rank()} at {number}"
                 )
         return [self._send(torch.tensor([number]), self._after)] if self._after is not None else []
@@ -135,7 +135,7 @@ def _parts(rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
 
 
 class Aside:
-    """Work that cannot be interrupted, in a thread of its own: who waits for it can be told meanwhile that it is vain.
+    """Work that cannot be interrupted, in a thread of its own, so that the thread that waits for it can give it up.
 
     Args:
         work: is begun.
@@ -144,6 +144,7 @@ class Aside:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._error: Exception | None = None
+        # A daemon: a receive from a machine that is gone never returns, and would keep this process from ending.
         self._thread = threading.Thread(target=self._run, name="lt_offload-network", daemon=True)
         self._thread.start()
 

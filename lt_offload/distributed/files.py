@@ -32,10 +32,10 @@ class OpenFile:
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         why = "it is another file there: the processes have process numbers of their own (containers)"
         try:
-            found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            if _identity(found) == self.identity:
-                return found
-            os.close(found)
+            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if _identity(opened) == self.identity:
+                return opened
+            os.close(opened)
         except OSError as error:
             why = str(error)
         raise ConfigError(
@@ -45,5 +45,5 @@ class OpenFile:
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size

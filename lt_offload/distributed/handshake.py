@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lt_offload.errors import ConfigError
 
 Facts = Mapping[str, object]
-"""What one process says of itself, by the name that users know it by."""
+"""Values that have to be alike in all processes, as one has them, by the names that users know them by."""
 
 
 def compare(all_facts: Sequence[Facts]) -> None:

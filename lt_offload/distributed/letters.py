@@ -40,6 +40,6 @@ class Letters:
             self._check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
-        found: str = self._store.get(key).decode()
+        text: str = self._store.get(key).decode()
         self._store.delete_key(key)
-        return found
+        return text

@@ -10,7 +10,7 @@ from lt_offload.distributed.sums import BUCKET_BYTES
 from lt_offload.schema.profile import BlockProfile, Profile
 
 _LEAST = ("device_bytes", "host_bytes", "pinnable_bytes")
-"""Of these the smallest counts, as of speeds: what there is, not what is needed."""
+"""Fields of which the smallest counts, as of speeds: they say what there is, not what is needed."""
 _ALONE = (
     "contention",
     "batch_size",
@@ -47,14 +47,14 @@ def merged(
         added_up_first: gradients of all are added up before the first update.
     """
     base = max(profiles, key=lambda profile: profile.batch_size * profile.sequence_length)
-    found: Profile = _merged("", [base, *profiles])
+    joint: Profile = _merged("", [base, *profiles])
     machine = replace(
-        found.hardware,
-        host_bytes=found.hardware.host_bytes // per_machine,
-        pinnable_bytes=found.hardware.pinnable_bytes // per_machine,
+        joint.hardware,
+        host_bytes=joint.hardware.host_bytes // per_machine,
+        pinnable_bytes=joint.hardware.pinnable_bytes // per_machine,
     )
     buckets = 2 * BUCKET_BYTES if on_cuda else 0
-    optimizer = found.optimizer
+    optimizer = joint.optimizer
     if common_updates:  # of what a plan updates on the host each process does its part
         optimizer = replace(
             optimizer,
@@ -62,10 +62,10 @@ def merged(
             host_speeds={threads: per_machine * speed for threads, speed in optimizer.host_speeds.items()},
         )
     return replace(
-        found,
+        joint,
         hardware=machine,
         optimizer=optimizer,
-        shared_bytes=found.shared_bytes + buckets,
+        shared_bytes=joint.shared_bytes + buckets,
         processes=per_machine,
         machines=machines,
         common_updates=common_updates,
@@ -84,8 +84,8 @@ def largest(profiles: Sequence[Profile]) -> Profile:
         blocks = (replace(block, options=of) for block, of in zip(profile.blocks, options, strict=True))
         alike.append(replace(profile, blocks=tuple(blocks)))
     base = max(alike, key=lambda profile: profile.batch_size * profile.sequence_length)
-    found: Profile = _merged("", [base, *alike])
-    return replace(found, iterations=tuple(iteration for profile in profiles for iteration in profile.iterations))
+    joint: Profile = _merged("", [base, *alike])
+    return replace(joint, iterations=tuple(iteration for profile in profiles for iteration in profile.iterations))
 
 
 def _by_block(profiles: Sequence[Profile]) -> Iterator[tuple[BlockProfile, ...]]:

@@ -19,9 +19,9 @@ from lt_offload.errors import ConfigError, OffloadError, ProcessError
 Value = TypeVar("Value")
 _FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 2e-3
 _PLACE_BYTES, _TOLD_BYTES = 64, 960
-"""Of one message: where a process is, and what it tells; more than that takes a second message."""
+"""Parts of one message: the place of a process, and its text; a longer text takes a second message."""
 LONG_S = 60.0
-"""Whoever has waited so long says for whom: it may be at work, or hang, and cannot be told from outside."""
+"""A process that has waited so long says for whom: from outside, one at work looks like one that hangs."""
 
 
 class Peers:
@@ -62,18 +62,18 @@ class Peers:
 
     def _bytes_of_all(self, own: bytes) -> list[bytes]:
         # No tensor is made: what an emulated device counts would include it.
-        sent, found = bytearray(own), bytearray(self.size * len(own))
-        output, given = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (found, sent))
-        self.collective(lambda: gather_single(output, given, group=self.control, async_op=True))
-        return [bytes(found[begin : begin + len(own)]) for begin in range(0, len(found), len(own))]
+        sent, received = bytearray(own), bytearray(self.size * len(own))
+        output, source = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (received, sent))
+        self.collective(lambda: gather_single(output, source, group=self.control, async_op=True))
+        return [bytes(received[begin : begin + len(own)]) for begin in range(0, len(received), len(own))]
 
     def gather(self, value: Value) -> list[Value]:
         """Return the values of all processes, in the order of ranks."""
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         # First a meeting, which notices who is gone: those that exchange objects cannot be interrupted.
         self.meet("an exchange of settings or results")
-        self._translated(lambda: dist.all_gather_object(found, value, group=self.control))
-        return found
+        self._translated(lambda: dist.all_gather_object(values, value, group=self.control))
+        return values
 
     def together(self, work: Callable[[], Value]) -> list[Value]:
         """Return what ``work`` gives in each process; if one of them fails, all do, and say why.
@@ -86,7 +86,7 @@ class Peers:
         strict, self.watch.strict = self.watch.strict, False
         try:
             value = work()
-            found: list[tuple[str | None, Value]] = self.gather((None, value))
+            outcomes: list[tuple[str | None, Value]] = self.gather((None, value))
         except ProcessError:
             raise
         except Exception as error:
@@ -97,10 +97,10 @@ class Peers:
             raise
         finally:
             self.watch.strict = strict
-        for rank, (text, _) in enumerate(found):
+        for rank, (text, _) in enumerate(outcomes):
             if text is not None:
                 raise ProcessError(f"process {self.ranks[rank]} failed: {text}")
-        return [value for _, value in found]
+        return [value for _, value in outcomes]
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; ``name`` says for what."""

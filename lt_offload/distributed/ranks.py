@@ -43,12 +43,12 @@ class Ranks(Peers):
         super().__init__(range(size), control, watch)
         own = range(number * count, (number + 1) * count)
         self.machine: Peers = self if count == size else Peers(own, _group(own, "gloo"), watch)
-        """Those that share this process's memory."""
-        there = on_device and dist.is_nccl_available()
-        self._on_device: Any = _group(own, "nccl") if there else None
+        """The processes that share this one's memory."""
+        uses_nccl = on_device and dist.is_nccl_available()
+        self._on_device: Any = _group(own, "nccl") if uses_nccl else None
         column = range(rank % count, size, count)
         self._chain = MachineChain(column, _group(column, "gloo")) if count < size else None
-        """To those with this process's place on the other machines, for the thread that trains."""
+        """Chain of the processes with this one's place on each machine, for the thread that trains."""
         self._beside = MachineChain(column, _group(column, "gloo")) if count < size else None
         """The same for what is added up beside it."""
         self.letters = Letters(default_store(), control.group_name, watch.check)

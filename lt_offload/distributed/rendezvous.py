@@ -15,10 +15,10 @@ import torch.distributed as dist
 from lt_offload.errors import ConfigError, first_line
 
 TIMEOUT = timedelta(minutes=30)
-"""For those that are late: they may be downloading. Whoever has failed is noticed by ``watch``."""
+"""Patience with processes that are late: they may be downloading. One that has failed is noticed by ``watch``."""
 _POLL_S = 0.05
 _LONG_S = 60.0
-"""Whoever has waited so long says for how many."""
+"""A process that has waited so long says how many have come."""
 _LINGER_S = 3.0
 """The first process has the store: where something is wrong, the others have so long to read what."""
 
@@ -61,13 +61,13 @@ def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
 
 def _check_backend(device: str) -> None:
     """Raise ``ConfigError`` if what a script has connected its processes with cannot send what is on ``device``."""
-    found = str(dist.get_backend_config())
-    backends = dict(pair.partition(":")[::2] for pair in found.split(","))
+    configured = str(dist.get_backend_config())
+    backends = dict(pair.partition(":")[::2] for pair in configured.split(","))
     lacking = backends.get("cpu") in (None, "nccl") if device == "cpu" else backends.get(device) != "nccl"
     if lacking and (device == "cpu" or dist.is_nccl_available()):
         needed = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         raise ConfigError(
-            f"torch.distributed was initialised with backend={found!r}, which does not do for devices of type "
+            f"torch.distributed was initialised with backend={configured!r}, which does not do for devices of type "
             f"{device!r}: leave init_process_group to the Trainer, or call it with backend={needed!r}"
         )
 
@@ -139,31 +139,32 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
             f"two processes of this run are process {rank}, of machine {rank // per_machine}: let NODE_RANK be another "
             f"number on each machine, from 0 to {size // per_machine - 1}"
         )
+    # Told to all: the others would wait for half an hour for a process that does not come.
     if wrong:
         store.set("wrong", wrong)
     limit = time.monotonic() + TIMEOUT.total_seconds()
     said = limit - TIMEOUT.total_seconds() + _LONG_S
-    there = store.add("there", 0 if wrong else 1)
-    while there < size and not wrong:
+    present = store.add("there", 0 if wrong else 1)
+    while present < size and not wrong:
         if store.check(["wrong"]):
             wrong = store.get("wrong").decode()
         elif time.monotonic() > limit:
-            raise RuntimeError(f"{there} of {size} came within {TIMEOUT}")
+            raise RuntimeError(f"{present} of {size} came within {TIMEOUT}")
         else:
             if time.monotonic() > said:
                 said = limit
-                _say_who_is_missing(rank, there, size)
+                _say_who_is_missing(rank, present, size)
             time.sleep(_POLL_S)
-            there = store.add("there", 0)
+            present = store.add("there", 0)
     if wrong:
         if rank == 0:
             time.sleep(_LINGER_S)
         raise ConfigError(wrong)
 
 
-def _say_who_is_missing(rank: int, there: int, size: int) -> None:
+def _say_who_is_missing(rank: int, present: int, size: int) -> None:
     warnings.warn(
-        f"offmate: process {rank} has waited {_LONG_S:g} s: {there} of the {size} processes of this run have come to "
+        f"offmate: process {rank} has waited {_LONG_S:g} s: {present} of the {size} processes of this run have come to "
         f"{_where()}; start the others, with the same MASTER_ADDR and MASTER_PORT. It waits for half an hour",
         stacklevel=3,
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 8 << 20
-"""What is added up at once; two of these are taken beside the gradients."""
+"""Bytes that are added up at once; two buffers of this size are taken beside the gradients."""
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By the name that it has in this version of torch: the older one is deprecated from 2.13 on."""
 

@@ -27,37 +27,37 @@ from typing import Any
 from lt_offload.errors import OffloadError, ProcessError, first_line
 
 BEAT_S = 1.0
-"""Between two numbers."""
+"""Seconds between two numbers."""
 SILENCE_S = 40.0
 """A process whose number stays the same for so long does not run any more."""
 _PATIENCE_S = 2.0
-"""Whoever finds a connection closed waits so long for the reason."""
+"""A process that finds a connection closed waits so long for the reason."""
 _QUIET_S = 3.0
 """If nobody says it by then, a process of another machine that has been silent for so long was the one."""
 _ANSWER_S = 10.0
-"""Who closes its watch waits so long for what the thread has asked the store."""
+"""Limit for an answer of the store; a process that closes its watch waits so long for its thread."""
 _PAUSE_S = 5.0
 """A process that has done nothing itself for so long cannot say of others that they were silent meanwhile."""
 
 
 @dataclass
 class _Peer:
-    """What is known of another process."""
+    """Another process, as far as this one knows it."""
 
     where: str = ""
     """Its machine, and the space that its number is from; empty: it has not said so."""
     pid: int = 0
     beat: str = ""
     since: float = 0.0
-    """When the number was new, or silence did not count yet."""
+    """Time when the number was new, or silence did not count yet."""
     heard: float = 0.0
-    """When the number was new."""
+    """Time when the number was new."""
     batch: int = -1
     """The batch that it is at; -1: it has not begun to train."""
     ended: int | None = None
-    """What the system says the end of the process with; None: it is elsewhere."""
+    """Descriptor that becomes readable when the process ends; None: it is elsewhere."""
     missing: bool = False
-    """Whether somebody has said that it ended without a word, or it does not answer."""
+    """True if it does not answer, or somebody has said that it ended without a word."""
 
     def __str__(self) -> str:
         return f"{self.pid} on {self.where.partition(' ')[0]}"
@@ -85,17 +85,17 @@ class PeerWatch:
         self._closed = threading.Event()
         self._woken, self._wake = os.pipe()
         self._asked: float | None = None
-        """Since when the thread waits for the store, which has no end where the process that has it is stopped."""
+        """Time since which the thread waits for the store: without end, where the process that has it is stopped."""
         self._checked = self._looked = time.monotonic()
-        """When this process last asked what the thread has seen, and when that last looked."""
+        """Times when this process last asked what the thread has seen, and when that last looked."""
         self.strict = False
-        """Whether a process that does not answer counts as gone: not while each prepares itself."""
+        """True if a process that does not answer counts as gone: not while each prepares itself."""
         self.batch = -1
         """The batch that this process is at."""
         self._here = f"{_here()} {machine}"
         """Other numbers of machines are other machines: they may be tried out on one."""
         self._news = 0
-        """How often anything but a number had been written when this process last read all of it."""
+        """Number of writes, but for those of numbers, when this process last read all of them."""
         self._set("where", f"{os.getpid()} {self._here}")
         self._thread = threading.Thread(target=self._run, name="lt_offload-watch", daemon=True)
         self._thread.start()
@@ -106,6 +106,7 @@ class PeerWatch:
             with suppress(Exception):
                 self._tell_all("closed", "")
         self._closed.set()
+        # Without this, closing would wait for the thread to the end of its beat.
         os.write(self._wake, b".")
         self._thread.join(timeout=_ANSWER_S)
         if self._thread.is_alive():  # it waits for the store, and will find that all is over
@@ -139,11 +140,11 @@ class PeerWatch:
 
     def check(self) -> None:
         """Raise ``ProcessError`` if another process has failed; called again and again by whoever waits."""
-        asked, now = self._asked, time.monotonic()
+        since, now = self._asked, time.monotonic()
         if self._asked is not None and now - self._checked > _PAUSE_S:
             self._asked = now
-        elif self.strict and asked is not None and now - asked > SILENCE_S and self._failure is None:
-            self._silent(0, self._peers.get(0, _Peer()), now - asked)
+        elif self.strict and since is not None and now - since > SILENCE_S and self._failure is None:
+            self._silent(0, self._peers.get(0, _Peer()), now - since)
         self._checked = now
         if self._failure is not None:
             raise ProcessError(self._failure)
@@ -164,7 +165,7 @@ class PeerWatch:
 
     @property
     def failure(self) -> str | None:
-        """Which process has failed and why; None if none has, as far as is known."""
+        """The process that has failed and why, in words; None if none has, as far as is known."""
         return self._failure
 
     def late(self) -> str | None:
@@ -172,11 +173,11 @@ class PeerWatch:
         behind = {rank: peer for rank, peer in self._peers.items() if peer.batch < self.batch}
         if any(rank < self._rank and rank not in behind for rank in self._peers):
             return None
-        found = [
+        clauses = [
             f"process {rank} ({peer}) is {'at batch ' + str(peer.batch) if peer.batch >= 0 else 'not training yet'}"
             for rank, peer in behind.items()
         ]
-        return ", ".join(found) or "none is at an earlier batch"
+        return ", ".join(clauses) or "none is at an earlier batch"
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
@@ -187,6 +188,7 @@ class PeerWatch:
     def _tell_all(self, what: str, value: str, of: int | None = None) -> None:
         """Write what others read once they have seen that there is something new."""
         self._set(what, value, of)
+        # Last: a reader that saw the count first would find nothing yet, and not look again.
         self._count(1)
 
     def _count(self, more: int) -> int:
@@ -248,7 +250,8 @@ class PeerWatch:
         """See whether other processes have said why they fail, have ended, or have been silent for too long."""
         if not all(peer.where for peer in self._peers.values()):
             self._meet(self._of_all("where"))
-        gone = {other for other, peer in self._peers.items() if self._is_gone(peer)}  # before they are asked
+        # Before they are asked: one that told its error and ended in between would count as ended without a word.
+        gone = {other for other, peer in self._peers.items() if self._is_gone(peer)}
         news, beats = self._count(0), self._of_all("beat")
         for other, peer in self._peers.items():
             if other in gone or news != self._news:
@@ -270,9 +273,9 @@ class PeerWatch:
 
     def _read(self, other: int, peer: _Peer, *, gone: bool) -> None:
         """Read what was written of another process, which may be ``gone``."""
-        found = self._get("error", other)
-        if found is not None:
-            self._failed(f"process {other} failed: {found}")
+        error = self._get("error", other)
+        if error is not None:
+            self._failed(f"process {other} failed: {error}")
         elif gone and self._get("closed", other) is None:
             self._ended(other, peer)
         elif not gone and peer.ended is None and (why := self._get("ended", other)) is not None:
@@ -328,6 +331,7 @@ class PeerWatch:
         return peer.ended is not None and bool(select.select([peer.ended], [], [], 0)[0])
 
     def _failed(self, why: str | None) -> None:
+        # The first one stays: later ones are mostly its consequences, in processes that waited for that one.
         self._failure = self._failure or why
 
 

@@ -1,4 +1,4 @@
-"""Doing what a plan says. Never decides and never solves."""
+"""The engine that carries out a plan. It never decides and never solves."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class Engine(LoopCalls):
         self.structure = structure or find_blocks(model)
         self.model, self.device = model, device
         self.plan = plan
-        """What is carried out. Another may stand here whose times alone are others, as a correction makes it: all parts
-        of the engine go on with the one that they were made of."""
+        """The plan that is carried out. Another may stand here whose times alone are others, as a correction makes it:
+        all parts of the engine go on with the one that they were made of."""
         check_match(self.structure, optimizer, plan)
         if plan is not None and optimizer is not None:
             limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
@@ -111,13 +111,13 @@ class Engine(LoopCalls):
         self.streaming: Streaming
         self.gradients: Gradients | None = None
         self.handover: Handover
-        """For the engine that goes on after this one."""
+        """The change to another engine, or from one."""
         self.keeps_gradients = False
-        """What updates have used can be shown afterwards, in plans whose updates wait."""
+        """Gradients that updates have used can be shown afterwards, in plans whose updates wait."""
         self.installed = False
         self._undo: list[Callable[[], None]] = []
         self._elsewhere = ExitStack()
-        """While the model runs on another device than its parameters are on."""
+        """Contexts in which the model runs on another device than its parameters are on."""
         self._runs = BlockRuns(device, self.pool, self.structure, plan)
         deferred = plan is not None and plan.deferred_forwards > 0
         checks.check_hooks(self.structure, self._runs.repeated, parted=self._runs.parted, deferred=deferred)
@@ -136,9 +136,9 @@ class Engine(LoopCalls):
         )
         self._window = self._iteration.window
         self._accounting = ExitStack()
-        """Of the memory that the iteration takes."""
+        """The account of the memory that the iteration takes."""
         self._grad_norm: Tensor | None = None
-        """On the device: nobody waits for it before somebody asks."""
+        """The norm on the device: nobody waits for it before somebody asks."""
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 
@@ -239,8 +239,8 @@ class Engine(LoopCalls):
 
     def _watch_optimizer(self, updates: Updates) -> OptimizerStepHook:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
-        there = updated_on_host(self.plan) if self.plan is not None else ()
-        hosted = [w.param for w in self.weights if w.states.group is not None or w.index in there]
+        on_host = updated_on_host(self.plan) if self.plan is not None else ()
+        hosted = [w.param for w in self.weights if w.states.group is not None or w.index in on_host]
         updates.move(hosted, _HOST)
         updates.move([param for _, param in self.structure.rest], self.device.torch_device)
         params = {weight.param for weight in self.weights}
@@ -490,12 +490,12 @@ class Engine(LoopCalls):
 
     @property
     def added(self) -> int:
-        """How many micro-batches of the present window have been added up without an update."""
+        """Micro-batches of the present window that have been added up without an update."""
         return self._window.added
 
     @property
     def halfway(self) -> bool:
-        """Whether some weights of the present iteration, or of one that failed, are updated and others are not."""
+        """True if some weights of the present iteration, or of one that failed, are updated and others are not."""
         return self.unfinished() == HALFWAY
 
     def unfinished(self) -> str | None:

@@ -18,7 +18,7 @@ from lt_offload.schema.plan import Plan
 
 
 class State(Enum):
-    """What has happened since the last update."""
+    """The stages of an iteration since the last update."""
 
     IDLE = "nothing"
     FORWARD = "a forward with gradients has begun, and its backward has not; or such forwards wait for others"
@@ -38,7 +38,7 @@ HALFWAY = (
 
 
 class Iteration:
-    """Where an iteration is.
+    """The stage of an iteration, and the changes from one to the next.
 
     Args:
         plan: None without training.
@@ -50,7 +50,7 @@ class Iteration:
     open: Callable[[], bool]
     waiting: Callable[[], int]
     enclosed: bool = False
-    """Within ``Engine.iteration``, and not at its end yet."""
+    """True within ``Engine.iteration``, up to its end."""
     manual: bool = False
     """A loop is followed that is not ours: nothing encloses its steps."""
 
@@ -59,21 +59,21 @@ class Iteration:
         self.open, self.waiting = open, waiting
         self.state = State.IDLE
         self._left: str | None = None
-        """What was unfinished in an iteration that broke off, as :meth:`unfinished` says it."""
+        """The unfinished part of an iteration that broke off, as :meth:`unfinished` says it."""
 
     @property
     def ran_backward(self) -> bool:
-        """Whether a backward has begun whose gradients are in no sum."""
+        """True if a backward has begun whose gradients are in no sum."""
         return self.state is State.BACKWARD
 
     @property
     def begun(self) -> int:
-        """How many micro-batches of the present window have begun their backward."""
+        """Micro-batches of the present window whose backward has begun."""
         return self.window.added + self.ran_backward
 
     @property
     def halfway(self) -> bool:
-        """Whether some weights of this iteration may be updated and others not."""
+        """True if some weights of this iteration may be updated and others not."""
         return self._updating or self.state is State.SETTLING
 
     def unfinished(self) -> str | None:
@@ -179,7 +179,7 @@ class Iteration:
 
     @property
     def under_way(self) -> bool:
-        """Whether a forward's backward, or updates, may be to come: no other engine may go on."""
+        """True if a forward's backward, or updates, may be to come: no other engine may go on."""
         return self.state in (State.BACKWARD, State.SETTLING) or (self.state is State.FORWARD and self._to_come)
 
     def check_leave(self, use: str) -> None:
@@ -215,12 +215,12 @@ class Iteration:
 
     @property
     def _updating(self) -> bool:
-        """Whether a backward has begun that updates."""
+        """True if a backward has begun that updates."""
         return self.state is State.BACKWARD and self.window.which == "updating"
 
     @property
     def _to_come(self) -> bool:
-        """Whether a forward's backward may come."""
+        """True if a forward's backward may come."""
         return self.open() or self.waiting() > 0
 
     def _check_not_settling(self) -> None:

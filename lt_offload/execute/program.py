@@ -77,7 +77,7 @@ class Walk:
 
     @property
     def begun(self) -> bool:
-        """Whether a pass has begun and not ended."""
+        """True if a pass has begun and not ended."""
         return self.cursor > 0
 
     def awaits(self, kind: str, block: int) -> bool:
@@ -147,12 +147,12 @@ class Walk:
 
 
 def _alone(op: Op, weights: Sequence[Weight]) -> None:
-    """Of one machine the sums are those of all."""
+    """With one machine there is nothing to reduce."""
 
 
 @dataclass(slots=True)
 class StepOps:
-    """What happens around one forward or backward, besides what gradients drive: see ``updates/gradients.py``."""
+    """Ops around one forward or backward, but for those that gradients drive: see ``updates/gradients.py``."""
 
     before: list[Op] = field(default_factory=list)
     """Prefetches."""
@@ -160,9 +160,9 @@ class StepOps:
     """Forwards that run again before the backward."""
     compute: Op | None = None
     updates: list[Op] = field(default_factory=list)
-    """What the host does with gradients."""
+    """Ops of the host that use gradients."""
     reduced: list[Op] = field(default_factory=list)
-    """What machines add up."""
+    """Ops that add sums up over machines."""
     settled: list[Op] = field(default_factory=list)
     """Updates on the device that no gradient drives."""
     after: list[Op] = field(default_factory=list)
@@ -212,21 +212,21 @@ def _check_again(op: Op, plan: Plan, step: StepOps) -> None:
 
 def first_changes(plan: Plan) -> dict[tuple[int, bool], int]:
     """Return, by tensor and whether it is its states, the first op from which on its host copy is another one."""
-    found: dict[tuple[int, bool], int] = {}
+    changes: dict[tuple[int, bool], int] = {}
     for op in plan.program(plan.passes[-1]):
         states = [payload == "state" for payload in writes(op, "host") if payload in ("weight", "state")]
         for key in itertools.product(plan.tensors(op), states):
-            found.setdefault(key, op.id)
-    return found
+            changes.setdefault(key, op.id)
+    return changes
 
 
 def owners(blocks: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     """Return, per tensor, the blocks that use it, ascending."""
-    found: dict[int, list[int]] = {}
+    users: dict[int, list[int]] = {}
     for block, tensors in enumerate(blocks):
         for tensor in tensors:
-            found.setdefault(tensor, []).append(block)
-    return found
+            users.setdefault(tensor, []).append(block)
+    return users
 
 
 def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | None) -> None:

@@ -159,15 +159,15 @@ class Account(TorchDispatchMode):
             for tensor in (out,) if plain else tensors_in(out):
                 storage = tensor.untyped_storage()
                 if address_of(storage) not in self._live and self._device_type in (None, tensor.device.type):
-                    self._meet(storage, func, _given(args, kwargs))
+                    self._meet(storage, func, _operands(args, kwargs))
                     if known[2] is not None:
                         self._pass(known[2](args, kwargs or {}), func)
         return out
 
-    def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
-        """Charge a storage that an operation on the tensors ``given`` has returned, unless it is theirs (a view)."""
+    def _meet(self, storage: torch.UntypedStorage, func: Any, operands: list[torch.Tensor]) -> None:
+        """Charge a storage that an operation on ``operands`` has returned, unless it is theirs (a view)."""
         key, free = address_of(storage), False
-        for tensor in given:
+        for tensor in operands:
             if address_of(tensor.untyped_storage()) == key:
                 free = True
                 break
@@ -234,15 +234,15 @@ def _makes_storages(func: Any) -> bool:
     return any(result.alias_info is None for result in schema_of(func).returns)
 
 
-def _given(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:
+def _operands(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:
     """Return the strided tensors among the arguments of an operation: mostly they are no more than arguments."""
-    found = []
+    tensors = []
     for value in args:
         if type(value) is torch.Tensor and value.layout is torch.strided:
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (torch.Tensor, tuple, list, dict)):
-            found += tensors_in(value)
-    return found + list(tensors_in(kwargs)) if kwargs else found
+            tensors += tensors_in(value)
+    return tensors + list(tensors_in(kwargs)) if kwargs else tensors
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

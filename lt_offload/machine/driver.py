@@ -28,7 +28,7 @@ PAGE_TABLE_SHARE = 512
 
 _TRIAL_BYTES = 1 << 20
 _TRIAL_CYCLES = 1 << 20
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def warm_up(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def in_what_room(measure: Callable[[int], _Found], most: int, *, least: int) -> _Found:
+def in_what_room(measure: Callable[[int], _Result], most: int, *, least: int) -> _Result:
     """Return ``measure(most)``, or of half as much, a quarter and so on, whatever a device has memory for.
 
     Raises:

@@ -43,17 +43,17 @@ def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ConfigError(f"{what} needs os.fork(), which this system does not have; {way_out}")
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(there, work), name="lt_offload asks the data")
-    with here, _read_positions_kept():
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender, work), name="lt_offload asks the data")
+    with receiver, _read_positions_kept():
         with warnings.catch_warnings():  # from Python 3.12 on; data loaders' workers are forked from threads as well
             warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
             process.start()
         # Ours: as long as one end to write to is open, the end of the child is not seen as the end of the pipe.
-        there.close()
+        sender.close()
         try:
-            ready = wait([here], timeout=PATIENCE)
-            answer = here.recv_bytes() if ready else None
+            ready = wait([receiver], timeout=PATIENCE)
+            answer = receiver.recv_bytes() if ready else None
         except EOFError:
             process.join()
             raise ConfigError(

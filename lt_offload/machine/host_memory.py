@@ -45,7 +45,7 @@ LARGE_BYTES = 8 << 20
 
 
 HOST_MEMORY = "host memory (setting host_memory)"
-"""What errors call it."""
+"""Its name in errors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class _Mapping:
     end: Callable[[], object]
     """Stops waiting for the last tensor to die."""
     process: int = field(default_factory=os.getpid)
-    """Which has registered it."""
+    """The process that has registered it."""
 
 
 def _nothing(address: int) -> int:
@@ -180,7 +180,7 @@ class HostMemory:
 
     @property
     def has_pageable(self) -> bool:
-        """Whether some memory could not be page-locked."""
+        """True if some memory could not be page-locked."""
         return bool(self._pageable)
 
     def is_pageable(self, tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ class MemoryNode:
     cores: frozenset[int] = frozenset()
     """Empty: there is nothing to choose, and binding does nothing."""
     about: str = ""
-    """For people."""
+    """A description for people."""
 
     def bind(self) -> None:
         """Keep the calling thread, and those it will start, on ``cores``; without permission nothing happens."""

@@ -44,12 +44,12 @@ class Pages:
     memory: memoryview
     """The mapping, as all tensors in it hold it: when this is gone, they are."""
     start: int
-    """Where it begins in ``memory``; the pages before and behind it are never touched."""
+    """Offset of its first byte in ``memory``; the pages before and behind it are never touched."""
     nbytes: int
 
     @property
     def address(self) -> int:
-        """Where this process sees it."""
+        """Its address in this process."""
         return self.view(torch.uint8, 1, 0).data_ptr()
 
     def view(self, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
@@ -125,9 +125,9 @@ class SharedPages:
     """A part of such a file in this process."""
 
     fd: int
-    """Of the file; whoever maps it closes it when all parts are mapped (:meth:`map`)."""
+    """Descriptor of the file, to be closed by its opener when all parts are mapped (:meth:`map`)."""
     start: int
-    """Where the part begins in the file, at a page."""
+    """Offset of the part in the file, at a page."""
     nbytes: int
 
     def map(self) -> None:

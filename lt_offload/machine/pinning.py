@@ -28,11 +28,11 @@ Unregister = Callable[[int], int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinLimit:
-    """How much memory may be page-locked."""
+    """Amount of memory that may be page-locked."""
 
     nbytes: int
     how: str
-    """How that was found, for people."""
+    """Reason for this figure, for people."""
 
 
 def find_pin_limit(register: Register, unregister: Unregister, *, host_bytes: int) -> PinLimit:

@@ -125,6 +125,7 @@ def _next(ring: deque[_StagingBuffer]) -> _StagingBuffer:
     """Return the buffer of ``ring`` that was used longest ago, as soon as it is free."""
     buffer = ring[0]
     ring.rotate(-1)
+    # Without this, the buffer would be filled again while the link still reads it.
     buffer.wait()
     return buffer
 

@@ -22,11 +22,11 @@ def _unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
     Kernels for a few rows multiply packed numbers, on some GPUs; for more rows all unpack the weight first.
     """
-    given, _, shape, _, block = args[:5]
+    activations, _, shape, _, block = args[:5]
     packed_scales = args[7] if len(args) > 7 else kwargs.get("absmax_8bit")
     numbers = int(torch.Size(shape).numel())
     scales = 0 if packed_scales is None else 2 * torch.float32.itemsize * -(-numbers // int(block))
-    return numbers * int(given.element_size()) + scales
+    return numbers * int(activations.element_size()) + scales
 
 
 _WORKSPACES: dict[str, Workspace] = {"bitsandbytes::gemm_4bit": _unpacked}

@@ -40,6 +40,7 @@ def zero_copy_view(host: Tensor, device: torch.device) -> Tensor:
         return torch.empty(host.shape, dtype=host.dtype, device=device)
     pointer = _device_pointer(host.data_ptr())
     seen: Tensor = torch.as_tensor(_Memory(host, pointer), device=device)
+    # A silent copy would take device memory, and show nothing that the host writes later.
     if seen.data_ptr() != pointer:
         raise UnsupportedError("torch copied the memory instead of using it where it is")
     return seen.view(host.dtype).view(host.shape)
@@ -116,13 +117,7 @@ def _another_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize: Callable[[], object]) -> str:
-    """Return which kernel that blocks run on weights and gradients gives wrong numbers; empty if none does.
-
-    Args:
-        view_of: returns page-locked host memory as a tensor on the device.
-        host: rows of some such memory.
-        synchronize: waits for the calling thread's stream.
-    """
+    """Return which kernel that blocks run on weights and gradients is wrong on rows of ``host``; empty if none is."""
     host.copy_((torch.arange(host.numel()) % 113 / 7).view_as(host))
     seen = view_of(host)
     near = torch.empty_like(seen).copy_(host.clone())
@@ -154,7 +149,7 @@ class Speeds:
 
     @property
     def too_slow(self) -> str:
-        """Why kernels had better not read there; empty if they may."""
+        """Reason why kernels had better not read there; empty if they may."""
         if self.read >= LEAST_SPEED * self.copy_in:
             return ""
         return (
@@ -196,7 +191,7 @@ def _measure_speeds(
 
 
 class _Memory:
-    """What :func:`torch.as_tensor` wants to know, and what keeps the memory alive; bytes, for want of a bfloat16."""
+    """Host memory as :func:`torch.as_tensor` takes it, kept alive; bytes, for want of a bfloat16."""
 
     def __init__(self, host: Tensor, pointer: int) -> None:
         self.host = host

@@ -15,14 +15,14 @@ from lt_offload.model.parts import extent
 
 @dataclass(frozen=True, order=True, slots=True)
 class Size:
-    """What the memory for a batch grows with, the most important first."""
+    """Quantities that the memory for a batch grows with, the most important first."""
 
     squares: int
     """Rows times the square of their length: masks and scores. Of the longest column."""
     tokens: int
-    """Of all columns. Of what is not made of tokens: numbers."""
+    """Tokens of all columns; of a column that is not made of tokens, its numbers."""
     padded: bool
-    """Whether attention has a mask, as rows are filled up or hold several texts; what hides nothing is left out."""
+    """True if attention has a mask, as rows are filled up or hold several texts; what hides nothing is left out."""
 
     @classmethod
     def of(cls, batch: Any, padded: bool | None = None) -> Size:
@@ -44,7 +44,7 @@ class Size:
         if other.padded and not self.padded:
             return math.inf  # attention takes another way
         pairs = (self.squares, other.squares), (self.tokens, other.tokens)
-        return max(theirs / max(own, 1) for own, theirs in pairs)
+        return max(needed / max(own, 1) for own, needed in pairs)
 
 
 def _extents(batch: Any) -> list[tuple[int, int]]:

@@ -79,13 +79,13 @@ def _around(model: nn.Module, path: str, layers: ModuleSequence, *, guesses: boo
     """Return the structure whose layers are at ``path``; ``guesses``: the call of the model may tell of others."""
     head = _output_embeddings(model, path)
     encoder = _encoder(model, path) if guesses else None
-    modules = [found for stack in (encoder, (path, layers)) if stack for found in _stack(model, *stack, head)]
+    modules = [pair for stack in (encoder, (path, layers)) if stack for pair in _stack(model, *stack, head)]
     if head is not None:
         modules.append((head, "head"))
     modules = [*_owners_of_tied(model, [module for module, _ in modules]), *modules]
     names = {module: name for name, module in model.named_modules()}
-    found = _structure(model, [(names[module], module, kind) for module, kind in modules])
-    return replace(found, other=partial(_other, model, path)) if guesses else found
+    structure = _structure(model, [(names[module], module, kind) for module, kind in modules])
+    return replace(structure, other=partial(_other, model, path)) if guesses else structure
 
 
 def _other(model: nn.Module, path: str) -> Structure | None:
@@ -127,7 +127,7 @@ def _stack(
             modules += _members(child)
         elif child is not head and not isinstance(child, _CONTAINERS) and _owns_parameters(child):
             modules.append((child, _kind(child)))
-    return sorted(modules, key=lambda found: found[1] != "embedding")
+    return sorted(modules, key=lambda pair: pair[1] != "embedding")
 
 
 def _members(modules: nn.Module) -> Iterator[tuple[nn.Module, BlockKind]]:
@@ -158,15 +158,15 @@ def _encoder(model: nn.Module, path: str) -> tuple[str, ModuleSequence] | None:
     if "decoder" not in parts:
         return None
     above = ".".join(parts[: parts.index("decoder")])
-    found = _sequences(model)
+    sequences = _sequences(model)
     prefix = f"{above}.encoder." if above else "encoder."
-    return next((item for item in found if item[0].startswith(prefix) and _repeats(item[1])), None)
+    return next((item for item in sequences if item[0].startswith(prefix) and _repeats(item[1])), None)
 
 
 def _layers(model: nn.Module) -> list[tuple[str, ModuleSequence]]:
     """Return paths and lists of what may be the repeated layers, the best first."""
-    found = _sequences(model)
-    candidates = [(name, module) for name, module in found if _repeats(module)]
+    sequences = _sequences(model)
+    candidates = [(name, module) for name, module in sequences if _repeats(module)]
     lists = [(name, module) for name, module in candidates if isinstance(module, nn.ModuleList)]
     # In the order of ``modules()``: a model comes before the towers of other kinds that it consists of.
     whole = [set(unsplittable(module) or ()) for module in model.modules()]
@@ -175,7 +175,7 @@ def _layers(model: nn.Module) -> list[tuple[str, ModuleSequence]]:
         raise ModelError(
             f"{type(model).__name__} has no block sequence that could be streamed: looked for an nn.ModuleList or "
             "nn.Sequential with at least two modules of one class that own parameters (decoder layers); found: "
-            f"{_shown(found)}. Hold the repeated layers in one nn.ModuleList, or name what holds them (blocks=...)"
+            f"{_shown(sequences)}. Hold the repeated layers in one nn.ModuleList, or name what holds them (blocks=...)"
         )
     # Each of the three is the largest first already.
     return list(dict([*named, *lists, *candidates]).items())
@@ -183,12 +183,12 @@ def _layers(model: nn.Module) -> list[tuple[str, ModuleSequence]]:
 
 def _named(model: nn.Module, name: str) -> tuple[str, ModuleSequence]:
     """Return path and module of what is called ``name``."""
-    found = _sequences(model)
-    matches = [item for item in found if item[0] == name] or [item for item in found if item[0].endswith(f".{name}")]
+    lists = _sequences(model)
+    matches = [item for item in lists if item[0] == name] or [item for item in lists if item[0].endswith(f".{name}")]
     if len(matches) != 1:
         those = f"{len(matches)} of these are called so" if matches else "none of these is called so"
         raise ModelError(
-            f"blocks={name!r}: {those} in {type(model).__name__}: {_shown(matches or found)}; give the path of the "
+            f"blocks={name!r}: {those} in {type(model).__name__}: {_shown(matches or lists)}; give the path of the "
             "nn.ModuleList or nn.Sequential that holds the layers"
         )
     return matches[0]
@@ -196,9 +196,9 @@ def _named(model: nn.Module, name: str) -> tuple[str, ModuleSequence]:
 
 def _sequences(model: nn.Module) -> list[tuple[str, ModuleSequence]]:
     """Return every list and sequence of modules, by its path, the largest first."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _SEQUENCES)]
-    found = [(name, module) for name, module in found if name or isinstance(module, nn.Sequential)]
-    return sorted(found, key=lambda item: -_parameter_bytes(item[1]))
+    sequences = [(name, module) for name, module in model.named_modules() if isinstance(module, _SEQUENCES)]
+    sequences = [(name, module) for name, module in sequences if name or isinstance(module, nn.Sequential)]
+    return sorted(sequences, key=lambda item: -_parameter_bytes(item[1]))
 
 
 def _repeats(modules: ModuleSequence) -> bool:
@@ -207,8 +207,8 @@ def _repeats(modules: ModuleSequence) -> bool:
     return max(classes.values(), default=0) >= 2
 
 
-def _shown(found: list[tuple[str, ModuleSequence]]) -> str:
-    return ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in found[:5]) or "none at all"
+def _shown(sequences: list[tuple[str, ModuleSequence]]) -> str:
+    return ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in sequences[:5]) or "none at all"
 
 
 def _contents(modules: ModuleSequence) -> str:

@@ -24,7 +24,7 @@ from lt_offload.schema.profile import COLLECTED_BELOW
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstRun:
-    """What tells whether a block gives the same once more."""
+    """A block's first run, as far as it tells whether another one gives the same."""
 
     draws: list[Tensor]
     """States of the generators before it ran, by :meth:`Call.draws`."""
@@ -37,9 +37,9 @@ class StateBytes:
     """Device memory that remembering the state of a block's modules takes, for a second run that is to see it."""
 
     held: int
-    """Between the runs."""
+    """Bytes between the runs."""
     copied: int
-    """Within the first run."""
+    """Bytes within the first run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Call:
     """Arguments as ``tree_flatten`` gives them."""
     spec: TreeSpec
     slots: tuple[int, ...]
-    """Which leaves are activations."""
+    """Positions of the leaves that are activations."""
     needs_grad: tuple[bool, ...]
     """Per slot."""
     has_backward: bool
@@ -67,15 +67,15 @@ class Call:
     seen: list[Rest] = field(default_factory=list)
     """The state of its modules as it has seen it, which others may have changed since; empty if that is not known."""
     state: list[StateBytes] = field(default_factory=list)
-    """What remembering the state of its modules takes for a second run, if that is known."""
+    """Memory that remembering the state of its modules takes for a second run, if that is known."""
     given: list[FirstRun] = field(default_factory=list)
-    """What it has drawn and returned, if it would do so again unless something changes that nobody can know."""
+    """Its draws and results, if they would be the same again unless something changes that nobody can know."""
     rehearsed: list[Tensor] = field(default_factory=list)
     """States of the generators that every trial of its costs begins with, if the block draws something."""
     cutter: Cutter | None = None
     """Cuts the batch in parts; None: the block takes all of it."""
     containers: Containers | None = None
-    """What holds the tensors among its arguments; None: nothing but the arguments themselves."""
+    """Containers of the tensors among its arguments; None: nothing but the arguments themselves."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -84,12 +84,12 @@ class Call:
 
     @property
     def compiled(self) -> bool:
-        """Whether the block is compiled."""
+        """True if the block is compiled."""
         return is_compiled(self.module)
 
     @property
     def graphed(self) -> bool:
-        """Whether the block always runs with a graph, as it would have other numbers without."""
+        """True if the block always runs with a graph, as it would have other numbers without."""
         return self.compiled or bool(self.kernels)
 
     @property
@@ -148,7 +148,7 @@ def has_values(call: Call) -> bool:
 
 
 class BlockOutput:
-    """What a block returned, to be recognised among the arguments of the next one; keeps nothing alive.
+    """The output of a block, to be recognised among the arguments of the next one; keeps nothing alive.
 
     Recognised by storage, form and version. The address alone would not do: once a storage has died, another may have
     it.
@@ -297,10 +297,10 @@ def _describe(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, 
 
 def switched_off(model: nn.Module) -> Iterator[str]:
     """Yield a sentence about each thing that :func:`plainly` switches off and that people may want to know of."""
-    found = _checkpointed(model)
-    if found:
+    names = _checkpointed(model)
+    if names:
         yield (
-            f"gradient checkpointing of {len(found)} modules, such as {found[0]}, is off while the model trains here: "
+            f"gradient checkpointing of {len(names)} modules, such as {names[0]}, is off while the model trains here: "
             "the plan says what is computed again, and the numbers are the same"
         )
     configs = (getattr(module, "config", None) for module in model.modules())

@@ -173,7 +173,7 @@ class _StateOfCopies:
 
 
 class _StandIn:
-    """What is called in place of a module's forward; a copy of the module gets the forward itself, not this."""
+    """The function called in place of a module's forward; a copy of the module gets the forward itself, not this."""
 
     def __init__(self, module: nn.Module, entry: str, own: Any, function: Forward) -> None:
         self._module, self._entry, self._own, self._function = module, entry, own, function

@@ -34,7 +34,7 @@ from lt_offload.model.compiled import cover, is_compiled
 
 IGNORED = -100
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
-"""What a model may tell its loss beside logits, labels and the size of the vocabulary; it takes no notice of others."""
+"""Arguments that a loss takes beside logits, labels and the size of the vocabulary; it takes no notice of others."""
 _PART_BYTES = 32 << 20
 """Bytes of logits in fp32 that are treated together, more or less."""
 _LEAST_TOKENS = 512
@@ -254,7 +254,7 @@ def intercept_loss(model: nn.Module, stand_in: Callable[..., Any]) -> Callable[[
 
 
 class _LossStandIn:
-    """What is called in place of a model's loss; a copy of the model gets the loss itself, not this."""
+    """The function called in place of a model's loss; a copy of the model gets the loss itself, not this."""
 
     def __init__(self, loss: Callable[..., Any], function: Callable[..., Any]) -> None:
         self._loss, self._function = loss, function
@@ -334,15 +334,15 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 class _Chunks(NamedTuple):
-    """How a chunked loss is computed."""
+    """Settings of a chunked loss."""
 
     chunk: int
     """Tokens at a time."""
     scaling: Scaling
     items: Tensor | int | None
-    """What the sum of all labels is divided by; None: their number."""
+    """The divisor of the sum of all labels; None: their number."""
     backward: bool
-    """Whether there may be one."""
+    """True if there may be one."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -363,19 +363,19 @@ class _ChunkedLoss(torch.autograd.Function):
             if any(wanted):
                 sums.add(part, logits)
             del logits  # or it would lie beside the next chunk's
-        ctx.gradients = sums.found
+        ctx.gradients = sums.gradients
         return _mean(picked, counts, made.items)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
             raise RuntimeError(
                 "a loss of chunks has one backward, as its gradients are made once; call the model again"
             )
-        hidden, weight, bias = (None if tensor is None else _times(tensor, grads[0]) for tensor in found)
-        del found  # nobody else may hold a gradient that is to become a parameter's without a copy
+        hidden, weight, bias = (None if tensor is None else _times(tensor, grads[0]) for tensor in gradients)
+        del gradients  # nobody else may hold a gradient that is to become a parameter's without a copy
         return hidden, weight, bias, None, None, None
 
 
@@ -385,7 +385,7 @@ class _GradientSums:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
         self._hidden, self._weight = hidden, weight
         self._of_bias = wanted[2] and bias is not None
-        self.found: list[Tensor | None] = [
+        self.gradients: list[Tensor | None] = [
             torch.empty_like(hidden) if wanted[0] else None,
             torch.empty_like(weight) if wanted[1] else None,
             None,
@@ -394,7 +394,7 @@ class _GradientSums:
     def add(self, part: slice, slope: Tensor) -> None:
         """Add those of one chunk, from the gradient of its logits; chunks come in their order."""
         rows = self._hidden[part]
-        of_hidden, of_weight, of_bias = self.found
+        of_hidden, of_weight, of_bias = self.gradients
         if of_hidden is not None:
             torch.mm(slope, self._weight, out=of_hidden[part])
         if of_weight is not None and part.start:
@@ -402,7 +402,7 @@ class _GradientSums:
         elif of_weight is not None:
             torch.mm(slope.t(), rows, out=of_weight)
         if self._of_bias:
-            self.found[2] = slope.sum(0) if of_bias is None else of_bias + slope.sum(0)
+            self.gradients[2] = slope.sum(0) if of_bias is None else of_bias + slope.sum(0)
 
 
 def _grad_of_picked(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:

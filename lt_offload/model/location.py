@@ -26,7 +26,7 @@ from lt_offload.model.blocks import Block
 Class = type[Any]
 
 _homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
-"""Where modules run, if that is elsewhere than where their parameters are."""
+"""Devices of modules, if they run elsewhere than where their parameters are."""
 _replaced: dict[Class, tuple[_Home, int]] = {}
 """By class whose ``device`` is replaced: by what, and how often that was asked for."""
 _changing = threading.RLock()
@@ -39,10 +39,10 @@ class _Home(property):
         self.original = original
 
         def answer(module: nn.Module) -> Any:
-            found = original.__get__(module, type(module))
-            if isinstance(found, torch.device) and found.type == "cpu":
-                return _homes.get(module, found)
-            return found
+            device = original.__get__(module, type(module))
+            if isinstance(device, torch.device) and device.type == "cpu":
+                return _homes.get(module, device)
+            return device
 
         super().__init__(answer, original.fset, original.fdel, original.__doc__)
 
@@ -126,8 +126,8 @@ def _brought(value: Any, device: torch.device, every: bool) -> Any:
         moves = value.device.type == "cpu" and (every or value.ndim > 1 or (value.ndim == 1 and not _counts(value)))
         return value.to(device) if moves else value
     if type(value) is dict:
-        found = {key: _brought(item, device, every) for key, item in value.items()}
-        return found if any(found[key] is not item for key, item in value.items()) else value
+        entries = {key: _brought(item, device, every) for key, item in value.items()}
+        return entries if any(entries[key] is not item for key, item in value.items()) else value
     if type(value) in (tuple, list):
         items = [_brought(item, device, every) for item in value]
         return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value

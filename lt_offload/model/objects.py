@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 CONTAINERS = (dict, list, set, deque)
-"""What can be written to."""
+"""Containers that can be written to."""
 _READ: dict[type, tuple[Callable[[Any], Any], ...]] = {
     OrderedDict: (OrderedDict.keys, OrderedDict.values),  # in its own order, which ``dict`` does not know
     dict: (dict.keys, dict.values),
@@ -33,9 +33,9 @@ _READ: dict[type, tuple[Callable[[Any], Any], ...]] = {
 }
 """The built-in containers, those first that others are a base of, and how they are read."""
 Contents = tuple[Collection[Any], ...]
-"""What a container holds: the keys and the values of a dictionary, the items of others."""
+"""Contents of a container: the keys and the values of a dictionary, the items of others."""
 NOTHING: Contents = ((),)
-"""What an empty container holds."""
+"""Contents of an empty container."""
 
 own: Callable[[type], types.MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
 """The attributes that a class itself has, whatever its metaclass says."""
@@ -119,9 +119,9 @@ def same(left: Collection[Any], right: Collection[Any]) -> bool:
 def attributes_of(thing: Any) -> dict[str, Any] | None:
     """Return the dictionary that holds the attributes of ``thing``, None if there is none."""
     for base in bases(type(thing)):
-        found: Any = own(base).get("__dict__")
-        if type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-            attributes = found.__get__(thing)
+        descriptor: Any = own(base).get("__dict__")
+        if type(descriptor) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            attributes = descriptor.__get__(thing)
             return attributes if issubclass(type(attributes), dict) else None
     return None
 
@@ -133,9 +133,9 @@ def slots_of(thing: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:
         names = (slots,) if isinstance(slots, str) else read(slots)[0] if issubclass(type(slots), tuple(_READ)) else ()
         for name in names:
             mangled = f"_{name_of(cls).lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
-            found = own(cls).get(mangled)
-            if type(found) is types.MemberDescriptorType:
-                yield mangled, found
+            descriptor = own(cls).get(mangled)
+            if type(descriptor) is types.MemberDescriptorType:
+                yield mangled, descriptor
 
 
 def held_by(thing: Any) -> list[Any]:
@@ -157,8 +157,8 @@ def is_library(module: str | None) -> bool:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top == "lt_offload":
         return True
-    found = (attributes_of(sys.modules.get(name)) or {} for name in (top, module))
-    file = next((str(held["__file__"]) for held in found if held.get("__file__")), None)
+    namespaces = (attributes_of(sys.modules.get(name)) or {} for name in (top, module))
+    file = next((str(held["__file__"]) for held in namespaces if held.get("__file__")), None)
     folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
     return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
 
@@ -201,12 +201,12 @@ def is_part_of_a_library(function: types.FunctionType) -> bool:
     if not is_library(function.__module__):
         return False
     first, *rest = function.__qualname__.split(".")
-    found: Any = (attributes_of(sys.modules.get(function.__module__)) or {}).get(first)
+    member: Any = (attributes_of(sys.modules.get(function.__module__)) or {}).get(first)
     for name in rest:
-        found = own(found).get(name) if issubclass(type(found), type) else None
-    if type(found) in (staticmethod, classmethod):
-        found = found.__func__
-    return function is (found.fget if type(found) is property else found)
+        member = own(member).get(name) if issubclass(type(member), type) else None
+    if type(member) in (staticmethod, classmethod):
+        member = member.__func__
+    return function is (member.fget if type(member) is property else member)
 
 
 # -- what holds others -----------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
     """
     seen = {} if seen is None else seen
     kinds: Any = _kind_of  # and not ``kind_of``: this is done for every block of a step, and calls are what it costs
-    found: list[tuple[Any, Any, Contents]] = []
+    held: list[tuple[Any, Any, Contents]] = []
     waiting = [value for value in values if kinds(type(value))]
     while waiting:
         value = waiting.pop()
@@ -264,11 +264,11 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
         for place in places:
             contents = read(place)
             if kind != "tuple":
-                found.append((value, place, contents))
+                held.append((value, place, contents))
             if contents is not NOTHING:
                 below = (item for item in contents[-1] if kinds(type(item)))
                 waiting += below if kind != "settings" else (item for item in below if _is_small(item))
-    return found
+    return held
 
 
 def _is_small(value: Any) -> bool:

@@ -43,7 +43,7 @@ Verdict = Literal["alone", "joint", "idle", "random", "shared", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTrial:
-    """What an optimizer does to a few small tensors."""
+    """Effects of an optimizer on a few small tensors."""
 
     verdict: Verdict
     """``alone``: one tensor at a time, in another order, gives the same numbers, bit for bit; ``joint``: it does not;
@@ -174,8 +174,8 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            given: list[Any] = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator)]
-            if not given or address_of(given[0]) in self._shared:
+            rngs: list[Any] = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator)]
+            if not rngs or address_of(rngs[0]) in self._shared:
                 raise self._error()
         return func(*args, **(kwargs or {}))
 
@@ -200,8 +200,8 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
                 type(twin).step(twin)
             if _generators(optimizer) != before:
                 raise _Drawn
-            for found in map(of_none, twins):
-                if found.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in found.values()):
+            for of_twin in map(of_none, twins):
+                if of_twin.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in of_twin.values()):
                     raise _Shared
         counted = _counted(twins[0])
     states = {stand: twin.state[stand] for twin in twins for group in twin.param_groups for stand in group["params"]}
@@ -226,8 +226,8 @@ def _stepped_idly(optimizer: Optimizer, *, empty: bool) -> list[Any]:
 def _counted(twin: Optimizer) -> list[Any]:
     """Return the numbers in options, attributes and entries of no parameter."""
     places = [*twin.param_groups, vars(twin), of_none(twin)]
-    found = [value for place in places for key, value in place.items() if key not in _OWN]
-    numbers = [value for value in found if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)]
+    values = [value for place in places for key, value in place.items() if key not in _OWN]
+    numbers = [value for value in values if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)]
     return [value.clone() if isinstance(value, Tensor) else value for value in numbers]
 
 
@@ -323,20 +323,20 @@ def overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
 # -- states --------------------------------------------------------------------------------------------------------
 
 Place = Any
-"""Where a tensor is in a state: a key, or for what is further down, in lists or dictionaries, a tuple of keys and
+"""Place of a tensor in a state: a key, or for what is further down, in lists or dictionaries, a tuple of keys and
 indices, the first of which is a key of the state."""
 _SEQUENCES = (list, tuple, deque)
 
 
 def tensors_of(state: Mapping[Any, Any]) -> dict[Place, Tensor]:
     """Return the tensors of ``state`` by their places; sparse ones are not among them, and stay where they are."""
-    found: dict[Place, Tensor] = {}
+    tensors: dict[Place, Tensor] = {}
     for key, value in list(state.items()):  # listed: another thread may be adding those that it has made
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            found[key] = value
+            tensors[key] = value
         elif isinstance(value, (dict, *_SEQUENCES)):
-            found.update(_below(value, (key,)))
-    return found
+            tensors.update(_below(value, (key,)))
+    return tensors
 
 
 def _below(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Place, Tensor]]:

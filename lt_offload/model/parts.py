@@ -54,7 +54,7 @@ def sizes_of(samples: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """How one call of a block is cut."""
+    """The cut of one call of a block."""
 
     rows: frozenset[int]
     """Positions, among the leaves of the arguments, of what has a row per sample, or several."""
@@ -123,20 +123,20 @@ class Cutter:
                 several[at] = len(leaf) // samples
                 rows.add(at)
                 continue
-            found = len(leaf) == samples
+            per_sample = len(leaf) == samples
             # An activation has a row per sample by definition; of a mask or a table the shape alone says nothing where
             # samples and tokens are equally many.
-            if found and square and leaf is not main and at not in activations:
+            if per_sample and square and leaf is not main and at not in activations:
                 if (form, at) not in self._known:
                     raise UnsupportedError(
                         f"micro_batches={self.count}: block {self.name} was called with {samples} samples of {samples} "
                         "tokens, so that an argument with a row per sample cannot be told from one with a row per "
                         "token; use another batch size or sequence length"
                     )
-                found = self._known[form, at]
+                per_sample = self._known[form, at]
             elif not square:
-                self._known[form, at] = found
-            if found:
+                self._known[form, at] = per_sample
+            if per_sample:
                 rows.add(at)
         return Cut(rows=frozenset(rows), sizes=sizes, several=several)
 

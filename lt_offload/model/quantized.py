@@ -71,18 +71,18 @@ def prepare(model: nn.Module) -> None:
     good); a product hands its weight to autograd (:func:`_save_weights`), and heeds ``torch.autocast`` itself
     (:func:`_heed_autocast`).
     """
-    found = False
+    packed = False
     for module in model.modules():
         for parameter in parameters_of(module).values():
             state = getattr(parameter, "quant_state", None)
             if state is None:
                 continue
-            found = True
+            packed = True
             if not isinstance(state.absmax, nn.Parameter):
                 state.absmax = nn.Parameter(state.absmax, requires_grad=False)
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 vars(module)["support_avx512bf16_for_cpu"] = False
-    if found:
+    if packed:
         _save_weights()
         _heed_autocast()
 
@@ -263,9 +263,9 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _kept(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of embeddings and of the output projection."""
     for getter in ("get_input_embeddings", "get_output_embeddings"):
-        found = getattr(model, getter, lambda: None)()
-        if isinstance(found, nn.Module):
-            yield from found.parameters()
+        layer = getattr(model, getter, lambda: None)()
+        if isinstance(layer, nn.Module):
+            yield from layer.parameters()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             yield from module.parameters()

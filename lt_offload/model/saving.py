@@ -95,10 +95,10 @@ def activations_of(leaves: Sequence[Any], positional: int) -> tuple[int, ...]:
         positional: how many of them belong to ``args``.
     """
     tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    found = [at for at, leaf in tensors if leaf.requires_grad or (at < positional and leaf.is_floating_point())]
-    if not found and all(at >= positional for at, _ in tensors):
-        found = [at for at, leaf in tensors if leaf.is_floating_point()][:1]
-    return tuple(found)
+    positions = [at for at, leaf in tensors if leaf.requires_grad or (at < positional and leaf.is_floating_point())]
+    if not positions and all(at >= positional for at, _ in tensors):
+        positions = [at for at, leaf in tensors if leaf.is_floating_point()][:1]
+    return tuple(positions)
 
 
 @unseen_by_dynamo

@@ -75,7 +75,7 @@ _OVER_SEQUENCES = (reversed, type(iter(_NoItems())))
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """One thing that was remembered."""
+    """A thing that was remembered, and how to write it back."""
 
     path: str
     restore: Callable[[], bool]
@@ -101,7 +101,7 @@ class ObjectSnapshot:
         # The backward of a block that is measured calls the hooks on its weights.
         self._next.extend((tensor_hooks_of(weight), f"hooks of {path}") for path, weight in weights.items())
         self.left_out: str | None = None
-        """Where the search was given up, if it was."""
+        """The path at which the search was given up, if it was."""
         objects.look_again()
         while self._next:
             if len(self._seen) > MOST:
@@ -411,8 +411,8 @@ def _found(kind: type, name: str) -> Any:
 def _advances(kind: type) -> bool:
     """Return whether ``kind`` is an iterator that does not keep its position in attributes."""
     # One written in C has its position inside. Files are iterators, too, but say where they are (``_stream``).
-    found = (own(cls).get("__next__") for cls in bases(kind) if cls is not _STREAM)
-    return any(type(step) is types.WrapperDescriptorType for step in found)
+    steps = (own(cls).get("__next__") for cls in bases(kind) if cls is not _STREAM)
+    return any(type(step) is types.WrapperDescriptorType for step in steps)
 
 
 def _is_opaque(kind: type) -> bool:

@@ -308,21 +308,21 @@ class AdamW(Optimizer):
         Raises:
             ConfigError: if it is of weights of another precision, or of another kind of optimizer.
         """
-        given: dict[str, Any] = {}
+        original: dict[str, Any] = {}
         kept = [{name: group[name] for name in _KEPT} for group in self.param_groups]
-        before = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+        before = self.register_load_state_dict_pre_hook(lambda _, final: original.update(final))
         # By hooks, as torch casts states to the dtype of their weight in between; first, so that hooks of users see the
         # states in their precision.
-        after = self.register_load_state_dict_post_hook(lambda _: self._restore(given, kept), prepend=True)
+        after = self.register_load_state_dict_post_hook(lambda _: self._restore(original, kept), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
-    def _restore(self, given: dict[str, Any], kept: list[dict[str, Any]]) -> None:
+    def _restore(self, original: dict[str, Any], kept: list[dict[str, Any]]) -> None:
         """Undo the cast of states to the dtype of their weight; keep what groups had as options of states."""
-        indices = [index for group in given["param_groups"] for index in group["params"]]
+        indices = [index for group in original["param_groups"] for index in group["params"]]
         parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         for own, group in zip(kept, self.param_groups, strict=True):
             _refuse_amsgrad(group)
@@ -330,7 +330,7 @@ class AdamW(Optimizer):
             for name in _FOREIGN:
                 group.pop(name, None)
         for index, (parameter, group) in zip(indices, parameters, strict=True):
-            saved = given["state"].get(index)
+            saved = original["state"].get(index)
             if not saved:
                 continue
             _check_saved(saved, parameter, group)
@@ -348,11 +348,11 @@ def _check_saved(saved: dict[str, Any], parameter: Tensor, group: dict[str, Any]
             f"the checkpoint has {held} for a weight that is {parameter.dtype} now, with "
             f"stochastic_rounding={rounding}; load it into the optimizer and the dtype that it was saved with"
         )
-    found, dtype = saved["exp_avg"].dtype, _moment_dtype(parameter, group)
+    stored, dtype = saved["exp_avg"].dtype, _moment_dtype(parameter, group)
     # Full moments may have been of a weight of another precision, and are those of this one when they are cast.
-    if found != dtype and (torch.uint8 in (found, dtype) or wanted is not None):
+    if stored != dtype and (torch.uint8 in (stored, dtype) or wanted is not None):
         raise ConfigError(
-            f"the checkpoint has moments of {found} for a weight of {parameter.numel()} elements, whose moments are "
+            f"the checkpoint has moments of {stored} for a weight of {parameter.numel()} elements, whose moments are "
             f"{dtype} with state_dtype={wanted!r} and min_8bit_size={group['min_8bit_size']}; load it with the "
             "settings that it was saved with"
         )

@@ -75,10 +75,10 @@ def ladder(signed: bool) -> Ladder:
 @functools.cache
 def values(signed: bool) -> Row:
     """Return what the 256 codes stand for, in ascending order, from -1 or 0 to 1."""
-    found = ladder(signed)
+    constants = ladder(signed)
     odd = 2 * np.arange(129 if signed else 256) + (1 if signed else 3)
     rung = np.array([int(number).bit_length() - 1 - (not signed) for number in odd])
-    upper = (9 * odd.astype(np.float32) - found.less[rung]) * found.unit[rung]
+    upper = (9 * odd.astype(np.float32) - constants.less[rung]) * constants.unit[rung]
     return np.concatenate([-upper[1:-1][::-1], upper]) if signed else upper
 
 
@@ -91,8 +91,8 @@ def bounds(signed: bool) -> Row:
         middle = (below + above) // 2
         reached = ladder(signed).ranks(middle.astype(np.int32).view(np.float32)) >= wanted
         below, above = np.where(reached, below, middle), np.where(reached, middle, above)
-    found: Row = above.astype(np.int32).view(np.float32)
-    return found
+    edges: Row = above.astype(np.int32).view(np.float32)
+    return edges
 
 
 def _tables(like: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
@@ -122,8 +122,8 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """
     table, _ = _tables(codes, signed)
     whole = _padded(codes.reshape(-1))
-    found = table.index_select(0, whole.view(-1).int()).view(whole.shape).mul_(scales[:, None])
-    return found.view(-1)[: codes.numel()].view(codes.shape)
+    numbers = table.index_select(0, whole.view(-1).int()).view(whole.shape).mul_(scales[:, None])
+    return numbers.view(-1)[: codes.numel()].view(codes.shape)
 
 
 def encode(numbers: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

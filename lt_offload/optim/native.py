@@ -155,23 +155,24 @@ class Kernel:
             ranges: of each part the first element, how many there are, and where its gradient begins: whole units.
             options: of all of them.
         """
-        found = np.array(ranges, dtype=np.int64).reshape(-1, 3)
-        starts, sizes = found[:, 0], np.ascontiguousarray(found[:, 1])
-        arrays = np.zeros((len(found), len(_Arrays._fields_)), dtype=np.uint64)
+        rows = np.array(ranges, dtype=np.int64).reshape(-1, 3)
+        starts, sizes = rows[:, 0], np.ascontiguousarray(rows[:, 1])
+        arrays = np.zeros((len(rows), len(_Arrays._fields_)), dtype=np.uint64)
         where = (entry.param, entry.grad, entry.param if entry.master is None else entry.master)
         whole = _addresses(entry)
         for column, (name, tensor) in enumerate(zip(_ROWS, (*where, entry.exp_avg, entry.exp_avg_sq), strict=True)):
             address = getattr(whole, name)
             if address:
-                begins = found[:, 2] if name == "grad" else starts
+                begins = rows[:, 2] if name == "grad" else starts
                 arrays[:, column] = address + begins * tensor.element_size()
-        steps = np.zeros(len(found), dtype=_STEPS)
+        steps = np.zeros(len(rows), dtype=_STEPS)
         steps["negative_size"], steps["correction"] = -options.size(entry.step), options.correction(entry.step)
         steps["seed"], steps["moment_seed"] = entry.seed or 0, entry.moment_seed
         steps["first"] = (entry.first + starts) & 0xFFFFFFFF
         common, moments, threads = _common(options), _MOMENTS[entry.exp_avg.dtype], torch.get_num_threads()
         tables = (values.ctypes.data for values in (sizes, arrays, steps))
-        self._run(len(found), *tables, ctypes.byref(common), moments, ctypes.byref(self._maps), threads)
+        self._run(len(rows), *tables, ctypes.byref(common), moments, ctypes.byref(self._maps), threads)
+        # As in `update`: without this, a graph that has saved the weight would go on with other numbers unnoticed.
         torch.autograd.graph.increment_version([entry.param])
 
 

@@ -25,21 +25,21 @@ class Entry(NamedTuple):
     param: Tensor
     grad: Tensor
     master: Tensor | None
-    """What is updated instead of ``param``, which is then rounded from it; None: ``param`` itself is updated."""
+    """Tensor updated instead of ``param``, which is then rounded from it; None: ``param`` itself is updated."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: float
     """Number of this update, 1 for the first."""
     seed: int | None = None
-    """Makes the noise by which ``param`` is rounded from its value in fp32, which nobody keeps; see :func:`stochastic`.
+    """Seed of the noise by which ``param`` is rounded from fp32, which nobody keeps; see :func:`stochastic`.
     None: it is rounded to nearest, if at all."""
     first: int = 0
     """Number of the first element, where this is part of a tensor."""
     exp_avg_scale: Tensor | None = None
-    """Of each block of ``exp_avg``, where that has eight bits; see :mod:`lt_offload.optim.blockwise`."""
+    """Scales of the blocks of ``exp_avg``, where that has eight bits; see :mod:`lt_offload.optim.blockwise`."""
     exp_avg_sq_scale: Tensor | None = None
     moment_seed: int = 0
-    """Makes the noise by which ``exp_avg_sq`` is rounded, where that is bfloat16."""
+    """Seed of the noise by which ``exp_avg_sq`` is rounded, where that is bfloat16."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -48,13 +48,13 @@ class Entry(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the moments have eight bits."""
+        """True if the moments have eight bits."""
         return self.exp_avg_scale is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What entries of one group have in common."""
+    """Settings that entries of one group have in common."""
 
     lr: float | Tensor
     beta1: float
@@ -67,7 +67,7 @@ class Options:
 
     @property
     def scales(self) -> bool:
-        """Whether the factor may change anything; one in a tensor is not looked at, it may be on a device."""
+        """True if the factor may change anything; one in a tensor is not looked at, it may be on a device."""
         return isinstance(self.grad_scale, Tensor) or self.grad_scale != 1.0
 
     def size(self, step: float) -> float:

@@ -89,6 +89,7 @@ class RowUpdates:
             ranges: rows, each at most once per step.
             begins: whether these are the first rows of a step.
         """
+        # Once per step: counted by every call, later rows would be updated as in later steps.
         if begins:
             state["step"] += 1
         seeds = self._ours.seeds(self._parameter, state, self._group) if self._ours is not None else (None, 0)

@@ -41,7 +41,7 @@ IN_PROCESSES = (
     mutant(
         "a weight is updated that no process has a gradient for",
         ARRIVALS,
-        "if not any(part.given() for part in found):",
+        "if not any(part.given() for part in owned):",
         "if False:",
         ORDER,
     ),

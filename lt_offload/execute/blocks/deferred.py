@@ -89,17 +89,17 @@ class DeferredForwards:
 
     @property
     def waiting(self) -> int:
-        """How many wait for their backward."""
+        """Forwards that wait for their backward."""
         return sum(not forward.passed for forward in self._alive())
 
     @property
     def due(self) -> bool:
-        """Whether a forward that begins now is to wait for others."""
+        """True if a forward that begins now is to wait for others."""
         return self.waiting < self._count
 
     @property
     def running(self) -> bool:
-        """Whether one has begun and not come to its last block."""
+        """True if one has begun and not come to its last block."""
         return self._present is not None
 
     def begin(self) -> None:
@@ -164,6 +164,6 @@ class DeferredForwards:
         self._known, self._present = [], None
 
     def _alive(self) -> list[DeferredForward]:
-        found = [forward for ref in self._known if (forward := ref()) is not None]
-        self._known = [weakref.ref(forward) for forward in found]
-        return found
+        forwards = [forward for ref in self._known if (forward := ref()) is not None]
+        self._known = [weakref.ref(forward) for forward in forwards]
+        return forwards

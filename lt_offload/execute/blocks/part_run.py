@@ -43,7 +43,7 @@ from lt_offload.schema.profile import RECORDED, OptionName
 
 @dataclass(kw_only=True, slots=True)
 class PlannedBlock:
-    """How a block runs by the plan, in every iteration."""
+    """A block as the plan runs it, in every iteration."""
 
     index: int
     name: str
@@ -118,7 +118,7 @@ class PartRun:
         """State that the first run has changed, as it was before."""
         self._inner: InnerTensors | None = None
         self._sums: list[Tensor] | None = None
-        """Tell the outputs of the first run, if its second one is to be compared."""
+        """Bit sums of the outputs of the first run, if its second one is to be compared."""
         self._inputs: list[Tensor | Moved] | None = None
         """Saved, to recompute from."""
         self._versions: list[int] = []
@@ -126,9 +126,9 @@ class PartRun:
         self._rng: list[Tensor] = []
         self._cache: CacheCostly | None = None
         self._roots: list[GradientEdge | None] | None = None
-        """Where the private graph ends, by output. Edges and not tensors, which would keep the outputs alive."""
+        """Ends of the private graph, by output. Edges and not tensors, which would keep the outputs alive."""
         self._entries: list[GradientEdge | None] = []
-        """Where the private graph begins, by input."""
+        """Beginnings of the private graph, by input."""
         self._in_backward = False
         self._input_grads: list[Tensor | None] = [None] * len(call.slots)
         self.out: list[Any] = []
@@ -182,7 +182,7 @@ class PartRun:
 
     @property
     def can_recompute(self) -> bool:
-        """Whether what it needs to run again is here."""
+        """True if what it needs to run again is here."""
         return not self.call.slots or self._inputs is not None
 
     def take_saved(self) -> list[Tensor] | None:
@@ -425,7 +425,7 @@ def _count_uses(roots: Sequence[Any]) -> Counter[int]:
 
 
 class _GraphEntry(EntryNode):
-    """Where the private graph begins: passes the input on and catches its gradient, holding on to neither.
+    """The node at which the private graph begins: it passes the input on, catches its gradient, and holds neither.
 
     ``anchor`` requires grad, so that there is a node although the inputs are detached from the outer graph.
     """

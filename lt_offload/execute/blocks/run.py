@@ -75,7 +75,7 @@ class BlockRun:
             self.inputs.append(leaves[slot])
             leaves[slot] = None  # nobody but the option decides how long an input stays
         self.needs_backward = True in call.needs_grad or any(weight.param.requires_grad for weight in weights)
-        """Whether a gradient can reach the block's weights or inputs."""
+        """True if a gradient can reach the block's weights or inputs."""
         # Cut only now: a part's own view of an activation would keep the whole of it.
         self.parts = [PartRun(call, part) for part in ([leaves] if self._cut is None else self._cut.parts(leaves))]
         self.sources: tuple[int, ...] | None = None
@@ -87,7 +87,7 @@ class BlockRun:
         self.forgotten = False
         """Another forward has begun, for which it was closed."""
         self.reached: Callable[[int], None] = _ignored
-        """Told, before there is a plan, which outputs gradients will come to."""
+        """A function that is told, before there is a plan, which outputs gradients will come to."""
         self._uses, self._gradients = uses, gradients
 
     def __del__(self) -> None:
@@ -157,13 +157,13 @@ class BlockRun:
             outputs: what the previous block has returned, having run again just now.
         """
         assert self.can_recompute(outputs)
-        found: list[list[Tensor]] = []
+        inputs_of_parts: list[list[Tensor]] = []
         for at, part in enumerate(self.parts):
             inputs = part.take_saved()
             if inputs is None:
                 inputs = self._rows(at, [outputs[position] for position in self.sources or ()] if outputs else [])
-            found.append(inputs)
-        return found
+            inputs_of_parts.append(inputs)
+        return inputs_of_parts
 
     def recompute(self, anchor: Tensor, outputs: list[Tensor] | None, save: Save) -> list[Tensor]:
         """Run the forward as it ran first, let go of what was saved and save something else; return the outputs.
@@ -189,14 +189,14 @@ class BlockRun:
     def backward(self, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward, rebuilding graphs if need be; return the gradients of the activation inputs."""
         if self._cut is None:
-            found = self.parts[0].backward(anchor, grads, self.totals, self._uses)
+            gradients = self.parts[0].backward(anchor, grads, self.totals, self._uses)
         else:
-            found = self._backward_in_parts(anchor, grads)
+            gradients = self._backward_in_parts(anchor, grads)
         self.done = True
         self.call.shared = []
         if self.offloader is not None:
             self.offloader.close()
-        return found
+        return gradients
 
     def end(self) -> None:
         """Let go of everything, after another run of the call by somebody else has had the backward.
@@ -250,14 +250,14 @@ class BlockRun:
                 self._gradients.end_block(weights)
                 self._gradients.begin_block(weights)
         pairs = zip(joint.results(), sums, strict=True)
-        found = [whole if inner is None else inner.gradient for whole, inner in pairs]
+        gradients = [whole if inner is None else inner.gradient for whole, inner in pairs]
         for at, total in enumerate(outer):
             if total is not None:
-                found[at] = _sum(total.gradient, found[at])
+                gradients[at] = _sum(total.gradient, gradients[at])
                 total.gradient = None
                 if total.first != self.index:
-                    total.gradient, found[at] = found[at], None
-        return found
+                    total.gradient, gradients[at] = gradients[at], None
+        return gradients
 
     @property
     def _cutter(self) -> Cutter:

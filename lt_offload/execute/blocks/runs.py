@@ -58,7 +58,7 @@ class BlockRuns:
         self.parted = plan is not None and plan.parts > 1
         """Blocks take a batch in parts."""
         self.gradients: Gradients | None = None
-        """Told of between the backwards of two parts."""
+        """The collector that is told between the backwards of two parts."""
         self._blocks = planned_blocks(structure, plan, device, self._repeats) if plan is not None else []
         self._recomputes = any(block.recomputed for block in self._blocks)
         self._runs: dict[int, weakref.ref[BlockRun]] = {}
@@ -75,7 +75,7 @@ class BlockRuns:
 
     @property
     def open(self) -> bool:
-        """Whether a backward is still to come."""
+        """True if a backward is still to come."""
         runs = [ref() for ref in self._runs.values()]
         return any(run is not None and not run.done for run in runs)
 

@@ -66,6 +66,7 @@ class Arena:
                 f"[{other.offset}, {other.offset + other.nbytes}), which is in use"
             )
         taken = self._cut(offset, end)
+        # Without these, the next writer would overwrite what copies of the former users still read.
         releases = list(dict.fromkeys(event for freed in taken for event in freed.releases))
         buffer = Buffer(label, offset, nbytes, self.slab, releases)
         if nbytes:

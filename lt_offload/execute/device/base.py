@@ -38,7 +38,7 @@ Event = Task
 
 
 class AllocatorEvents(NamedTuple):
-    """How often the framework's allocator has run short; each of these makes the launching thread wait."""
+    """Times that the framework's allocator has run short; each of these makes the launching thread wait."""
 
     retries: int
     """Allocations that worked only after everything unused had been given back."""
@@ -77,7 +77,7 @@ class Buffer(Cell):
 
     @property
     def inherited(self) -> Sequence[Event]:
-        """What its next user has to be ordered after because of the former ones, if nobody has written it since."""
+        """Events of former users that the next one is ordered after, if nobody has written it since."""
         return () if self.written else self.releases
 
     @property
@@ -108,7 +108,7 @@ def before_writing(cells: Sequence[Cell]) -> list[Event]:
 
 
 class Device(ABC):
-    """Where blocks run. Two implementations share all logic of the engine: ``EmulatedDevice`` and ``CudaDevice``."""
+    """The device that blocks run on: ``EmulatedDevice`` and ``CudaDevice`` share all logic of the engine."""
 
     torch_device: torch.device
     budget: int
@@ -119,12 +119,12 @@ class Device(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether some task has failed."""
+        """True if some task has failed."""
         return self._lanes.failed
 
     @property
     def room(self) -> int:
-        """What of ``budget`` tensors may occupy."""
+        """Bytes of ``budget`` that tensors may occupy."""
         return self.budget
 
     # -- arena -------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class CudaDevice(Device):
         self._staging_memory = self._host.locked(STAGING_BYTES)  # first: later there may be nothing left to lock
         self._staging: Staging | None = None
         self._refusal: str | None = None
-        """Why computations cannot access host memory; empty: they can; None: not tried yet."""
+        """Reason why computations cannot access host memory; empty: they can; None: not tried yet."""
         self._seen: set[object] = set()
         """Shapes of batches whose demand for memory is known."""
         self._arena = self._new_arena(0)
@@ -198,6 +198,7 @@ class CudaDevice(Device):
 
     @override
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
+        # With the mark: without it, a copy would overwrite what kernels that were launched before still read.
         self._arena.free(buffer, [*after, *buffer.inherited, self.mark()])
 
     # -- lanes and events --------------------------------------------------------------------------------------------

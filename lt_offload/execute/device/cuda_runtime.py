@@ -14,7 +14,7 @@ from lt_offload.machine.numa import MemoryNode, memory_node_of
 
 
 class _On(AbstractContextManager[None]):
-    """What ``torch.cuda.stream`` does on one device, in a fraction of the time."""
+    """A ``torch.cuda.stream`` for one device, in a fraction of the time."""
 
     __slots__ = ("_before", "_stream")
 

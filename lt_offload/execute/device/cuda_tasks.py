@@ -165,6 +165,7 @@ class TaskRunner:
             self._issue(task, task.work)
 
     def _run_on_host(self, task: CudaTask, work: Callable[[], None]) -> None:
+        # A copy has finished when it is issued: without this, an update would read memory that it has not filled yet.
         for event in tasks_of((*task.after, *task.behind)):
             if event.completion is not None:
                 event.completion.synchronize()

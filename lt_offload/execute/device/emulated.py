@@ -43,11 +43,11 @@ class DeviceAccount(Account):  # type: ignore[no-untyped-call]
         super().__init__(limit=limit, hint=BEYOND_THE_PLAN)
         self._lanes = lanes
         self.everything = True
-        """Whether all that operations make is device memory, or only what they make from device memory."""
+        """True if all that operations make is device memory, else only what they make from device memory."""
 
-    def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
-        if self.everything or any(self._holds(tensor) for tensor in given):
-            super()._meet(storage, func, given)
+    def _meet(self, storage: torch.UntypedStorage, func: Any, operands: list[torch.Tensor]) -> None:
+        if self.everything or any(self._holds(tensor) for tensor in operands):
+            super()._meet(storage, func, operands)
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         charge = self._live.get(address_of(tensor.untyped_storage()))
@@ -164,6 +164,7 @@ class EmulatedDevice(Device):
 
     @override
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
+        # The calling thread is the compute lane: without this, it would read what a copy has filled in part.
         self._lanes.finish([*events, *before_writing(writes)])
         self._lanes.check(events)
 

@@ -127,6 +127,7 @@ class Task:
             gate = threading.Lock()
             gate.acquire()
             self.waiters.append(gate.release)
+            # Asked again: had it finished in between, nobody would open the gate.
             if not self.finished:
                 gate.acquire()
 
@@ -166,12 +167,12 @@ class _LaneThread:
         self.tasks: deque[Task] = deque()
         """Unfinished tasks; the first may have finished a moment ago."""
         self.begun = self.over = 0
-        """How many tasks it was given, and how many of them have run."""
+        """Numbers of tasks that it was given, and of those that have run."""
         self.thread: threading.Thread | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether a task given now would be next in any case."""
+        """True if a task given now would be next in any case."""
         return self.begun == self.over
 
     def snapshot(self) -> tuple[Task, ...]:
@@ -212,7 +213,7 @@ class Lanes:
         self._errors = threading.Lock()
         self._error: BaseException | None = None
         self.failed = False
-        """Whether some task has failed, reported or not."""
+        """True if some task has failed, reported or not."""
         self._broken: dict[str, BaseException] = {}
         self._threads = threads
         self._prepare = prepare

@@ -27,7 +27,7 @@ class EngineStats:
     grad_norm: float | None
     """Global L2 norm of the gradients, where it was asked for."""
     waited_s: float = 0.0
-    """How long other processes' gradients were waited for."""
+    """Seconds spent waiting for other processes' gradients."""
 
 
 class Recorder:
@@ -40,7 +40,7 @@ class Recorder:
         self.waited_s = 0.0
         self.device_peak = 0
         self.allocator = AllocatorEvents(0, 0, 0)
-        """What happened in the last complete iteration."""
+        """The events of the last complete iteration."""
         self._waited = 0.0
         self._began = 0.0
         self._before = self.allocator

@@ -163,7 +163,7 @@ class MovedStorage:
         self.taken: list[weakref.ref[Moved]] = []
         """Saved tensors that share it."""
         self.users = 0
-        """How many of these have not been unpacked yet."""
+        """Number of these that have not been unpacked yet."""
         self.watched: tuple[Tensor, int] | None = None
         """A tensor that nobody may write to before it has been copied, and its version when it was saved."""
 
@@ -205,11 +205,11 @@ class ActivationOffloader:
         self._op: int | None = None
         """The backward that storages come back for, where each does so by itself."""
         self._by_storage: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
-        """During the forward. A tensor saved for a part of the graph that nothing needs goes with that part."""
+        """Storages by address, in the forward. One saved for a part of the graph that nothing needs goes with that."""
         self._storages: list[MovedStorage] = []
-        """After it."""
+        """The same after it."""
         self._host: HostBuffer | None = None
-        """Where all storages go, side by side."""
+        """Host memory of all storages, side by side."""
         self._places: list[Tensor] = []
         """The host memory of each storage."""
         self._nbytes = 0
@@ -231,7 +231,7 @@ class ActivationOffloader:
 
     @property
     def at_home(self) -> bool:
-        """Whether nothing has left yet."""
+        """True if nothing has left yet."""
         return self._left is None and self._fetched is None
 
     def keep(self, leaf: Any) -> Any:

@@ -59,6 +59,7 @@ class BoundWeights:
     def __exit__(self, *error: object) -> None:
         self._device.end_compute(self._token)
         self._token = None
+        # Without this, users' code would find a range of the arena that others use by now.
         for weight in self._weights:
             weight.param.data = weight.host
             weight.present = None

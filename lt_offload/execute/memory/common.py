@@ -43,16 +43,16 @@ _MOVED_AT_ONCE = 256 << 20
 _FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 1e-3
 _SUM_BYTES = 8
 _WORDS = 128
-"""Of eight bytes in a row, whose sum is one number."""
+"""Words of eight bytes in a row, whose sum is one number."""
 _WRITTEN, _REPLACED, _EDITED = 1, 2, 4
-"""What a process says of a weight: a user has written it or its states; its states are others than the common ones; a
-user has written its gradient, which is that of all."""
+"""Statements of a process about a weight: a user has written it or its states; its states are others than the common
+ones; a user has written its gradient, which is that of all."""
 _DONE = {
     _WRITTEN: "{} was written",
     _REPLACED: "{} was given other optimizer states",
     _EDITED: "the gradient of {} was written",
 }
-"""What is refused if only some processes have done it."""
+"""Actions that are refused if only some processes have done them."""
 
 
 class Neighbours(Protocol):
@@ -61,7 +61,7 @@ class Neighbours(Protocol):
     rank: int
     """The number of this process among them."""
     size: int
-    """How many there are."""
+    """Number of processes."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all, in the order of ranks."""
@@ -84,11 +84,11 @@ class Others(Protocol):
     """All processes of the run, of one machine or several, which have as many each and follow each other."""
 
     size: int
-    """How many there are."""
+    """Number of processes."""
 
     @property
     def machine(self) -> Neighbours:
-        """Those that share this process's memory."""
+        """The processes that share this one's memory."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
@@ -130,7 +130,7 @@ class StatesInCommon(Protocol):
 
 def contents(rows: Sequence[Sequence[Tensor]]) -> list[int]:
     """Return :data:`_SUM_BYTES` numbers of what is in each of ``rows``; reading it where it is costs little more."""
-    found = []
+    totals = []
     for tensors in rows:
         total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
         for tensor in tensors:
@@ -140,8 +140,8 @@ def contents(rows: Sequence[Sequence[Tensor]]) -> list[int]:
             words = read[:whole].view(torch.int64).view(-1, _WORDS).sum(1)
             for row in (words, read[whole:].long()):
                 total = 31 * total + (row * (2 * torch.arange(row.numel(), device=row.device) + 1)).sum()
-        found.append(total)
-    numbers = torch.stack(found).tolist() if found else []
+        totals.append(total)
+    numbers = torch.stack(totals).tolist() if totals else []
     return [byte for number in numbers for byte in number.to_bytes(_SUM_BYTES, "big", signed=True)]
 
 
@@ -252,16 +252,16 @@ class Common:
         self._beside = plan is not None and not plan.delayed
         """Updates run beside the backward."""
         self.trained = [weight for weight in self.weights if trains and weight.param.requires_grad]
-        """Those that have an owner's updates."""
+        """The weights that have an owner's updates."""
         self.nbytes = 0
         """Bytes in common memory, of all processes: host copies and states, which are there once, and gradients."""
         self.states: StatesInCommon | None = None
         """The optimizer's states of them, in an engine that updates."""
         self._spans: list[list[LiveGroup]] = []
         self._written: set[int] = set()
+        """By index: weights that a user has written here since all processes have met."""
         self.edited: set[int] = set()
         """Weights whose gradients users have written since those of all were added up."""
-        """By index: weights that a user has written here since all processes have met."""
         self._round = 0
         self._ops = 1 + max(op.id for op in plan.ops) if plan is not None else 0
         self._done: Any = self._counters(2 * self._ops + len(weights)) if plan is not None else None
@@ -319,6 +319,7 @@ class Common:
         for weight, _ in moving:
             if weight.owner == self.machine.rank and weight.common is not None:
                 weight.common.copy_(weight.host)
+        # Without this, a process would give up its copy for memory that the owner has not filled yet.
         self.machine.barrier()
         for weight, own in moving:
             weight.rehost(own)
@@ -407,6 +408,7 @@ class Common:
             if weight.owner == self.machine.rank:
                 for common, own in self._pairs(weight):
                     common.copy_(own)
+        # Without this, a process would drop its own pages and see the values of before.
         self.machine.barrier()
         for weight in written:
             for _, own in self._pairs(weight):
@@ -443,7 +445,7 @@ class Common:
 
         def run() -> None:
             update()
-            done[row, op] = number
+            done[row, op] = number  # last: who sees it reads what has been updated
 
         return run
 
@@ -478,14 +480,14 @@ class Common:
     def memory_of_all(self, sizes: Sequence[int], name: str) -> list[list[Tensor]]:
         """Return memory of these ``sizes`` of each process, in the order of ranks, which all see."""
         self.nbytes += self.machine.size * sum(sizes)
-        found = []
+        memory = []
         for rank in range(self.machine.size):
             parts = map_common(self.machine, sizes, rank, name=name)
             if rank == self.machine.rank:
                 for pages in parts:
                     self._device.host_mapped(pages.common)
-            found.append([pages.common.bytes()[: pages.nbytes] for pages in parts])
-        return found
+            memory.append([pages.common.bytes()[: pages.nbytes] for pages in parts])
+        return memory
 
     def contribute(self, op: int, number: int) -> None:
         """Tell the others of this machine that this process has what it adds to ``op``, in the window ``number``."""

@@ -41,7 +41,7 @@ class Layout:
     ) -> None:
         self._device, self._staying, self._common = device, staying, common
         self.parts: dict[int, tuple[tuple[LiveGroup, int], ...]] = {}
-        """Of each group of the plan: its groups, and where in the group they begin."""
+        """By group of the plan: the groups that it consists of here, and where in it they begin."""
         self.all: list[LiveGroup] = []
         if plan is None:
             # Backwards, so that of the blocks that share a weight the first one has it.

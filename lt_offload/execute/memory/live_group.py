@@ -114,17 +114,17 @@ class LiveGroup:
 
     @property
     def newer_on_device(self) -> bool:
-        """Whether the device copy is newer than the host copy."""
+        """True if the device copy is newer than the host copy."""
         return self._newer
 
     @property
     def device_ready(self) -> Event | None:
-        """When the device copy is complete; None: the compute lane is ordered after that, or there is none."""
+        """Event that completes the device copy; None: the compute lane is ordered after that, or there is none."""
         return self._device_ready
 
     @property
     def host_ready(self) -> Event | None:
-        """When the host copy is complete; None: it is."""
+        """Event that completes the host copy; None: it is complete."""
         return self._host_ready
 
     @property
@@ -134,12 +134,12 @@ class LiveGroup:
 
     @property
     def complete_on_host(self) -> bool:
-        """Whether the host copy has the newest values by now."""
+        """True if the host copy has the newest values by now."""
         return not self._newer and self._host_ready is None
 
     @property
     def filled(self) -> bool:
-        """Whether there is anything to copy; states appear with the first update, sums with the first gradient."""
+        """True if there is anything to copy; states appear with the first update, sums with the first gradient."""
         return any(member.filled for member in self.members)
 
     @property
@@ -276,22 +276,22 @@ def needed_by_compute(
         PlanError: if the plan has not brought one there, or it is out of date there.
     """
     events: dict[Event, None] = {}
-    here: list[Cell] = []
-    there: list[Cell] = []
+    on_device: list[Cell] = []
+    on_host: list[Cell] = []
     for group in groups:
         if group.buffer is None:
             raise PlanError(f"the plan does not bring {group.label} to the device for {by}")
         if group._overtaken:
             raise PlanError(f"{by} reads {group.label} on the device, which is older than the host copy")
-        here.append(group.buffer)
+        on_device.append(group.buffer)
         if group._device_ready is not None:
             events[group._device_ready] = None
     for group in in_host_memory:
         if group._newer:
             raise PlanError(f"{by} reads {group.label} in host memory, which is older than the device copy")
-        there.append(group.host_cell)
+        on_host.append(group.host_cell)
         if group._host_ready is not None:
             events[group._host_ready] = None
-    device.wait(*events, reads=there if write else [*here, *there], writes=here if write else ())
+    device.wait(*events, reads=on_host if write else [*on_device, *on_host], writes=on_device if write else ())
     for group in groups:
         group._device_ready = None  # the compute lane is ordered after it for good

@@ -117,13 +117,13 @@ class Transfer:
 
 def coalesced(groups: Sequence[LiveGroup]) -> list[Pair]:
     """Return the ranges of attached ``groups``, where what lies side by side on both sides is one."""
-    found: list[tuple[LiveGroup, LiveGroup]] = []
+    runs: list[tuple[LiveGroup, LiveGroup]] = []
     for group in sorted(groups, key=_offset):
-        if found and _follows(found[-1][1], group):
-            found[-1] = (found[-1][0], group)
+        if runs and _follows(runs[-1][1], group):
+            runs[-1] = (runs[-1][0], group)
         else:
-            found.append((group, group))
-    return [_range(first, last) for first, last in found]
+            runs.append((group, group))
+    return [_range(first, last) for first, last in runs]
 
 
 def _offset(group: LiveGroup) -> int:
@@ -164,7 +164,7 @@ class _Move:
 
     groups: tuple[LiveGroup, ...]
     offsets: tuple[int, ...]
-    """Where each goes, for prefetches."""
+    """Offsets of the groups in the arena, for prefetches."""
     transfer: Transfer
 
 
@@ -255,7 +255,7 @@ class Residency:
 
     @property
     def settled(self) -> bool:
-        """Whether what is on the device is what the plan wants at the start of step 0."""
+        """True if what is on the device is what the plan wants at the start of step 0."""
         return self._settled
 
     def unsettle(self) -> None:

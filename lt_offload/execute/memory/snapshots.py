@@ -20,7 +20,7 @@ from lt_offload.execute.device.lanes import plain_torch
 
 
 class _Contents:
-    """What a storage holds until it is changed."""
+    """Contents of a storage until it is changed."""
 
     __slots__ = ("aside", "busy", "copying", "live", "wanted")
 
@@ -31,7 +31,7 @@ class _Contents:
         self.wanted = 0
         """Snapshots that have not read it yet."""
         self.busy = 0
-        """Of these, those that are reading ``live``."""
+        """Snapshots that are reading ``live``."""
         self.copying = False
 
 
@@ -56,15 +56,15 @@ class Snapshots:
         """
         with self._moved:
             self._room = room
-            found: dict[int, _Contents] = {}
+            by_address: dict[int, _Contents] = {}
             for storage in storages:
-                if address_of(storage) in found:
+                if address_of(storage) in by_address:
                     continue
                 # An earlier snapshot may want the same contents: they share one copy.
                 contents = self._current.setdefault(address_of(storage), _Contents(storage))
                 contents.wanted += 1
-                found[address_of(storage)] = contents
-        return HostSnapshot(self, found, {address_of(storage): rank for storage, rank in storages.items()}, room)
+                by_address[address_of(storage)] = contents
+        return HostSnapshot(self, by_address, {address_of(storage): rank for storage, rank in storages.items()}, room)
 
     def wants(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether somebody wants to read what is in any of ``tensors`` now."""
@@ -115,6 +115,7 @@ class Snapshots:
             self._moved.wait_for(lambda: not contents.copying)
             self._check()
             source = contents.live if contents.aside is None else contents.aside
+            # Counted before the lock is open: a writer that came in between would change what is about to be read.
             contents.busy += contents.aside is None
         try:
             yield source

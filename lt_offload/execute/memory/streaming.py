@@ -29,9 +29,9 @@ class Streaming:
         self._residency = residency
         self.blocks = blocks
         self._groups = [list(dict.fromkeys(weight.group for weight in block)) for block in blocks]
-        """Of each block, the groups of its weights."""
+        """By block, the groups of its weights."""
         self._states = [group for group in layout.all if not isinstance(group.members[0], Weight)]
-        """And those of states and sums of gradients, which no forward reads."""
+        """Groups of states and of sums of gradients, which no forward reads."""
         self._transfers: dict[tuple[LiveGroup, ...], Transfer] = {}
         self._called: set[int] = set()
         """Blocks that the present forward has called."""

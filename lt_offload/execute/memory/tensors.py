@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lt_offload.execute.memory.live_group import LiveGroup
 
 _PIECE_BYTES = 256 << 10
-"""Of each gradient that is added to others."""
+"""Bytes of each gradient that are added to others at a time."""
 _KNOWN_VIEWS = 8
 """Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""
 
@@ -110,7 +110,7 @@ class Weight(Viewed):
         self.zero_copy: Tensor | None = None
         """The host copy as computations on the device see it; see :meth:`expose`."""
         self.present: Tensor | None = None
-        """What the running computation sees: ``view`` or ``zero_copy``."""
+        """The copy that the running computation sees: ``view`` or ``zero_copy``."""
         self.states = States(self)
         self.total: Sum | None = None
         """The sum of its gradients, in plans for windows."""
@@ -118,7 +118,7 @@ class Weight(Viewed):
         self.uses = 0
         """Blocks whose backward contributes to the gradient."""
         self.seen = 0
-        """How many of them have, in this iteration."""
+        """Number of those that have contributed in this iteration."""
         self.grad: Tensor | None = None
         """Gradient held on the device until all uses have contributed."""
         self.grad_cell = Cell(f"host grad {name}")
@@ -139,7 +139,7 @@ class Weight(Viewed):
 
     @property
     def hosts(self) -> tuple[Tensor, ...]:
-        """What checkpoints hold of it."""
+        """The host copy, which checkpoints hold."""
         return (self.host,)
 
     @property
@@ -184,7 +184,7 @@ class States:
         self.label = weight.label.replace("weight", "state", 1)
         self.weight = weight
         self.group: LiveGroup | None = None
-        """None: they never leave the host, or there are none."""
+        """The group that they travel in; None: they never leave the host, or there are none."""
         self.start = 0
         """Offset in the group."""
         self.room = 0
@@ -193,7 +193,7 @@ class States:
         """Host memory for them, as large as ``room``."""
         self.names: tuple[Place, ...] = ()
         self.known: list[Tensor] = []
-        """As the optimizer holds them, in the order of ``names``."""
+        """The tensors as the optimizer holds them, in the order of ``names``."""
         self.hosts: list[Tensor] = []
         """Their host copies."""
         self.on_device: dict[Place, Tensor] = {}
@@ -202,12 +202,12 @@ class States:
 
     @property
     def index(self) -> int:
-        """Of the weight."""
+        """Index of the weight."""
         return self.weight.index
 
     @property
     def filled(self) -> bool:
-        """Whether there is anything to copy: states appear with the first update."""
+        """True if there is anything to copy: states appear with the first update."""
         return bool(self.known)
 
     def refresh(self, state: dict[str, Any]) -> bool:
@@ -218,15 +218,15 @@ class States:
         """
         if self.unchanged(state):
             return False
-        found = _movable(state)
+        tensors = _movable(state)
         assert self.group is not None
         assert self.group.buffer is None or not self.known, f"{self.label} was replaced while on the device"
         # What stays the same of the state may lie where something else of it is to go. In the middle of a backward, an
         # emulated device would count the clones as its own.
         with plain_torch():
-            contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
+            contents = [tensor.clone() if self.known else tensor for tensor in tensors.values()]
         self.group.about_to_write(self.hosts)
-        self._adopt(found)
+        self._adopt(tensors)
         for host, content in zip(self.hosts, contents, strict=True):
             host.copy_(content)
         self.leave()
@@ -234,15 +234,15 @@ class States:
 
     def unchanged(self, state: dict[str, Any]) -> bool:
         """Return whether the tensors of ``state`` are the known ones."""
-        found = _movable(state)
-        return len(found) == len(self.known) and self._are_in(found)
+        tensors = _movable(state)
+        return len(tensors) == len(self.known) and self._are_in(tensors)
 
     def present(self, state: dict[str, Any]) -> bool:
         """Return whether the known tensors are in ``state``."""
         return self._are_in(tensors_of(state))
 
-    def _are_in(self, found: dict[Place, Tensor]) -> bool:
-        return all(map(is_, map(found.get, self.names), self.known))
+    def _are_in(self, tensors: dict[Place, Tensor]) -> bool:
+        return all(map(is_, map(tensors.get, self.names), self.known))
 
     def attach(self, buffer: Buffer) -> None:
         """Use the range of ``buffer`` that begins at ``start``."""
@@ -295,16 +295,16 @@ class States:
             view.copy_(content)
         self.leave()
 
-    def _adopt(self, found: dict[str, Tensor]) -> None:
-        """Make the host copies of ``found``, without their contents."""
+    def _adopt(self, tensors: dict[str, Tensor]) -> None:
+        """Make the host copies of ``tensors``, without their contents."""
         assert self.slot is not None
-        needed = sum(round_up(tensor.nbytes, STATE_ALIGNMENT) for tensor in found.values())
+        needed = sum(round_up(tensor.nbytes, STATE_ALIGNMENT) for tensor in tensors.values())
         if needed > self.room:
             raise OverBudget(
                 f"{self.label} takes {needed} bytes of the arena, and the plan has kept {self.room}: it has grown "
                 "since it was measured; save a checkpoint at this size and go on from it, which plans anew"
             )
-        self.names, self.known = tuple(found), list(found.values())
+        self.names, self.known = tuple(tensors), list(tensors.values())
         with plain_torch():
             places = zip(self.known, _starts(self.known), strict=True)
             self.hosts = [_laid_out(carve(self.slot, at, tensor), tensor) for tensor, at in places]
@@ -323,18 +323,18 @@ class Sum(Viewed):
         self.weight = weight
         self.group: LiveGroup
         self.places: tuple[Tensor, ...] = ()
-        """Where every process has its sum, in the order of ranks, if all see them."""
+        """The sums of every process, in the order of ranks, if all see them."""
         self.parted = False
-        """Whether each place has its process's gradients only: the owner's update adds them up."""
+        """True if each place has its process's gradients only: the owner's update adds them up."""
         self.first = False
-        """Whether the sum of all processes is in the first of ``places`` only."""
+        """True if the sum of all processes is in the first of ``places`` only."""
         self.norm: Tensor | None = None
         """Its Euclidean norm, found on the device where the sum was; None: it has to be read for that."""
         self._filled = False
 
     @property
     def index(self) -> int:
-        """Of the weight."""
+        """Index of the weight."""
         return self.weight.index
 
     @property
@@ -349,12 +349,12 @@ class Sum(Viewed):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether its owner uses the first process's place, which is another one perhaps."""
+        """True if its owner uses the first process's place, which is another one perhaps."""
         return self.parted or self.first
 
     @property
     def filled(self) -> bool:
-        """Whether there is a gradient in it; the first one of a window replaces what is there."""
+        """True if there is a gradient in it; the first one of a window replaces what is there."""
         return self._filled
 
     def fill(self, norm: Tensor | None = None) -> None:
@@ -362,7 +362,7 @@ class Sum(Viewed):
         self._filled, self.norm = True, norm
 
     def use_up(self) -> None:
-        """What is in it counts no more: the next gradient replaces it."""
+        """Let the next gradient replace what is in it, which counts no more."""
         self._filled = self.parted = self.first = False
         self.norm = None
 

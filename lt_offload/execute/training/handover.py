@@ -1,4 +1,4 @@
-"""Another engine goes on: whether one has to, whether one may, and what a window that has begun leaves for it."""
+"""Replacement of the engine between iterations: when it is needed or allowed, and what a begun window leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lt_offload.schema.plan import Plan
 
 
 class Handover:
-    """What an engine does for the one that follows it, or for the one that it follows.
+    """One engine's part in a replacement: as the one that leaves, or as the one that goes on.
 
     Args:
         structure: the model's blocks.
@@ -152,8 +152,8 @@ class Handover:
         """
         present = self._plan
         assert present is not None
-        here, there = ([place == "host" for place in one.update_places] for one in (present, plan))
-        if self._recorder.device.torch_device.type != "cpu" and here != there:
+        hosted, hosted_next = ([place == "host" for place in one.update_places] for one in (present, plan))
+        if self._recorder.device.torch_device.type != "cpu" and hosted != hosted_next:
             return False
         arena = min(room(self._blocks, 0), present.arena_bytes)
         return plan.arena_bytes >= arena and may_repeat(self._structure, repeated(plan))

@@ -22,7 +22,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes
 
 HostCopy = tuple[int, Place]
-"""What a host copy is called in all processes: the weight's number, and the place in its state; None: the weight."""
+"""A host copy's name in all processes: the weight's number, and the place in its state; None: the weight."""
 _SMALL = 8
 """Bytes of one element: whoever wants such a state as it is copies it at once."""
 
@@ -100,7 +100,7 @@ class HostCopies:
 
     @property
     def have_owners(self) -> bool:
-        """Whether processes save a checkpoint together: each has host copies of its own."""
+        """True if processes save a checkpoint together: each has host copies of its own."""
         return any(self._saved_by(weight) for weight in self._weights)
 
     def saved_by_others(self) -> dict[int, tuple[int, HostCopy]]:
@@ -115,13 +115,13 @@ class HostCopies:
         """Return the memory of what has this name in all processes."""
         index, state = copy
         weight = next(weight for weight in self._weights if weight.index == index)
-        found = weight.host
+        host = weight.host
         if state is not None:
             assert self._updates is not None
             tensor = tensor_at(self._updates.state(weight), state)
             assert tensor is not None, f"{weight.label} has no state {state!r} here, and has one in another process"
-            found = tensor
-        return found.untyped_storage()
+            host = tensor
+        return host.untyped_storage()
 
     @property
     def _rank(self) -> int:

@@ -75,7 +75,7 @@ class LoopCalls(ABC):
 
     @property
     def clip_value(self) -> float | None:
-        """What gradients are clamped to before updates use them, as ``torch.nn.utils.clip_grad_value_`` would do.
+        """The limit that gradients are clamped to before updates use them, as by ``torch.nn.utils.clip_grad_value_``.
 
         May be set between two iterations; None: they are left as they are.
         """

@@ -51,13 +51,13 @@ class SurveyedForward:
     runs: dict[int, weakref.ref[BlockRun]]
     """By block. Weakly: a loss that is dropped takes them with it, as in every other step."""
     lookups: list[Lookup]
-    """Of the first block."""
+    """Rows that the first block looks up."""
     begun: bool = False
     """Its backward has begun."""
 
     @property
     def alive(self) -> bool:
-        """Whether its backward may still come."""
+        """True if its backward may still come."""
         return any(run() is not None for run in self.runs.values())
 
 
@@ -85,9 +85,9 @@ class Passes:
     """Follows a loop that is not ours; elsewhere ``Engine.iteration`` encloses every backward."""
 
     of_all: SumsOfAll | None = None
-    """Where other processes train the same model: what the last pass of a window leaves is added to theirs."""
+    """Sums with other processes that train the same model, of what the last pass of a window leaves."""
     common: CommonUpdates | None = None
-    """Where they have host copies in common: what users have written is exchanged, and updates are shared out."""
+    """Host copies in common with them: what users have written is exchanged, and updates are shared out."""
 
     def __init__(
         self,
@@ -310,9 +310,9 @@ class Passes:
                 self._begin_backward()
             passed = forward.passed[run.index]
             passed.totals = run.totals
-            found = self._backward_of(passed, anchor, grads)
+            gradients = self._backward_of(passed, anchor, grads)
             forward.runs[run.index].end()
-            return found
+            return gradients
 
     def _run_forward_again(self, forward: DeferredForward) -> None:
         if self._runs.open:
@@ -357,12 +357,12 @@ class Passes:
             run.offloader.fetch(op)
         with self._presence[op]:
             self._gradients.begin_block(self._blocks[index])
-            found = run.backward(anchor, grads)
-            self._consumers.given(index, found, run.totals)
+            gradients = run.backward(anchor, grads)
+            self._consumers.given(index, gradients, run.totals)
             self._gradients.end_block(self._blocks[index])
             self._gradients.end_backward_of(index)
         self._walk.end()
-        return found
+        return gradients
 
     def _run_again(self, step: int) -> None:
         """Run the forwards again that the plan wants before the backward of ``step``."""

@@ -50,18 +50,18 @@ class Survey:
         self._saved: defaultdict[type[nn.Module], int] = defaultdict(int)
         """By class of blocks: bytes that one has saved at most."""
         self.modes = GuardModes()
-        """Of the guard to come."""
+        """Modes of the guard to come."""
         self._suspended = Suspended(lambda: self.modes)  # compiled code is not entered within them
         self._weights = {param: Weight(i, name, param) for i, (name, param) in enumerate(structure.tensors)}
         for weight in self._weights.values():
             weight.host = NO_BYTES  # or it would seem that somebody holds the memory, when the engine takes it over
         self._looked_up: list[Lookup] = []
-        """Of the present run of a block."""
+        """Rows that the present run of a block looks up."""
         self._lookups: dict[BlockRun, list[Lookup]] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self.shared = SharedInputs()
         self.runs: list[BlockRun | None] = []
-        """Of each call of a block in turn; None where no gradient can reach it."""
+        """Runs of the calls of blocks in turn; None where no gradient can reach it."""
         self._blocks = [
             PlannedBlock(
                 index=index,

@@ -47,11 +47,11 @@ class _Owned:
 
     index: int
     places: Sequence[Tensor]
-    """Where the gradients of all processes are."""
+    """The gradients of all processes."""
     grad: Tensor
-    """Where their sum is, which the update uses."""
+    """Their sum, which the update uses."""
     given: Callable[[], bool]
-    """Whether some process has one."""
+    """The answer, True if some process has one."""
 
     def add_up(self) -> None:
         """Let :attr:`grad` be the sum."""
@@ -102,32 +102,32 @@ class Arrivals:
             squares: whether norms are asked for.
         """
         common = self._common
-        given = [w for w in weights if w.index in arrived or (w.total is not None and w.total.filled)]
-        self._give(op, weights, given, arrived, urgency)
+        with_gradient = [w for w in weights if w.index in arrived or (w.total is not None and w.total.filled)]
+        self._give(op, weights, with_gradient, arrived, urgency)
         awaited = self._device.submit("parts", common.awaiting(op.id), label=f"gradients for op {op.id}")
-        theirs = [weight for weight in weights if common.theirs(weight)]
-        mine = [weight for weight in weights if weight not in theirs]
+        of_others = [weight for weight in weights if common.theirs(weight)]
+        mine = [weight for weight in weights if weight not in of_others]
         groups = list(dict.fromkeys(weight.group for weight in mine))
         sums = list(dict.fromkeys(w.total.group for w in weights if w.total is not None))
         cells = list(dict.fromkeys(weight.grad_cell for weight in weights))
         edit = self._clipping.edit()
         own = self._device.submit(
             "host",
-            common.telling(op.id, self._work(mine, given, edit, squares=squares)),
+            common.telling(op.id, self._work(mine, with_gradient, edit, squares=squares)),
             after=distinct([awaited, *(group.host_ready for group in groups)]),
             writes=[*(group.host_cell for group in (*groups, *sums)), *cells],
             label=f"update {op.block}",
             op=op.id,
             urgency=urgency,
         )
-        self._updates.leave_to_others(theirs)
+        self._updates.leave_to_others(of_others)
         for group in (*groups, *sums):
             group.updated_on_host_by(own)
         # Whoever updates reads what all processes have.
         alone = any(weight.owner is None for weight in weights)
-        owners = {weight.owner for weight in theirs if weight.owner is not None}
+        owners = {weight.owner for weight in of_others if weight.owner is not None}
         ranks: Collection[int] = range(common.machine.size) if alone else owners
-        event = common.updated_by(ranks, op.id, [*(w.group for w in theirs), *sums], own, urgency, cells)
+        event = common.updated_by(ranks, op.id, [*(w.group for w in of_others), *sums], own, urgency, cells)
         self._slots.updated(op.id, event)
         for weight in weights:
             if weight.total is not None:
@@ -135,11 +135,16 @@ class Arrivals:
         return event
 
     def _give(
-        self, op: Op, weights: Sequence[Weight], given: Sequence[Weight], arrived: dict[int, Event], urgency: int
+        self,
+        op: Op,
+        weights: Sequence[Weight],
+        with_gradient: Sequence[Weight],
+        arrived: dict[int, Event],
+        urgency: int,
     ) -> None:
-        """Queue what completes this process's gradients for ``op``, those of ``given``, and tells the others."""
+        """Queue what completes the gradients for ``op`` here, those of ``with_gradient``, and tells the others."""
         here = [weight for weight in weights if weight.index in arrived]
-        none = [weight for weight in weights if weight not in given]
+        none = [weight for weight in weights if weight not in with_gradient]
         totals = [weight.total for weight in weights if weight.total is not None]
         adding = [(w.total, self._slots.hosts[w.index]) for w in here if w.total is not None]
         filled = {total for total, _ in adding if total.filled}
@@ -158,7 +163,7 @@ class Arrivals:
         read += [self._device.mark(), *self._slots.freed(missing)] if missing else []
         event = self._device.submit(
             "host" if adding else "parts",
-            self._common.giving(op.id, given, add),
+            self._common.giving(op.id, with_gradient, add),
             after=distinct([*(arrived.pop(w.index) for w in here), *(g.host_ready for g in groups), *read]),
             writes=[*(g.host_cell for g in groups), *dict.fromkeys(w.grad_cell for w in weights)],
             label=f"give gradients {op.block}",
@@ -176,25 +181,26 @@ class Arrivals:
     def _work(
         self,
         mine: Sequence[Weight],
-        given: Sequence[Weight],
+        with_gradient: Sequence[Weight],
         edit: Callable[[Tensor], None] | None,
         *,
         squares: bool,
     ) -> Callable[[], None]:
         """Return what adds up and updates, with the optimizer's options of this moment."""
-        sure = [weight for weight in mine if weight in given]
+        sure = [weight for weight in mine if weight in with_gradient]
         # Of others it is known later whether they have a gradient.
-        parts = [[weight] for weight in mine if weight not in given]
+        parts = [[weight] for weight in mine if weight not in with_gradient]
         work = []
         for part in ([sure] if sure else []) + parts:
-            found = [self._part(weight) for weight in part]
-            work.append((found, self._updates.prepare(part, "host", [one.grad for one in found])))
+            owned = [self._part(weight) for weight in part]
+            work.append((owned, self._updates.prepare(part, "host", [one.grad for one in owned])))
 
         def run() -> None:
-            for found, update in work:
-                if not any(part.given() for part in found):
+            for owned, update in work:
+                # Zeros would not do: an update with them would still decay the weight and count a step.
+                if not any(part.given() for part in owned):
                     continue
-                for part in found:
+                for part in owned:
                     part.add_up()
                     if squares:
                         self._squares[part.index] = square_sum(part.grad)
@@ -207,8 +213,8 @@ class Arrivals:
     def squares(self) -> list[Tensor]:
         """Return the squared norms of all gradients that all processes have updated with; all processes ask."""
         own, self._squares = self._squares, {}
-        found: dict[int, Tensor] = {}
+        by_weight: dict[int, Tensor] = {}
         # Of a weight that nobody owns every process has the same.
         for of_one in self._common.machine.gather({index: float(square) for index, square in own.items()}):
-            found |= of_one
-        return [torch.tensor(found[index]) for index in sorted(found)]
+            by_weight |= of_one
+        return [torch.tensor(by_weight[index]) for index in sorted(by_weight)]

@@ -27,7 +27,7 @@ from lt_offload.execute.memory.tensors import Weight
 
 
 class Clipping:
-    """How the gradients of an engine's weights are clipped.
+    """The clipping of the gradients of an engine's weights.
 
     Args:
         device: has some of them.
@@ -46,7 +46,7 @@ class Clipping:
         """The factor in host memory, when :attr:`arrived` is over; None: :attr:`_scale` may be read anywhere."""
         self.arrived: Event | None = None
         self.cell = Cell("clipping factor")
-        """What tasks on the host's lane read that edit."""
+        """The factor in host memory, as tasks that edit on the host's lane read it."""
         self._readers: list[Event] = []
         """Such tasks since the factor came last."""
         self._sent: tuple[Event, Tensor] | None = None
@@ -75,7 +75,7 @@ class Clipping:
         scales: dict[torch.device, Tensor] = {}
         if self.arrived is not None and self._at_home is not None:
             scales[self._at_home.device] = self._at_home
-            if now:
+            if now:  # the calling thread reads the factor, which may be on its way
                 self._device.synchronize(self.arrived)
         if now:
             self.forget()
@@ -120,22 +120,22 @@ class Clipping:
         self._require_all(params)
         ours = {id(weight.param): weight.total for weight in self._weights}
         others = [param for param in params if id(param) not in ours and param.grad is not None]
-        found = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
-        known = {total: total.norm for total in found if total.norm is not None and norm_type == 2.0}
-        groups = list(dict.fromkeys(total.group for total in found if total not in known))
+        totals = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
+        known = {total: total.norm for total in totals if total.norm is not None and norm_type == 2.0}
+        groups = list(dict.fromkeys(total.group for total in totals if total not in known))
         here = [group for group in groups if group.buffer is not None]
         reads = [group.buffer for group in here if group.buffer is not None]
         # On the device the norms are launched behind what fills the sums; on the host this thread reads them, so it
         # waits.
         self._device.wait(*distinct(group.device_ready for group in here), reads=reads)
         self._device.synchronize(*distinct(group.host_ready for group in groups if group.buffer is None))
-        grads = {id(total.weight.param): total.host if total.view is None else total.view for total in found}
+        grads = {id(total.weight.param): total.host if total.view is None else total.view for total in totals}
         grads |= {id(param): param.grad for param in others if param.grad is not None}
         with torch.no_grad():
             ordered = [grads[id(param)] for param in params if id(param) in grads]
             of_grads = {id(grads[id(total.weight.param)]): norm for total, norm in known.items()}
             norm = total_norm(ordered, norm_type, known=of_grads, error_if_nonfinite=error_if_nonfinite)
-            if found:
+            if totals:
                 # As torch's clip_grad_norm_ has it, term by term: otherwise last bits would differ.
                 self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
                 self._send_home(self._scale)
@@ -219,14 +219,14 @@ def require_positive(setting: str, value: float) -> None:
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the Euclidean norm of each of ``grads``, which are on one device, with the bits of torch's clipping."""
-    found: dict[int, Tensor] = {}
+    by_position: dict[int, Tensor] = {}
     with plain_torch():  # a number per tensor takes no part in the budget
         # Of one dtype at a time, as torch's clipping: for several, the kernel is another one.
         for dtype in dict.fromkeys(grad.dtype for grad in grads):
             alike = [at for at, grad in enumerate(grads) if grad.dtype == dtype]
             # One tensor holds their norms: an allocator gives every tensor more than 4 bytes.
-            found |= zip(alike, torch.stack(foreach_norm([grads[at] for at in alike])).unbind(), strict=True)
-    return [found[at] for at in range(len(grads))]
+            by_position |= zip(alike, torch.stack(foreach_norm([grads[at] for at in alike])).unbind(), strict=True)
+    return [by_position[at] for at in range(len(grads))]
 
 
 def total_norm(
@@ -259,13 +259,13 @@ def total_norm(
     of_dtypes = grouped_by_device_and_dtype([list(stand_ins)]).values()
     ordered = [stand_ins[stand_in] for (alike,), _ in of_dtypes for stand_in in alike]
     first = known[id(grads[0])].device if id(grads[0]) in known else grads[0].device
-    found = {at: norm.to(first) for at, norm in known.items()}
+    norms_by_grad = {at: norm.to(first) for at, norm in known.items()}
     unknown = [grad for grad in ordered if id(grad) not in known]
     for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in unknown):
         alike = [grad for grad in unknown if (grad.device, grad.dtype) == (device, dtype)]
-        there = torch.stack(foreach_norm(alike, norm_type)).to(first)  # in one copy
-        found |= zip(map(id, alike), there.unbind(), strict=True)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([found[id(grad)] for grad in ordered]), norm_type)
+        moved = torch.stack(foreach_norm(alike, norm_type)).to(first)  # in one copy
+        norms_by_grad |= zip(map(id, alike), moved.unbind(), strict=True)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norms_by_grad[id(grad)] for grad in ordered]), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         get_total_norm([norm], norm_type, True)  # raises torch's error
     return norm

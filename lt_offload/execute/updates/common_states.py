@@ -66,9 +66,10 @@ class CommonStates:
         by_index = {weight.index: weight for weight in weights}
         with plain_torch():
             for rank, of_one in enumerate(told):
-                found = {index: state for index, state in of_one.items() if state}
-                if any(_bytes(state) for state in found.values()):
-                    self._map(rank, found, by_index)
+                states = {index: state for index, state in of_one.items() if state}
+                if any(_bytes(state) for state in states.values()):
+                    self._map(rank, states, by_index)
+            # Without this, a process would hand out states that their owner has not filled yet.
             machine.barrier()
             for index, own in self._own.items():
                 if index in by_index:
@@ -77,13 +78,13 @@ class CommonStates:
         self._updates.generation += 1
         self._updates.states_move = True
 
-    def _map(self, rank: int, found: dict[int, dict[str, Any]], weights: dict[int, Weight]) -> None:
-        """Map the states ``found`` of what process ``rank`` owns, which fills them."""
+    def _map(self, rank: int, states: dict[int, dict[str, Any]], weights: dict[int, Weight]) -> None:
+        """Map the ``states`` of what process ``rank`` owns, which fills them."""
         machine = self._common.machine
-        sizes = [_bytes(state) for state in found.values()]
+        sizes = [_bytes(state) for state in states.values()]
         (pages,) = map_common(machine, [sum(sizes)], rank, name="states")
         begin = 0
-        for (index, state), size in zip(found.items(), sizes, strict=True):
+        for (index, state), size in zip(states.items(), sizes, strict=True):
             weight, at = weights[index], begin
             begin += size
             own: dict[Place, Tensor] = {}

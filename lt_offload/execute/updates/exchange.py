@@ -38,9 +38,9 @@ class Exchange:
         self._others, self._common, self._device = others, common, device
         self._several = common.machine.size < others.size
         self._number = 0
-        """Of the present window, or of the last one; alike in all processes."""
+        """Number of the present window, or of the last one; alike in all processes."""
         self._totals: set[Sum] = set()
-        """What is added up in this window."""
+        """The sums that are added up in this window."""
         self._events: list[Event] = []
 
     def begin(self, op: Op, weights: Sequence[Weight]) -> None:
@@ -76,6 +76,7 @@ class Exchange:
         def run() -> None:
             for place in empty:
                 place.zero_()
+            # After the zeros: the owner reads this place as soon as all have contributed.
             contribute()
             if own:
                 complete()
@@ -99,6 +100,7 @@ class Exchange:
             for total in totals:
                 for place in total.places[1:] if total.weight.owner == machine.rank else ():
                     place.copy_(total.places[0])
+        # Without this, a process would read its place before the owner has written the sum there.
         machine.barrier()
 
     def forget(self) -> None:

@@ -106,7 +106,7 @@ class Slots:
             items: complete gradients.
             norms: theirs; None unless nothing will be added to a gradient.
             more: is copied with them.
-            cells: of where that goes.
+            cells: ordering tokens of the destinations of ``more``.
         """
         totals = [total for weight, _ in items if (total := weight.total) is not None]
         groups = list(dict.fromkeys(total.group for total in totals))
@@ -146,13 +146,13 @@ def _range(op: Op, plan: Plan) -> tuple[int, int]:
 
 def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the ranges of addresses that ``ranges`` cover together, apart where none of them crosses."""
-    found: list[tuple[int, int]] = []
+    islands: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
-        if found and low < found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
+        if islands and low < islands[-1][1]:
+            islands[-1] = (islands[-1][0], max(islands[-1][1], high))
         else:
-            found.append((low, high))
-    return found
+            islands.append((low, high))
+    return islands
 
 
 class GradientOffloads:
@@ -161,7 +161,7 @@ class GradientOffloads:
     def __init__(self, device: Device, op: Op, weights: Sequence[Weight]) -> None:
         self.op, self._device = op, device
         self.hosts: dict[int, Tensor] = {}
-        """Where each gradient arrives, by the weight's index."""
+        """By the weight's index: where its gradient arrives."""
         self.cell = Cell(f"host grad {op.block}")
         self.cells = [self.cell]
         """The cells of all ops that have some of its addresses."""
@@ -195,11 +195,11 @@ class GradientOffloads:
                 small[weight.host.dtype].append(weight)
         at = 0
         gathered: set[int] = set()
-        for dtype, found in small.items():
-            if len(found) > 1:
-                start, at = at, _divide(memory, at, found, hosts)
-                gathered_in[dtype] = tuple(w.index for w in found), memory[start:at].view(dtype)
-                gathered.update(weight.index for weight in found)
+        for dtype, alike in small.items():
+            if len(alike) > 1:
+                start, at = at, _divide(memory, at, alike, hosts)
+                gathered_in[dtype] = tuple(w.index for w in alike), memory[start:at].view(dtype)
+                gathered.update(weight.index for weight in alike)
                 at = round_up(at, ALIGNMENT)
         for weight in self._weights:
             if weight.index not in gathered:

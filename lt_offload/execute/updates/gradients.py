@@ -63,7 +63,7 @@ class Gradients:
         self.updated = 0
         """Tensors updated so far."""
         self.common = common
-        """What several processes have in common: each updates what it owns of that."""
+        """Memory that several processes have in common: each updates what it owns of that."""
         self._weights = weights
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
@@ -71,7 +71,7 @@ class Gradients:
         beside = None if plan.delayed else common
         self._slots = Slots(device, plan, weights, beside)
         self._tables = {table.weight.index: table for table in tables}
-        """Those that are updated in two parts."""
+        """The tables that are updated in two parts."""
         for box in self._slots.of.values():
             if box.op.rows != "looked up":
                 self._host_grads.update(box.hosts)
@@ -92,7 +92,7 @@ class Gradients:
         """By weight: the norm of a gradient that will be the whole sum on the host."""
         self.clipping = Clipping(device, weights)
         self.arrivals = Arrivals(beside, device, updates, self._slots, self.clipping, weights) if beside else None
-        """Those of all processes, for updates beside the backward."""
+        """The gradients of all processes, for updates beside the backward."""
         for op in plan.ops:
             if op.writes_gradients:
                 self._receive([weights[t] for t in plan.tensors(op)])
@@ -202,6 +202,7 @@ class Gradients:
     def _collect(self, weight: Weight) -> None:
         grad = weight.param.grad
         assert grad is not None
+        # Without this, autograd would add the next gradient to it, and keep it on the device until then.
         weight.param.grad = None
         self._touched.add(weight.index)
         # A tied weight has a graph per block, and each fires the hook: an update at the first would use half of its
@@ -392,8 +393,8 @@ class Gradients:
         adding = self._adding(arrived, updating=updating)
         totals = list(dict.fromkeys([total.group for w in ready if (total := w.total) is not None]))
         # In common memory each process updates what it owns; sums are everybody's own.
-        theirs = [w for w in ready if updating and self.common is not None and self.common.theirs(w)]
-        mine = [w for w in ready if w not in theirs] if theirs else ready
+        of_others = [w for w in ready if updating and self.common is not None and self.common.theirs(w)]
+        mine = [w for w in ready if w not in of_others] if of_others else ready
         groups = totals + [w.group for w in mine if updating]
         update: Callable[[], None] | None = None
         grads: list[Tensor] = []
@@ -401,7 +402,7 @@ class Gradients:
             grads = [self._used(w) for w in mine]
             # Now, with the options of this moment: a scheduler may change them before the task runs.
             update = self.updates.prepare(mine, "host", grads) if mine else None
-            self.updates.leave_to_others(theirs)
+            self.updates.leave_to_others(of_others)
             self.updated += len(ready)
         sums, edit = None, None
         read: list[Event | None] = []
@@ -432,7 +433,7 @@ class Gradients:
         for group in groups:
             group.updated_on_host_by(event)
         if updating and self.common is not None:
-            event = self.common.updated(op.id, theirs, event, urgency)
+            event = self.common.updated(op.id, of_others, event, urgency)
         for weight in ready:
             if weight.total is not None:
                 weight.total.use_up() if updating else weight.total.fill(self._norms.pop(weight.index, None))
@@ -487,12 +488,12 @@ class Gradients:
 
     def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
         """Return what to add where, and whether there is something already; in updates only where there is."""
-        found = []
+        additions = []
         for weight in weights:
             total = weight.total
             if total is not None and (total.filled or not updating):
-                found.append((total.host, self._host_grads[weight.index], total.filled))
-        return found
+                additions.append((total.host, self._host_grads[weight.index], total.filled))
+        return additions
 
 
 def _using(
@@ -510,8 +511,8 @@ def _using(
         for places in parted:
             add_in_order(places)
         if sums is not None:
-            found, totals = sums
-            found += map(square_sum, totals)
+            squares, totals = sums
+            squares += map(square_sum, totals)
         for edit, grads in edits:
             for grad in grads:
                 edit(grad)
@@ -550,6 +551,6 @@ def _last_blocks(plan: Plan, which: Pass) -> dict[int, int]:
 
 
 def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:
-    found = method()
-    if found is not None:
-        found(index)
+    collect = method()
+    if collect is not None:
+        collect(index)

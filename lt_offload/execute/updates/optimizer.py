@@ -177,7 +177,7 @@ class Updates:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.snapshots = Snapshots()
-        """Of weights and states, which are set aside before they are updated on the host."""
+        """Snapshots of weights and states, which are set aside before they are updated on the host."""
         self._subs: dict[tuple[int, ...], Optimizer] = {}
         # By index, not by reference: ``load_state_dict`` replaces the dictionaries of groups and states, and an update
         # through an old one would use the learning rate from before.
@@ -247,7 +247,7 @@ class Updates:
 
     @property
     def in_place(self) -> bool:
-        """Whether updates write the states that are there, once there are any: no other object takes their place."""
+        """True if updates write the states that are there, once there are any: no other object takes their place."""
         return updates_in_place(self.optimizer)
 
     def state(self, weight: Weight) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
 from lt_offload.execute.updates.exchange import Exchange
 
 _FILLED, _ON_DEVICE = 1, 2
-"""What a process says of a sum: there is a gradient in it; it is on the device."""
+"""Statements of a process about a sum: there is a gradient in it; it is on the device."""
 
 
 class SumsOfAll:
@@ -73,13 +73,13 @@ class SumsOfAll:
         exchanged = self.exchange.take()
         states = self._states_of_all([_state(total) for total in self._totals])
         of_sums = list(zip(self._totals, states, strict=False))
-        there = [total for total, of_all in of_sums if any(state & _FILLED for state in of_all)]
+        filled = [total for total, of_all in of_sums if any(state & _FILLED for state in of_all)]
         # A collective takes tensors of one kind: what is on the device here is brought home if it is not everywhere.
         mixed = [total.group for total, of_all in of_sums if len({state & _ON_DEVICE for state in of_all}) > 1]
         if mixed:
             self._bring_home([group for group in dict.fromkeys(mixed) if group.buffer is not None])
         rest = self._gradients_of_rest(states[len(self._totals) :])
-        now = [total for total in there if total not in exchanged]
+        now = [total for total in filled if total not in exchanged]
         groups = list(dict.fromkeys(total.group for total in now))
         self._begin(groups)
         with torch.no_grad():
@@ -88,7 +88,7 @@ class SumsOfAll:
             self._collect([*apart, *rest])
             self._add_up_in_common([total for total in now if _in_common(total)], by_updates=by_updates)
         # No update waits for a sum that nobody has given a gradient.
-        if exchanged and not (by_updates and exchanged <= set(there)):
+        if exchanged and not (by_updates and exchanged <= set(filled)):
             with self._recorder.waiting():
                 self.exchange.finish(exchanged)
         else:
@@ -97,12 +97,12 @@ class SumsOfAll:
         for group in groups:
             if group.buffer is not None:
                 group.changed_on_device()
-        for total in there:
+        for total in filled:
             total.fill()
 
     @property
     def has_rest(self) -> bool:
-        """Whether parameters outside the blocks are trained."""
+        """True if parameters outside the blocks are trained."""
         return bool(self._rest)
 
     def add_up_rest(self) -> None:
@@ -125,12 +125,12 @@ class SumsOfAll:
 
     def _gradients_of_rest(self, states: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return the gradients outside the blocks that some process has, zeros where it is another one."""
-        found = []
+        gradients = []
         for param, of_all in zip(self._rest, states, strict=True):
             if any(of_all):
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                found.append(param.grad)
-        return found
+                gradients.append(param.grad)
+        return gradients
 
     def _collect(self, tensors: Sequence[Tensor]) -> None:
         """Let ``tensors`` be their sums over all processes; what carries them is no part of a device's budget here."""
@@ -156,6 +156,7 @@ class SumsOfAll:
             first = places[0] if several else add_in_order(places)
             for place in places[1:]:
                 place.copy_(first)
+        # Without this, a process would read its place before the owner has written the sum there.
         machine.barrier()
 
     def _bring_home(self, groups: Sequence[LiveGroup]) -> None:

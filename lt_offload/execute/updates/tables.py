@@ -29,17 +29,17 @@ from lt_offload.schema.plan import Op, Plan
 RowUpdate = Callable[[Tensor, Sequence[tuple[int, int]], bool], None]
 """Updates rows with a gradient, of all rows or of these alone; whether they are the first of a step."""
 Pairs = list[tuple[Tensor, Tensor]]
-"""What is copied to the host: where to, and what."""
+"""Copies to the host: where to, and what."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowUse:
-    """What the host does with a part of a table's gradient."""
+    """The host's use of a part of a table's gradient."""
 
     sums: Tensor | None
-    """What it is added to; None: it is used as it is."""
+    """The sum that it is added to; None: it is used as it is."""
     update: RowUpdate | None
-    """None: it is added up only."""
+    """The update of its rows; None: it is added up only."""
     edit: Callable[[Tensor], None] | None
     """Clips what an update uses."""
     squares: list[Tensor] | None
@@ -78,7 +78,7 @@ class Table:
         self.filled = False
         """There was a sum when the last block's gradient came."""
         self.arrived: Tensor
-        """Where the first block's gradient arrives."""
+        """Host memory for the first block's gradient."""
         width = weight.nbytes // weight.host.shape[0]
         self._most = sends.bytes // width
         """Tokens that there is memory for."""
@@ -96,7 +96,7 @@ class Table:
         self._found: list[tuple[int, Tensor]] = []
         """By part whose backward has run: its number, and whether it has a gradient of other rows."""
         self._rows: Tensor | None = None
-        """On the device: the first block's gradients, part by part in the order of the backward."""
+        """The first block's gradients on the device, part by part in the order of the backward."""
         self._unique = torch.empty(0, dtype=torch.int64)
         layers = [m for m in first.modules() if isinstance(m, nn.Embedding) and m.weight is weight.param]
         # Not by a hook: where the layer is the block, hooks run before the pass begins, and once for all parts.
@@ -134,7 +134,7 @@ class Table:
 
     @property
     def halfway(self) -> bool:
-        """Whether the last block's gradient has been sent."""
+        """True if the last block's gradient has been sent."""
         return self._before > 0
 
     def end_last_block(self) -> Tensor:
@@ -178,6 +178,7 @@ class Table:
             for rows in ids:
                 torch.index_select(grad, 0, rows, out=self._rows[begin : begin + rows.numel()])
                 begin += rows.numel()
+            # A gradient that is left then is of other rows and would be lost: `looked_up` refuses it.
             for rows in ids:
                 grad.index_fill_(0, rows, 0)
             self._found.append((part, grad.any()))
@@ -275,13 +276,13 @@ def _add(kept: Tensor, rows: Tensor, ids: Tensor, grads: Tensor) -> None:
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
     """Return ``rows``, ascending, as ranges."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for row in rows:
-        if found and found[-1][1] == row:
-            found[-1] = found[-1][0], row + 1
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = ranges[-1][0], row + 1
         else:
-            found.append((row, row + 1))
-    return found
+            ranges.append((row, row + 1))
+    return ranges
 
 
 def _between(rows: Sequence[int], count: int) -> list[tuple[int, int]]:

@@ -12,14 +12,14 @@ from lt_offload.schema.plan import Pass, Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CarriedWindow:
-    """What the micro-batches of a window have left so far, on the host."""
+    """Results of the micro-batches of a window so far, on the host."""
 
     added: int
-    """How many there were."""
+    """Number of these micro-batches."""
     cleared: bool
     """The gradients of the last backward have been cleared."""
     sums: dict[nn.Parameter, Tensor]
-    """Of the gradients of weights; if there were none, what the last updates have used, where it is kept."""
+    """Sums of the gradients of weights; if there were none, what the last updates have used, where it is kept."""
     rest: dict[nn.Parameter, Tensor]
     """Gradients of parameters outside the blocks."""
 
@@ -35,9 +35,9 @@ class Window:
         self.delayed = plan is not None and plan.delayed
         """Updates wait until all gradients are there: every pass adds up."""
         self.which: Pass = plan.passes[0] if plan is not None else "updating"
-        """What the present pass does with its gradients, or the next one."""
+        """The use that the present pass, or the next one, makes of its gradients."""
         self.last = True
-        """Whether the present micro-batch is the last one of its window."""
+        """True if the present micro-batch is the last one of its window."""
         self.added = 0
         """Passes of the present window whose gradients have been added up."""
         self.complete = 0

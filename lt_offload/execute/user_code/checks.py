@@ -282,8 +282,8 @@ class Consumers:
                 self._given[block, slot] = _identity(gradient), several or self._uses[block][slot] > 1
 
     def _arrived(self, block: int, slot: int, gradient: Tensor) -> None:
-        given, several = self._given.pop((block, slot), (None, False))
-        if several and _identity(gradient) != given:
+        known, several = self._given.pop((block, slot), (None, False))
+        if several and _identity(gradient) != known:
             raise limits.SEVERAL_CONSUMERS.error(f"the input of block {self._name(block)} is used in several places")
 
 

@@ -19,7 +19,7 @@ from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGrad
 
 
 class GradientView:
-    """What the parameters of an engine hold as gradients.
+    """The gradients that the parameters of an engine show.
 
     Args:
         consumed: stand-ins.
@@ -36,7 +36,7 @@ class GradientView:
 
     @property
     def cleared(self) -> bool:
-        """Whether what was left has been cleared since."""
+        """True if what was left has been cleared since."""
         return self.shown.gone if self.shown.present else self.consumed.gone
 
     @property
@@ -154,8 +154,8 @@ class GradientView:
     @contextmanager
     def kept(self, gradients: Gradients, residency: Residency) -> Iterator[None]:
         """Enclose updates whose gradients can be shown afterwards."""
-        asked = gradients.square_sums is not None
-        squares = self.shown.keep(gradients.clipping.edit(now=True), squares=asked)
+        with_squares = gradients.square_sums is not None
+        squares = self.shown.keep(gradients.clipping.edit(now=True), squares=with_squares)
         # Or the updates would count the squares again, of what is clipped by now.
         gradients.square_sums = None
         if not residency.settled:

@@ -65,7 +65,7 @@ class TrackedTensor:
 
     @property
     def label(self) -> str:
-        """How errors name it."""
+        """Its name in errors."""
         name = self.weight.label
         if self.state == GRADIENT:
             return f"the gradient of {name}"
@@ -217,7 +217,7 @@ class Guard:
 
     @property
     def held(self) -> bool:
-        """Whether somebody has a tensor or a view in the memory of a weight or of an optimizer state."""
+        """True if somebody has a tensor or a view in the memory of a weight or of an optimizer state."""
         self._forget_views()
         return bool(self._tensors or self._views or self._unseen)
 
@@ -227,9 +227,9 @@ class Guard:
         unseen = {*self._views, *self._unseen}
         if self._updates is not None and self._generation != self._updates.generation:
             self._learn_states()
-        found = [(weight.host.untyped_storage(), TrackedTensor(weight)) for weight in self._weights]
-        found += [(storage, self._of_states[address_of(storage)]) for storage in self._kept]
-        yield from (item for item in found if item[1] not in unseen)
+        copies = [(weight.host.untyped_storage(), TrackedTensor(weight)) for weight in self._weights]
+        copies += [(storage, self._of_states[address_of(storage)]) for storage in self._kept]
+        yield from (item for item in copies if item[1] not in unseen)
 
     def _memory(self, owned: TrackedTensor) -> Tensor:
         if owned.state is None:
@@ -353,7 +353,7 @@ class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.guard: Guard | None = None
-        """None before it is installed and once it is removed, perhaps by another thread than that of this stack."""
+        """The guard; None before it is installed and once it is removed, perhaps by a thread that has another stack."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -448,9 +448,9 @@ def _computed_on(gpu: torch.device, func: Any, args: Sequence[Any], kwargs: dict
     they are: the budget need not have room for a copy.
     """
 
-    def there(argument: Any) -> Any:
+    def on_gpu(argument: Any) -> Any:
         if isinstance(argument, (list, tuple)):
-            return type(argument)(map(there, argument))
+            return type(argument)(map(on_gpu, argument))
         if not isinstance(argument, Tensor) or argument.device.type != "cpu" or argument.dim() == 0:
             return argument
         argument = argument.detach()
@@ -458,7 +458,7 @@ def _computed_on(gpu: torch.device, func: Any, args: Sequence[Any], kwargs: dict
             return zero_copy_view(argument, gpu)
         return argument.to(gpu)
 
-    out = func(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
+    out = func(*map(on_gpu, args), **{name: on_gpu(value) for name, value in kwargs.items()})
     torch.cuda.current_stream(gpu).synchronize()  # the host copies may change as soon as this returns
     return out
 

@@ -44,11 +44,11 @@ class DeferredLogits(Tensor):
     hidden: Tensor | None
     """The hidden states that they would be made of, until the loss has taken them."""
     scaling: Scaling
-    """What the model has done to them since."""
+    """Steps that the model has applied to them since."""
     project: Forward | None
     """Computes the logits of hidden states, where that may still be done."""
     logits: Tensor | None
-    """What it has computed."""
+    """The logits, once that has computed them."""
 
     @staticmethod
     def of(hidden: Tensor, vocabulary: int, scaling: Scaling = (), project: Forward | None = None) -> DeferredLogits:

@@ -137,7 +137,7 @@ class ConsumedGradients:
 
     @property
     def gone(self) -> bool:
-        """Whether none of them is there any more, as after ``zero_grad()``."""
+        """True if none of them is there any more, as after ``zero_grad()``."""
         return all(param.grad is None for param, _, _ in self._items)
 
     def check(self, *, present: bool) -> None:
@@ -177,9 +177,9 @@ class _Shown:
     owned: TrackedTensor
     total: Sum
     tensor: Tensor | None
-    """What ``param.grad`` is; None if there is no gradient."""
+    """The value of ``param.grad``; None if there is no gradient."""
     users: int
-    """How many tensors have that memory without it."""
+    """Number of tensors that have that memory without it."""
 
 
 class ShownGradients:
@@ -200,12 +200,12 @@ class ShownGradients:
 
     @property
     def present(self) -> bool:
-        """Whether they are shown."""
+        """True if they are shown."""
         return bool(self._shown)
 
     @property
     def gone(self) -> bool:
-        """Whether none of them is there any more, as after ``zero_grad()``."""
+        """True if none of them is there any more, as after ``zero_grad()``."""
         return all(shown.total.weight.param.grad is None for shown in self._shown)
 
     def put(self) -> None:
@@ -227,10 +227,10 @@ class ShownGradients:
             The squares, before ``edit``.
         """
         self._used = self._brought_home()
-        found = [vector_norm(total.host, dtype=torch.float32).square_() for total in self._used] if squares else None
+        squared = [vector_norm(one.host, dtype=torch.float32).square_() for one in self._used] if squares else None
         if edit is not None:
             self._edit(self._used, edit)
-        return found
+        return squared
 
     def edit(self, edit: Callable[[Tensor], None]) -> None:
         """Change the sums of the present window before they are shown."""

@@ -13,7 +13,7 @@ from lt_offload.model.state.handed import Handed
 
 
 class Place:
-    """Where an engine's blocks run.
+    """The device and the stream on which an engine's blocks run.
 
     Args:
         device: runs them; on the stream that is current now, until a step begins on another one.

@@ -22,7 +22,7 @@ from lt_offload.execute.user_code.param_grad import ConsumedGradients
 from lt_offload.model.optimizers import of_parameters
 
 _PLACE, _NAME = "torch.optim.optimizer", "wrapper"
-"""Where the function is from that calls the hooks of a step, and the step."""
+"""Module and name of the function that calls the hooks of a step, and the step."""
 
 
 class StepHooks:
@@ -65,12 +65,12 @@ def _outermost(optimizer: Optimizer) -> bool:
 
     The stack says so whatever has been raised in an earlier step, which a count would not survive.
     """
-    found, frame = 0, sys._getframe(1)
+    depth, frame = 0, sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name == _NAME and frame.f_globals.get("__name__") == _PLACE:
-            found += frame.f_locals["args"][0] is optimizer
-    return found < 2
+            depth += frame.f_locals["args"][0] is optimizer
+    return depth < 2
 
 
 class OptimizerStepHook:
@@ -123,9 +123,9 @@ class OptimizerStepHook:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         others = {f"argument {number}": value for number, value in enumerate(args[2:], 2)} | kwargs
-        given = [name for name, value in others.items() if name != "closure" and value is not None]
-        if given:
-            raise limits.STEP_ARGUMENTS.error(f"{type(optimizer).__name__}.step() was given {given[0]}")
+        extra = [name for name, value in others.items() if name != "closure" and value is not None]
+        if extra:
+            raise limits.STEP_ARGUMENTS.error(f"{type(optimizer).__name__}.step() was given {extra[0]}")
         if closure is None:
             self.begin()
             return None
@@ -138,9 +138,9 @@ class OptimizerStepHook:
         """Return a closure after which the step proper begins."""
 
         def run() -> Any:
-            found = closure()
+            loss = closure()
             self.begin()
-            return found
+            return loss
 
         return run
 
@@ -236,7 +236,7 @@ class ManualLoop:
         """The step uses gradients up."""
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] = []
-        """Of the groups, as the updates have used them; none before there are any."""
+        """Options of the groups, as the updates have used them; none before there are any."""
         self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
 
     def remove(self) -> None:

@@ -33,18 +33,18 @@ class Ambient(NamedTuple):
     casts: tuple[tuple[str, bool, torch.dtype], ...]
     """Autocast per kind of device: whether it is on, and its dtype."""
     caches_casts: bool
-    """Whether autocast casts a weight once, however often it is used: its gradients are then added up in the low
+    """True if autocast casts a weight once, however often it is used: its gradients are then added up in the low
     precision, so that this is a matter of bits."""
     switches: tuple[Any, ...]
-    """What torch chooses kernels by, in the order of ``_SWITCHES``."""
+    """Settings that torch chooses kernels by, in the order of ``_SWITCHES``."""
     device: torch.device | None
-    """Where tensors are made unless they say otherwise; None: on the host."""
+    """Device on which tensors are made unless they say otherwise; None: the host."""
     modes: tuple[str, ...]
     """Function and dispatch modes of users."""
 
     @property
     def autocasts(self) -> bool:
-        """Whether operations choose their own precision."""
+        """True if operations choose their own precision."""
         return any(enabled for _, enabled, _ in self.casts)
 
 
@@ -129,4 +129,4 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_deterministic, _set_deterministic),
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
 )
-"""What torch chooses kernels by: how it is read, and how it is set."""
+"""Settings that torch chooses kernels by: how each is read, and how it is set."""

@@ -43,7 +43,7 @@ Owner = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a run has put a tensor of numbers, or a tuple with some."""
+    """A place where a run has put a tensor of numbers, or a tuple with some."""
 
     owner: Owner
     holder: Any
@@ -118,7 +118,7 @@ class Effects:
 
 
 class Rest:
-    """What a block's first run has seen and left as it was; others may change it before a second run."""
+    """State that a block's first run has seen and left as it was; others may change it before a second run."""
 
     def __init__(self, items: list[tuple[_Part, Any]]) -> None:
         self._items = items
@@ -141,7 +141,7 @@ class Rest:
 
 
 class Snapshot:
-    """What a block's first run has changed, as it was before."""
+    """State that a block's first run has changed, as it was before."""
 
     def __init__(self, items: list[tuple[_Part, Any]], graded: dict[Owner, bool]) -> None:
         self.items = items
@@ -162,7 +162,7 @@ class Snapshot:
 
     @property
     def changed(self) -> bool:
-        """Whether the run has changed anything."""
+        """True if the run has changed anything."""
         return len(self.items) > 1
 
     def locations(self) -> list[Location]:
@@ -236,7 +236,7 @@ class _Part(ABC):
 
 
 class _Mode(_Part):
-    """Whether each module is in training mode: users may change it before the backward."""
+    """The training mode of each module: users may change it before the backward."""
 
     def __init__(self, members: list[nn.Module]) -> None:
         self._members = members

@@ -60,7 +60,7 @@ _GIVEN = object()
 
 @dataclass(frozen=True, slots=True)
 class WrittenContainers:
-    """What a run has written and returned, with outputs in place of tensors."""
+    """Results of a run, written and returned, with outputs in place of tensors."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -80,7 +80,7 @@ class Containers:
     """Arguments that have containers, by position; ``_GIVEN`` for others."""
     kwargs: dict[str, Any]
     inner: frozenset[int]
-    """Which of the call's tensors stay the caller's own where a container holds them afterwards.
+    """Positions of the call's tensors that stay the caller's own where a container holds them afterwards.
 
     All but those that are arguments themselves and require grad: in plain PyTorch a later use of these gives its
     gradient before the block's own uses do, as that of an output does here.
@@ -106,29 +106,30 @@ class Containers:
             return out if isinstance(out, Tensor) else self._collected(out, [], [])
         tensors = _tensors((args, kwargs))
         real = partial(self._real, tensors)
-        given = [own if form is _GIVEN else _mapped(form, real) for form, own in zip(self.args, args, strict=True)]
+        positional = [own if form is _GIVEN else _mapped(form, real) for form, own in zip(self.args, args, strict=True)]
         others = {key: kwargs[key] if form is _GIVEN else _mapped(form, real) for key, form in self.kwargs.items()}
         filled = [(_place(self.own[at], named), _filled(contents, real)) for at, named, contents in self.contents]
         present = [(place, contents) for _, place, contents in holders(self.own)]
         try:
             for place, contents in filled:
                 write(place, contents)
-            return self._collected(forward(*given, **others), tensors, filled)
+            return self._collected(forward(*positional, **others), tensors, filled)
         finally:
+            # Without this, the caller would find tensors of the private graph in its containers.
             for place, contents in present:
                 write(place, contents)
 
     def _collected(self, out: Any, tensors: Sequence[Tensor], filled: Sequence[tuple[Any, Contents]]) -> Any:
         seen: dict[int, Any] = {}
-        found = holders(self.own, seen)
+        holding = holders(self.own, seen)
         keys = frozenset(seen)  # not the objects: torch's function is part of a cycle, and would keep them
         leaves, spec = tree_flatten(out, is_leaf=lambda value: id(value) in keys or kind_of(value) == "settings")
         inside = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and kind_of(leaf)]
-        found += holders(inside, seen)
+        holding += holders(inside, seen)
         before = {id(place): contents for place, contents in filled}
         changed = [
             (value, place is not value, contents)
-            for value, place, contents in found
+            for value, place, contents in holding
             if id(place) not in before or not unchanged(place, before[id(place)])
         ]
         if not changed and not inside:
@@ -169,22 +170,22 @@ class Handed:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._copies: list[tuple[Tensor, Tensor, int]] = []
         self.args, self.kwargs = args, kwargs
-        """With lists in place of containers."""
-        given, seen = [*args, *kwargs.values()], dict[int, Any]()
-        if not holders(given):
+        """The arguments, with lists in place of containers."""
+        values, seen = [*args, *kwargs.values()], dict[int, Any]()
+        if not holders(values):
             self.containers = Containers(own=[], contents=[], args=[], kwargs={}, inner=frozenset())
             return
 
-        found = [holders([value], seen) for value in given]
+        holders_of = [holders([value], seen) for value in values]
         own: dict[int, tuple[int, Any]] = {}
-        for value, _, _ in (holder for below in found for holder in below):
+        for value, _, _ in (holder for below in holders_of for holder in below):
             own.setdefault(id(value), (len(own), value))
-        direct = [tensor for value in given if not _holds(value, own) for tensor in _tensors(value)]
+        direct = [tensor for value in values if not _holds(value, own) for tensor in _tensors(value)]
         known = set(map(id, direct))
         # Numbers and keys, too: calls that differ in them may cost something else.
         packed = [
             list(_packed([value, *(contents for _, _, contents in below)], own, known)) if _holds(value, own) else value
-            for value, below in zip(given, found, strict=True)
+            for value, below in zip(values, holders_of, strict=True)
         ]
         self.args, self.kwargs = tuple(packed[: len(args)]), dict(zip(kwargs, packed[len(args) :], strict=True))
         self._tensors = _tensors((self.args, self.kwargs))
@@ -195,12 +196,12 @@ class Handed:
                 return _Own(own[id(item)][0])
             return _Input(places[id(item)]) if isinstance(item, Tensor) else item
 
-        forms = [_mapped(value, form) if _holds(value, own) else _GIVEN for value in given]
+        forms = [_mapped(value, form) if _holds(value, own) else _GIVEN for value in values]
         self.containers = Containers(
             own=[value for _, value in own.values()],
             contents=[
                 (own[id(value)][0], place is not value, _filled(contents, form))
-                for below in found
+                for below in holders_of
                 for value, place, contents in below
             ],
             args=forms[: len(args)],

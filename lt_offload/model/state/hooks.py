@@ -67,6 +67,7 @@ def silenced(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for held, known in before:
+            # Emptied first: hooks are called in the order of insertion, and those that come back would be the last.
             held.clear()
             held.update(known)
 
