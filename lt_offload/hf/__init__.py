@@ -1,6 +1,6 @@
-"""The HF Trainer, and those of TRL, on the engine: what they are is not changed, where weights are is.
+"""Trainers of transformers and TRL on the engine. Their behaviour does not change, only the place of the weights does.
 
-``context`` lets Trainers that are made within it be such ones, ``trainer`` is what they do differently, ``run`` is the
-life of one training, ``step`` finds where its backward begins, ``head`` lets TRL's losses call the head. Imported where
-``lt_offload.hf_trainer`` is used, and not before.
+``context`` gives Trainers made within it another class, ``trainer`` holds the methods of that class, ``run`` is the
+life of one training, ``step`` catches the start of its backward, ``head`` lets TRL's losses call the head. Nothing here
+is imported before ``lt_offload.hf_trainer`` is used.
 """

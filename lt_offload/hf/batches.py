@@ -16,7 +16,7 @@ from lt_offload.model.snapshot import untouched
 _CHUNK = 10_000
 """Rows whose lengths are read at a time."""
 _MOST = 100_000
-"""Rows of a list whose lengths are asked for."""
+"""The longest list whose rows are measured."""
 
 
 def on_host(batch: Any) -> Any:
@@ -28,10 +28,10 @@ def largest(trainer: Any, loader: Any, first: Any, wanted: Any = None) -> Any:
     """Return the batch to plan for: the one that is ``wanted``, or the largest that ``loader`` can give.
 
     Args:
-        trainer: whose loader it is.
-        loader: of the training.
-        first: a batch of it.
-        wanted: by the user; None: whatever there is.
+        trainer: owner of ``loader``.
+        loader: the training's.
+        first: a batch of ``loader``.
+        wanted: the user's ``sample_batch``, if there is one.
     """
     if wanted is not None:
         return wanted
@@ -39,13 +39,13 @@ def largest(trainer: Any, loader: Any, first: Any, wanted: Any = None) -> Any:
 
 
 def first(loader: Any) -> list[Any]:
-    """Return the first batch of ``loader``, if there is one; nobody notices."""
+    """Return the first batch of ``loader``, if there is one, without a trace in its state."""
     with untouched(loader=loader, dataset=getattr(loader, "dataset", None)):
         return list(islice(loader, 1))
 
 
 def of_rows(loader: Any, size: int) -> list[Any]:
-    """Return batches of the ``size`` longest rows of the dataset of ``loader``; none if nobody knows their lengths.
+    """Return batches of the ``size`` longest rows of the dataset of ``loader``; none if lengths cannot be known.
 
     A row may have several columns of tokens, which a collator puts one after another or side by side: what is longest
     depends on that, so that there is a batch for every column and for every sum of two or all of them. And one in which
@@ -73,8 +73,8 @@ def _sum(columns: Iterable[Sequence[int]]) -> list[int]:
 
 def _lengths(dataset: Any) -> list[list[int]]:
     """Return, for each column of ``dataset`` with lists, the lengths of these in all rows; nothing for others."""
-    found = _of_arrow(dataset) if hasattr(dataset, "with_format") else _of_list(dataset)
-    return list({tuple(lengths): lengths for lengths in found}.values())
+    columns = _of_arrow(dataset) if hasattr(dataset, "with_format") else _of_list(dataset)
+    return list({tuple(lengths): lengths for lengths in columns}.values())
 
 
 def _of_arrow(dataset: Any) -> list[list[int]]:
@@ -84,14 +84,14 @@ def _of_arrow(dataset: Any) -> list[list[int]]:
     # Rows that a transform of the user's makes may be of any length, whatever the table says.
     if not hasattr(dataset, "features") or not hasattr(dataset, "__len__") or dataset.format["type"] == "custom":
         return []
-    found: dict[str, list[int]] = {}
+    columns: dict[str, list[int]] = {}
     for table in dataset.with_format("arrow").iter(batch_size=_CHUNK):
         for name in table.column_names:
             kind = table.schema.field(name).type
             if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
                 lengths = compute.list_value_length(table.column(name)).fill_null(0)
-                found.setdefault(name, []).extend(lengths.to_pylist())
-    return list(found.values())
+                columns.setdefault(name, []).extend(lengths.to_pylist())
+    return list(columns.values())
 
 
 def _of_list(dataset: Any) -> list[list[int]]:

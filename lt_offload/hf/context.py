@@ -1,8 +1,8 @@
-"""The context in which Trainers are made: they get a class of their own, between theirs and its objects.
+"""The context in which Trainers are made: they get a subclass of their class that streams weights.
 
-Nothing else is changed, and no class but ``Trainer``, whose constructor has a second one in front of it while such a
-context is open anywhere. That asks who calls: only in the thread (or task) that opened the context a Trainer is made
-another one. What a Trainer does differently goes with the object, wherever and whenever it is used afterwards.
+No other class is changed but ``Trainer``, whose constructor has a second one in front of it while such a context is
+open anywhere. The second one acts only in the thread (or task) that opened the context. The new class goes with the
+object, wherever and whenever it is used afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _settings: ContextVar[HFSettings | None] = ContextVar("lt_offload_hf_trainer", d
 """The settings of the innermost context that is open here."""
 _changing = threading.RLock()
 _open: list[Callable[..., None]] = []
-"""The constructor that was there before, once per open context."""
+"""The original constructor, once per open context."""
 _classes: dict[type[Any], type[Any]] = {}
 
 
@@ -124,7 +124,7 @@ def _remove() -> None:
 
 
 def offloaded_class(cls: type[Any]) -> type[Any]:
-    """Return the class of offloaded Trainers that are ``cls`` otherwise; logs and model cards have the same name."""
+    """Return the offloaded subclass of ``cls``, of the same name for logs and model cards."""
     # One for all Trainers of a class, so that their types are equal.
     if cls not in _classes:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def device_bytes(run: Run) -> int:
-    """Return the bytes that evaluations while training take beside weights: most of a step, and what they collect.
+    """Return the bytes that evaluations while training take beside weights: the peak of a step, and collected outputs.
 
     One step is run for every dataset, with the largest batch that it can give. 0 if nothing is evaluated.
     """
@@ -31,9 +31,9 @@ def device_bytes(run: Run) -> int:
     most = 0
     with kept(run.trainer):
         for loader in _loaders(run.trainer):
-            found = batches.of_rows(loader, args.eval_batch_size) or batches.first(loader)
-            if found:
-                most = max(most, _measured(run, loader, max(found, key=Size.of)))
+            candidates = batches.of_rows(loader, args.eval_batch_size) or batches.first(loader)
+            if candidates:
+                most = max(most, _measured(run, loader, max(candidates, key=Size.of)))
     return most
 
 
@@ -44,10 +44,10 @@ def _loaders(trainer: Any) -> Iterator[Any]:
 
 
 def _measured(run: Run, loader: Any, batch: Any) -> int:
-    """Return what an evaluation with steps like that of ``batch`` takes; the step keeps to the budget if it can."""
+    """Return the bytes of an evaluation with steps like that of ``batch``, measured within the budget if it fits."""
     try:
         return _measured_within(run, loader, batch, None)
-    except OverBudget:  # how much it takes is what is to be found out
+    except OverBudget:  # this step only measures: the error would end the run before it says how much is needed
         return _measured_within(run, loader, batch, free_memory(run.device))
 
 

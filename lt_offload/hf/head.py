@@ -1,9 +1,9 @@
-"""Lets the losses of TRL call the head, whose weight they multiply with themselves.
+"""Calls of the head by the losses of TRL, which multiply with its weight themselves.
 
 TRL computes log-probabilities tile by tile from the head's weight, in the model's own forward: the module that is a
-block here is never called, and its weight is on the host then. Within :func:`called` that forward is told of another
-head. Its weight says that it is where blocks run, and where TRL's function would be given it, the head is called and
-applies that function to its real weight. All others who ask the model for its head get the head.
+block here is never called, and its weight is on the host then. Within :func:`called` that forward gets a stand-in for
+the head. The stand-in's weight claims the device of the blocks; where TRL's function would receive it, the head is
+called and applies that function to its real weight. All other callers of ``get_output_embeddings`` get the head.
 """
 
 from __future__ import annotations
@@ -23,41 +23,36 @@ from lt_offload.model.compiled import cover
 _MODULE = "trl.trainer.utils"
 _changing = threading.RLock()
 _open: list[Any] = []
-"""TRL's function, once per context that is open."""
+"""TRL's function, once per open context."""
 
 
 class HeadWeight:
-    """Stands for the weight of a head that is to be called.
-
-    Args:
-        head: that has the weight.
-        device: where it runs.
-    """
+    """A stand-in for the weight of ``head``, which runs on ``device`` and is to be called."""
 
     def __init__(self, head: nn.Module, device: torch.device) -> None:
         self.head, self.device = head, device
 
 
 class _Head:
-    """What TRL's forward is told of the head."""
+    """A stand-in for the head in TRL's forward."""
 
     def __init__(self, head: nn.Module, device: torch.device) -> None:
         self.weight, self.bias = HeadWeight(head, device), None
 
 
 class _Function:
-    """Is called in place of TRL's function."""
+    """A replacement of TRL's function."""
 
     @staticmethod
     def apply(hidden: Any, weight: Any, bias: Any, *others: Any) -> Any:
-        """Call the head, if this is the weight of one that is to be called."""
+        """Call the head if ``weight`` is the stand-in of one, TRL's function otherwise."""
         if not isinstance(weight, HeadWeight):
             return _open[-1].apply(hidden, weight, bias, *others)
         return weight.head(hidden, _Fused(), *others)
 
 
 class _Fused:
-    """Marks a call of a head that applies TRL's function."""
+    """A mark of calls of a head that apply TRL's function."""
 
     def __repr__(self) -> str:
         return "fused"

@@ -24,7 +24,7 @@ from lt_offload.model.state.handed import Handed
 
 
 def at_home(model: nn.Module) -> nn.Module:
-    """Return ``model``, on the host: TRL loads the reference that it makes to a GPU, where no plan has room for it."""
+    """Return ``model`` on the host: TRL loads the reference that it makes to a GPU, where no plan has room for it."""
     places = set(getattr(model, "hf_device_map", {}).values())
     if len(places) > 1 or getattr(model, "is_quantized", False):
         return model  # such a model cannot be moved

@@ -1,4 +1,4 @@
-"""The plan for a Trainer's steps, with room for its evaluations: of a step that counts, or of one aside."""
+"""The plan for a Trainer's steps, with room for its evaluations, from a training step or from one run on trial."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from lt_offload.hf.run import Run
 
 _TRIES = 12
-"""Plans that are made to find out what has to be left free for evaluations."""
+"""Most plans that are made to find the bytes to leave free for evaluations."""
 
 
 def prepared(run: Run) -> Structure:
-    """Refuse what cannot be trained, and return what may be the model's blocks.
+    """Refuse what cannot be trained, and return the candidates for the model's blocks.
 
     Raises:
         UnsupportedError, ModelError, ConfigError, OverBudget: naming the setting.
@@ -51,7 +51,7 @@ def saved_plan(run: Run) -> Plan:
 
 
 def plan_aside(run: Run, structure: Structure, batch: Any) -> tuple[Profile | None, Plan, Structure]:
-    """Run a step with ``batch`` to be measured, plan, and return the blocks that the plan is for, too.
+    """Measure a step with ``batch`` on trial, plan, and return profile, plan and the plan's blocks.
 
     Raises:
         InfeasibleError: if memory is too small; says what is needed.
@@ -76,9 +76,9 @@ def profile_and_plan(
     """Plan for a step, and return its profile, the plan, and the blocks that this is for.
 
     Args:
-        run: that is planned.
+        run: the training.
         step: returns the profile of a step whose batch goes through each block in so many parts.
-        known: what has been measured of the machine before.
+        known: an earlier profile of the machine.
         budget: bytes of the device.
 
     Raises:
@@ -89,8 +89,8 @@ def profile_and_plan(
     def profile(parts: int) -> Profile:
         # Solving again, with more in reserve, asks for the same figures.
         if parts not in measured:
-            found = step(parts)
-            measured[parts] = found if known is None else replace(found, contention=known.contention)
+            new = step(parts)
+            measured[parts] = new if known is None else replace(new, contention=known.contention)
         return measured[parts]
 
     planning, evaluated, count = run.planning, run.evaluated, run.before.parts(run.settings.micro_batches)
@@ -124,9 +124,9 @@ def _with_reserve(profile: Profile, nbytes: int) -> Profile:
 
 
 def _reserve(solve: Callable[[int, int], tuple[Profile, Plan]], budget: int, evaluated: int) -> int:
-    """Return the bytes that the arena of a plan has to leave free beside what training leaves, for evaluations.
+    """Return the bytes that the arena of a plan has to leave free for evaluations, beside what training leaves.
 
-    Where ``budget`` is too small it is the least that is not: what the error will say is enough then.
+    Where ``budget`` is too small they are those for the smallest one that is not, which the error will name.
     """
     reserved = 0
     for _ in range(_TRIES):

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 FOLDER = "lt_offload"
 """The folder of reports in the Trainer's ``output_dir``."""
 RECORD = "lt_offload.json"
-"""The file in a checkpoint that says how its run trains."""
+"""The file in a checkpoint with the record of its run."""
 _NAMES = {"loss": "train_loss", "learning_rate": "lr", "eval_loss": "val_loss"}
-"""The names in a report of what a Trainer logs."""
+"""Names in a report, by the names under which a Trainer logs."""
 _KEPT = ("grad_norm", "tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb")
 
 
 def say(sentence: str) -> None:
-    """Tell the user, as the Trainer tells of its losses."""
+    """Print ``sentence`` for the user, as the Trainer prints its losses."""
     print(f"offmate: {sentence}", file=sys.stderr, flush=True)
 
 
 class Speed:
-    """Tokens per second of training, since they were asked for last."""
+    """Tokens per second of training since the last :meth:`restart`."""
 
     def __init__(self) -> None:
         self._tokens, self._since = 0, time.perf_counter()
@@ -48,30 +48,30 @@ class Speed:
             self._tokens += ids.numel() if isinstance(ids, Tensor) else 0
 
     def restart(self) -> float:
-        """Return it, 0 if batches have no tokens, and begin anew."""
+        """Return the tokens per second, 0 if batches have no tokens, and begin to count anew."""
         now = time.perf_counter()
-        found = self._tokens / (now - self._since)
+        tokens_per_s = self._tokens / (now - self._since)
         self._tokens, self._since = 0, now
-        return found
+        return tokens_per_s
 
 
 def figures(engine: Engine, speed: Speed, processes: int) -> dict[str, float]:
-    """Return what a Trainer logs of the last iteration of ``engine`` beside the loss.
+    """Return the metrics of the last iteration of ``engine`` that a Trainer logs beside the loss.
 
     Tokens per second are those of all ``processes``, which have as many batches each.
     """
     assert engine.plan is not None
     stats, planned = engine.stats, engine.plan.predicted.iteration_s
-    found = {"step_s": stats.iteration_s}
+    metrics = {"step_s": stats.iteration_s}
     if planned > 0:
-        found["step_vs_plan"] = stats.iteration_s / planned
-    found |= {"device_peak_gb": stats.device_peak_bytes / 1e9, "host_peak_gb": stats.host_peak_bytes / 1e9}
+        metrics["step_vs_plan"] = stats.iteration_s / planned
+    metrics |= {"device_peak_gb": stats.device_peak_bytes / 1e9, "host_peak_gb": stats.host_peak_bytes / 1e9}
     tokens = processes * speed.restart()
-    return found | ({"tokens_per_s": tokens} if tokens else {})
+    return metrics | ({"tokens_per_s": tokens} if tokens else {})
 
 
 def folder_of(run: Run) -> Path | None:
-    """Return where the training of ``run`` leaves its files; None if its Trainer saves nothing."""
+    """Return the report folder of ``run``; None if its Trainer saves nothing."""
     if run.settings.report_dir is not None:
         return Path(run.settings.report_dir)
     args = run.trainer.args
@@ -90,13 +90,13 @@ def save_plan(run: Run) -> None:
 
 
 def save_record(checkpoint: Path, record: Mapping[str, Any]) -> None:
-    """Write how a run trains into the folder of its ``checkpoint``."""
+    """Write the ``record`` of a run into the folder of its ``checkpoint``."""
     with replacing(checkpoint / RECORD) as new:
         new.write_text(json.dumps(record), encoding="utf-8")
 
 
 def read_record(checkpoint: Path) -> Before:
-    """Return what the folder of a ``checkpoint`` says of its run; nothing, if plain transformers wrote it.
+    """Return the record in the folder of a ``checkpoint``; an empty one if plain transformers wrote it.
 
     Raises:
         ConfigError: if that cannot be read.
@@ -114,7 +114,7 @@ def read_record(checkpoint: Path) -> Before:
 
 
 def save_report(run: Run, engine: Engine) -> None:
-    """Write the record of the last iteration, what was logged, and the page about both."""
+    """Write the trace of the last iteration, the logged metrics, and the page about both."""
     folder = folder_of(run)
     if folder is None or not engine.recorder.iterations:
         return

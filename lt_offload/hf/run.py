@@ -1,8 +1,8 @@
-"""The life of a training under a Trainer: when it is planned, which engine there is, what is put back.
+"""The life of a training under a Trainer: when it is planned, which engine runs, what is put back.
 
-The first training step counts, and shows what to plan: when its backward comes to the first block the plan's engine
-takes over. So does a later one whose batch is larger than was planned for, or before which weights were frozen. Where a
-step has to be measured aside instead, that is before an update begins, for the largest of its micro-batches.
+The first training step counts and is profiled: when its backward comes to the first block, the plan's engine takes
+over. A later step is profiled, too, if its batch is larger than planned for, or if weights were frozen before it. A
+step that has to be measured on trial instead runs before an update begins, with the largest of its micro-batches.
 """
 
 from __future__ import annotations
@@ -55,33 +55,28 @@ _UNFREEZE = (
 
 
 class Run:
-    """Carries out the training of a Trainer.
-
-    Args:
-        trainer: whose constructor has not been called yet.
-        settings: of the context that it is made in.
-    """
+    """The training of a ``trainer``, whose constructor has not been called yet, with the context's ``settings``."""
 
     def __init__(self, trainer: Any, settings: HFSettings) -> None:
         self.trainer, self.settings = trainer, settings
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.engine: Engine | None = None
-        """While something is trained or evaluated."""
+        """The engine while something is trained or evaluated."""
         self.model: nn.Module
         self.optimizer: Optimizer
         self.evaluated = 0
         """Bytes of the device that evaluations while training take."""
         self._loader: Any = None
         self._structure: Structure | None = None
-        """What may be the model's blocks, once that has been looked for."""
+        """The candidates for the model's blocks; None before the first batch."""
         self._aside = False
-        """Steps are measured aside."""
+        """True if steps are measured on trial, and not while they train."""
         self._first: FirstIteration | None = None
-        """While a step shows what to plan, until it is planned."""
+        """The step that is being profiled, until there is a plan."""
         self.growth = Growth()
         self._planned: Any = None
-        """The batch that was measured aside."""
+        """The batch that was measured on trial."""
         self.interrupts = Interrupts()
         self._others: list[nn.Module] = []
         """Models beside the one that is trained."""
@@ -90,9 +85,9 @@ class Run:
         self._speed = report.Speed()
         self._beside_open = False
         self._around = ExitStack()
-        """Ends what surrounds a training."""
+        """Undoes the surroundings of a training."""
         self._installed = ExitStack()
-        """Ends what an engine has put in place."""
+        """Undoes the installation of an engine."""
 
     # -- the accelerator ---------------------------------------------------------------------------------------------
 
@@ -105,8 +100,8 @@ class Run:
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
             # Without a plan nothing is trained by the engine, and gradients are where torch looks for them.
             if self.engine is None or self.engine.plan is None:
-                found: Tensor = clip_norm(parameters, max_norm, norm_type)
-                return found
+                norm: Tensor = clip_norm(parameters, max_norm, norm_type)
+                return norm
             return self.engine.clip_grad_norm_(max_norm, norm_type, parameters=list(_listed(parameters)))
 
         def clip_grad_value_(parameters: Any, value: float) -> None:
@@ -118,21 +113,21 @@ class Run:
         vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
 
     def _in_place(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``prepare`` of an accelerator, which moves what it is given unless it is told not to."""
+        """Return ``prepare`` of an accelerator without its move to the device."""
 
         def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
-            found = prepare(thing, device_placement=False, **options)
-            if isinstance(found, nn.Module) and options.get("evaluation_mode") and thing is not self.trainer.model:
+            ready = prepare(thing, device_placement=False, **options)
+            if isinstance(ready, nn.Module) and options.get("evaluation_mode") and thing is not self.trainer.model:
                 # A reference that is to follow the model is computed with: on a GPU, as in plain PyTorch.
                 follows = getattr(self.trainer.args, "sync_ref_model", False)
-                self._others.append(found if follows else others.at_home(found))
-            return found
+                self._others.append(ready if follows else others.at_home(ready))
+            return ready
 
         return prepared
 
     @property
     def device(self) -> torch.device:
-        """Where blocks run."""
+        """The device that blocks run on."""
         device: torch.device = self.trainer.args.device
         return device
 
@@ -145,7 +140,7 @@ class Run:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Enclose a training, whatever becomes of it."""
+        """Enclose a training, also one that fails."""
         self.before = Before()
         try:
             self.interrupts.install()
@@ -170,10 +165,10 @@ class Run:
 
     def _innermost_optimizer(self) -> Optimizer:
         """Return the optimizer itself: accelerate wraps it, and others may have wrapped it before."""
-        found: Any = self.trainer.optimizer
-        while hasattr(found, "optimizer"):
-            found = found.optimizer
-        optimizer: Optimizer = found
+        wrapper: Any = self.trainer.optimizer
+        while hasattr(wrapper, "optimizer"):
+            wrapper = wrapper.optimizer
+        optimizer: Optimizer = wrapper
         return optimizer
 
     def goes_on(self, checkpoint: Path) -> None:
@@ -186,8 +181,8 @@ class Run:
     def save_record(self, checkpoint: Path) -> None:
         """Note in the folder of a checkpoint how this run trains."""
         if self.plan is not None:
-            found = record(self.model, self.profile, self.plan, self.planning, self.growth.sizes)
-            report.save_record(checkpoint, found)
+            about = record(self.model, self.profile, self.plan, self.planning, self.growth.sizes)
+            report.save_record(checkpoint, about)
 
     @property
     def planning(self) -> Settings:
@@ -199,7 +194,7 @@ class Run:
         return self.profile or self.before.measured(self.device, processes=1, machines=1)
 
     def expect(self, coming: Sequence[Any]) -> None:
-        """Be ready for the micro-batches of the update that is ``coming``, of which the first may show what to plan."""
+        """Be ready for the micro-batches of the ``coming`` update; the first of them may be profiled to plan."""
         if not coming:
             return
         self._speed.trains(coming)
@@ -215,7 +210,7 @@ class Run:
                 self._plan_aside(max([largest, self._planned], key=Size.of), why)
 
     def _prepare(self, first: Any) -> None:
-        """Find out what does not need a training step, of which the ``first`` batch has come."""
+        """Find the blocks and how to plan, before the first training step; its ``first`` batch has come."""
         structure, settings = prepared(self), self.settings
         self._structure = structure
         larger = settings.sample_batch is not None and Size.of(first).ratio(Size.of(settings.sample_batch)) > 1
@@ -241,10 +236,10 @@ class Run:
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Enclose a training step on ``batch``; it shows what to plan if there is no plan that serves.
+        """Enclose a training step on ``batch``; it is profiled if there is no plan that serves.
 
         Raises:
-            ConfigError: if it is to show that, and has no backward.
+            ConfigError: if it is profiled and has no backward.
         """
         why = self._outdated([batch]) if self.plan is not None and not self._aside else None
         if self._aside or (self.plan is not None and why is None):
@@ -287,7 +282,7 @@ class Run:
         return any(not getattr(method, "__module__", "").startswith("transformers.") for method in methods)
 
     def _leave(self, why: str | None) -> CarriedWindow | None:
-        """Close the engine, if there is one; return what the present window leaves for the next."""
+        """Close the engine, if there is one; return the window that the next engine continues."""
         engine, window = self.engine, None
         if engine is not None:
             report.say(f"{why}: the run is planned again")
@@ -301,7 +296,7 @@ class Run:
         return window
 
     def _plan_aside(self, batch: Any, why: str | None = None) -> None:
-        """Run a step with ``batch`` to be measured, plan, and let the engine of that plan take over."""
+        """Measure a step with ``batch`` on trial, plan, and let the engine of that plan take over."""
         assert self._structure is not None
         window, size = self._leave(why), Size.of(batch)
         with kept(self.trainer):
@@ -412,13 +407,13 @@ class Run:
                 self.engine = None
 
     def inference(self) -> AbstractContextManager[None]:
-        """Return what holds the memory of a step of an evaluation against the budget."""
+        """Return a context that holds the memory of an evaluation's step against the budget."""
         return self.engine.inference() if self.engine is not None else nullcontext()
 
     # -- records -----------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
-        """Return what the last iterations took."""
+        """Return the metrics of the last iterations."""
         if self.engine is None or self.engine.plan is None or not self.engine.recorder.iterations:
             return {}
         return report.figures(self.engine, self._speed, self.trainer.args.world_size)

@@ -14,7 +14,7 @@ from lt_offload.units import Budget, Memory
 
 @dataclass(frozen=True, kw_only=True)
 class HFSettings:
-    """The arguments of ``hf_trainer``; see there.
+    """Arguments of ``hf_trainer``; see there.
 
     Raises:
         ConfigError: if one cannot be used as given.

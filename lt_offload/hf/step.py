@@ -1,4 +1,4 @@
-"""A training step of a Trainer: where its backward begins; or run to be measured, without a trace in what follows."""
+"""A training step of a Trainer: the start of its backward, and steps on trial that leave no trace."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lt_offload.errors import ConfigError
 from lt_offload.model.snapshot import untouched
 
 _ASIDE = ("model", "model_wrapped", "ref_model", "optimizer", "train_dataset", "eval_dataset", "callback_handler")
-"""Attributes that a step leaves alone, or that the code which measures it looks after."""
+"""Attributes that a step leaves alone, or that the profiler puts back."""
 
 Instead = Callable[[Tensor, Callable[[], None]], None]
-"""Is called with a tensor whose backward was to begin, and with what runs it."""
+"""A function of a tensor whose backward was to begin, and of what runs that backward."""
 
 _changing = threading.Lock()
 _open: list[Callable[..., None]] = []
-"""The method of tensors, once per context that is open."""
+"""The original ``Tensor.backward``, once per open context."""
 _instead: dict[int, Instead] = {}
-"""By thread."""
+"""The function to call in place of the next backward, by thread."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def without_backward(trainer: Any) -> ConfigError:
 
 
 class _Reached(BaseException):
-    """Ends a step where its backward begins; ``except Exception`` of a user's does not see it."""
+    """The end of a trial step at the start of its backward; a user's ``except Exception`` does not catch it."""
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = loss
@@ -75,7 +75,7 @@ def _end(loss: Tensor, _backward: Callable[[], None]) -> None:
 
 
 class TrainingStep:
-    """Runs the Trainer's own ``training_step`` as far as its backward, and returns the loss.
+    """A callable that runs the Trainer's own ``training_step`` as far as its backward, and returns the loss.
 
     What a subclass does after that, with gradients that are not there, is not run. If it has further backwards, each
     adds to the gradients as another micro-batch does.
@@ -112,6 +112,6 @@ def kept(trainer: Any) -> Iterator[None]:
         with untouched(**roots):
             yield
     finally:
-        # Objects are put back by ``untouched``; which attributes there are, here.
+        # ``untouched`` puts objects back; attributes that the step added or removed are put back here.
         vars(trainer).clear()
         vars(trainer).update(before)

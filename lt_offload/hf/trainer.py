@@ -1,6 +1,6 @@
-"""Methods of an offloaded Trainer: a class between the user's and its objects.
+"""Methods of an offloaded Trainer, in a class in front of the user's.
 
-Each method does what the Trainer does, in a surrounding; all that is decided is in ``run.py``.
+Each method calls the Trainer's own one within a context; all decisions are in ``run.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Offloaded:
-    """The part of an offloaded Trainer that is not the Trainer's."""
+    """The methods of an offloaded Trainer that differ from the Trainer's."""
 
     offmate: Run
-    """What carries its training out."""
+    """The training of this Trainer."""
     args: Any
     accelerator: Any
     control: Any
@@ -65,7 +65,7 @@ class Offloaded:
         return batches, items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step, which shows what to plan if no plan serves it."""
+        """Run a training step, profiled if no plan serves it."""
         with self.offmate.step(inputs):
             return self._theirs.training_step(model, inputs, *args, **kwargs)
 
@@ -123,7 +123,7 @@ class Offloaded:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log what the engine took, too."""
+        """Log the engine's metrics, too."""
         if "loss" in logs:
             logs.update(self.offmate.figures())
         self._theirs.log(logs, *args, **kwargs)
