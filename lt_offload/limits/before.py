@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def unknown_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether nobody has vouched for ``optimizer`` updating each tensor on its own and no trial has shown it."""
+    """Return whether neither a known class nor a trial shows that ``optimizer`` updates each tensor on its own."""
     return _verdict(optimizer) == "unknown"
 
 
@@ -361,7 +361,7 @@ def _global_optimizer(run: Setup) -> str | None:
 
 
 def _verdict(optimizer: Optimizer) -> str:
-    """Return what a trial says about ``optimizer``."""
+    """Return the verdict of a trial of ``optimizer``."""
     # Here, as it loads torch: the table is read without.
     from lt_offload.model.optimizers import tried
 
@@ -521,5 +521,5 @@ def overrides(thing: object, hook: str) -> bool:
 
 def overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:
     """Return the first hook that one of ``things`` overrides."""
-    found = (f"{type(thing).__name__}.{hook}" for thing in things for hook in hooks if overrides(thing, hook))
-    return next(found, None)
+    named = (f"{type(thing).__name__}.{hook}" for thing in things for hook in hooks if overrides(thing, hook))
+    return next(named, None)

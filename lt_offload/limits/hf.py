@@ -33,7 +33,7 @@ def _compile(run: Setup) -> str | None:
 )
 def _fp16(run: Setup) -> str | None:
     names = ("fp16", "fp16_full_eval", "bf16_full_eval")
-    return next((found for name in names if (found := _argument(run, name)) is not None), None)
+    return next((setting for name in names if (setting := _argument(run, name)) is not None), None)
 
 
 @limit(
@@ -44,7 +44,7 @@ def _fp16(run: Setup) -> str | None:
 )
 def _sharded(run: Setup) -> str | None:
     names = ("deepspeed", "fsdp", "parallelism_config")
-    return next((found for name in names if (found := _argument(run, name)) is not None), None)
+    return next((setting for name in names if (setting := _argument(run, name)) is not None), None)
 
 
 @limit(

@@ -1,4 +1,4 @@
-"""The table, and what is done with it."""
+"""The table of limits: its rows, the check against it, its form for the documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Scope = Literal["trainer", "hf", "model", "optimizer", "run"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is about to run, as far as it exists yet."""
+    """The run that is about to begin, as far as its parts exist yet."""
 
     trainer: Any = None
     """A Lightning Trainer of either namespace, with the scope ``hf`` one of transformers; None in a plain loop."""
@@ -25,11 +25,11 @@ class Setup:
     """The LightningModule, or the model of a plain loop."""
     optimizers: Sequence[Optimizer] = ()
     blocks: str | None = None
-    """The name of what holds the model's layers, if the user has given one."""
+    """The name of the container of the model's layers, if the user has given one."""
 
 
 Recogniser = Callable[[Setup], str | None]
-"""Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
+"""A function that returns the offending setting with its value as the user wrote it, None if nothing is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Limit:
 
     name: str
     scope: Scope
-    """From when on it can be recognised: once there is a trainer, a complete model, the optimizers; when it happens."""
+    """The earliest object that shows it: the trainer, the complete model, the optimizers, or the run itself."""
     recognise: Recogniser
     why: str
     instead: str
@@ -100,8 +100,7 @@ def limit(
 
 
 def while_running(name: str, *, why: str, instead: str) -> Limit:
-    """Add a row that is recognised where it happens; whoever does raises its :meth:`Limit.error`."""
-    # It can be recognised only when it happens, and there is nothing to look at before.
+    """Add a row for a use that shows only while training runs; the code that meets it raises :meth:`Limit.error`."""
     limit = Limit(name=name, scope="run", recognise=lambda run: None, why=why, instead=instead)
     LIMITS.append(limit)
     return limit
