@@ -15,7 +15,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, format_seconds
 
 _OF_A_PLACE = "trainer.default_root_dir"
-"""The setting that says where a run is, not what it is."""
+"""The setting that names the place of a run and does not change its results."""
 _MOST = 12
 """Runs that can be compared at once."""
 
@@ -30,8 +30,8 @@ def read_runs(paths: Sequence[str]) -> dict[str, RunFolder]:
         ConfigError: if there are fewer than two, one is no run folder, has no metrics, or is given twice.
     """
     if len(paths) < 2:
-        given = f"got {len(paths) or 'none'}"
-        raise ConfigError(f"compare needs two run folders or more, {given}: lt-finetune compare RUN RUN")
+        count = len(paths) or "none"
+        raise ConfigError(f"compare needs two run folders or more, got {count}: lt-finetune compare RUN RUN")
     if len(paths) > _MOST:
         raise ConfigError(f"compare: {len(paths)} runs are too many for one table; give {_MOST} at most")
     runs = [read_run(path) for path in paths]

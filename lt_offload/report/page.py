@@ -1,4 +1,4 @@
-"""HTML pages of text, tables and figures: each is one file, which plotly's library draws and which loads nothing."""
+"""HTML pages of text, tables and plotly figures; each page is one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 NONE = "–"
-"""In a cell: there is nothing of this."""
+"""Text of a table's empty cell."""
 MAX_POINTS = 1500
 """Points of a curve; more are thinned out, keeping the extremes."""
 LIMIT = {"color": "#b3392f", "width": 1.4, "dash": "dash"}

@@ -42,7 +42,7 @@ def title(model: str, plan: Plan) -> str:
 
 
 def task(plan: Plan, profile: Profile) -> str:
-    """Return what the plan is for, in a few words."""
+    """Return batch, dtype, optimizer and hardware of the plan in a few words."""
     return ", ".join((samples_of(plan, "×"), profile.dtype, profile.optimizer.name, profile.hardware.name))
 
 
@@ -54,7 +54,7 @@ def paragraph(plan: Plan, profile: Profile) -> str:
 
 
 def sections(plan: Plan, profile: Profile, traces: dict[str, Trace], gains: Sequence[Gain]) -> list[str]:
-    """Return all that is told about a plan below its headline figures; ``traces`` are iterations by their titles."""
+    """Return the sections about a plan below its headline figures; ``traces`` are iterations by their titles."""
     label = "; ".join(
         f"{name} iteration of {format_seconds(trace.iteration_time)}, {timeline.memory_title(trace)}"
         for name, trace in traces.items()
@@ -79,7 +79,7 @@ def sections(plan: Plan, profile: Profile, traces: dict[str, Trace], gains: Sequ
 
 
 def _gains(plan: Plan, gains: Sequence[Gain]) -> str:
-    """Return what more of each lane would buy; nothing if that was not planned."""
+    """Return the table of ``gains``; empty without any."""
     now = plan.predicted
     rows = [
         (

@@ -18,13 +18,13 @@ class ProcessTimes:
     rank: int
     host: str
     step_s: float
-    """From one step's beginning to the next one's, validation and checkpoints not counted."""
+    """Time from the start of a step to the start of the next one, without validation and checkpoints."""
     waited_s: float
-    """Of these, how long it waited for others, before a batch and before gradients are added up."""
+    """The part of ``step_s`` spent waiting for other processes, before a batch and before gradients are added up."""
 
     @property
     def own_s(self) -> float:
-        """What it takes without the waiting."""
+        """Time of a step without the waiting."""
         return self.step_s - self.waited_s
 
     @property
@@ -34,7 +34,7 @@ class ProcessTimes:
 
 
 def told(times: Sequence[ProcessTimes]) -> str:
-    """Return who waits how long for whom, as the rest of a sentence about the processes; empty if there are none."""
+    """Return the slowest process and the longest wait as the rest of a sentence; empty without ``times``."""
     if not times:
         return ""
     longest = max(times, key=lambda one: one.waited_s)

@@ -146,7 +146,7 @@ def curves(run: RunFolder) -> Figure:
 
 
 def _compared(run: RunFolder, predicted: Trace) -> str:
-    """Return what was planned beside what was measured."""
+    """Return the table of planned and measured figures."""
 
     def row(name: str, planned: float, actual: float, show: Callable[[Any], str]) -> tuple[str, ...]:
         difference = f"{'+' if actual >= planned else '−'}{show(abs(actual - planned))}"
@@ -167,7 +167,7 @@ def _compared(run: RunFolder, predicted: Trace) -> str:
 
 
 def _phases(run: RunFolder) -> str:
-    """Return where the time of the run went."""
+    """Return the section about how the time of the run was spent."""
     totals = {use: sum(part.seconds.get(phase, 0.0) for part in run.parts) for phase, use in _PHASES.items()}
     whole = sum(totals.values())
     resumed = f", in {len(run.parts)} parts" if len(run.parts) > 1 else ""
@@ -179,7 +179,7 @@ def _phases(run: RunFolder) -> str:
 
 
 def _processes(run: RunFolder) -> str:
-    """Return who of several processes waits how long for whom."""
+    """Return the section about several processes: their times of a step, and how much of it is waiting."""
     times = run.parts[-1].processes if run.parts else ()
     rows = [
         (one.name, *map(format_seconds, (one.step_s, one.own_s, one.waited_s)))
@@ -193,7 +193,7 @@ def _processes(run: RunFolder) -> str:
 
 
 def _samples(samples: Sequence[RunSample]) -> Iterator[str]:
-    """Yield what the model wrote over time; the last of each prompt is in full view."""
+    """Yield the generated texts; the last one of each prompt is in full view."""
     last = {sample.prompt: sample for sample in samples}
     yield from map(_quoted, last.values())
     if earlier := [sample for sample in samples if sample is not last[sample.prompt]]:
@@ -208,7 +208,7 @@ def _quoted(sample: RunSample) -> str:
 
 
 def _settings(run: RunFolder) -> str:
-    """Return what the run was made with: settings, versions and machine."""
+    """Return the table of settings, versions and machine."""
     rows = [(name, plainly(value)) for name, value in run.settings.items() if value is not None]
     for name, value in run.environment.items():
         is_size = isinstance(value, int) and name.endswith("_bytes")

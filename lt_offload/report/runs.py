@@ -39,7 +39,7 @@ Curve = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSample:
-    """What the model wrote after a prompt."""
+    """Text that the model generated after a prompt."""
 
     step: int
     """Steps that were done."""
@@ -59,7 +59,7 @@ class RunPart:
     """``finished``, ``interrupted`` or ``failed``."""
     error: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase: ``start``, ``steps``, ``between``, ``validation``, ``samples``, ``checkpoints``."""
+    """Seconds by phase: ``start``, ``steps``, ``between``, ``validation``, ``samples``, ``checkpoints``."""
     medians: Mapping[str, float] = field(default_factory=dict)
     """``step_s``, ``iteration_s`` and ``between_s``."""
     device_peak_bytes: int | None = None
@@ -70,24 +70,24 @@ class RunPart:
     trained_tokens: int = 0
     samples: int = 0
     loss_before: float | None = None
-    """On held-out data, before the first step."""
+    """Held-out loss before the first step."""
     flops_per_token: float | None = None
     peak_flops_per_s: float | None = None
     peak_source: str | None = None
     processes: tuple[ProcessTimes, ...] = ()
-    """Times of several that wait for each other."""
+    """Times of several processes that wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """What a run left behind, as far as it came."""
+    """The files of a run, parsed, as far as the run came."""
 
     path: Path
     curves: Mapping[str, Curve]
-    """By the names of the metrics."""
+    """Curves by the names of their metrics."""
     samples: Sequence[RunSample]
     settings: Mapping[str, object]
-    """Of ``config.yaml``, by dotted names."""
+    """Settings of ``config.yaml`` by dotted names."""
     environment: Mapping[str, Any]
     parts: Sequence[RunPart]
     plan: Plan | None
@@ -103,7 +103,7 @@ class RunFolder:
 
     @property
     def model(self) -> str:
-        """What people call the model."""
+        """Short name of the model."""
         name = str(self.settings.get("model.name") or "")
         if name:
             return Path(name).name
@@ -143,7 +143,7 @@ class RunFolder:
 
 
 def read_run(path: str | Path) -> RunFolder:
-    """Return what is in the run folder ``path``.
+    """Return the parsed run folder ``path``.
 
     Raises:
         ConfigError: if it is not a run folder.
@@ -184,7 +184,7 @@ def read_run(path: str | Path) -> RunFolder:
 
 
 def read_parts(folder: Path) -> list[RunPart]:
-    """Return the parts of a run that ended by themselves: a process that was killed says nothing."""
+    """Return the parts of a run that ended by themselves; a process that was killed has written none."""
     from pydantic import TypeAdapter, ValidationError
 
     parts = []
@@ -196,7 +196,7 @@ def read_parts(folder: Path) -> list[RunPart]:
 
 
 def write_part(folder: Path, part: RunPart) -> None:
-    """Add ``part`` to the summary of a run, in place of what it takes again."""
+    """Add ``part`` to the summary of a run, in place of the parts whose steps it repeats."""
     # A resumed run begins at a checkpoint: parts from there on were taken again.
     parts = [before for before in read_parts(folder) if before.first_step < part.first_step]
     text = json.dumps({"parts": [asdict(part) for part in [*parts, part]]}, indent=2)
@@ -214,7 +214,7 @@ def without_later(path: Path, step: int) -> None:
 
 def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
     numbered = sorted((int(m[1]), path) for path in folder.iterdir() if (m := _PART.fullmatch(path.name)))
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+    merged: dict[str, dict[int, float]] = defaultdict(dict)
     for path in [*(path for _, path in numbered), folder / METRICS]:
         if not path.is_file():
             continue
@@ -226,12 +226,12 @@ def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
         # A run that was left where a validation was due begins with it: that step is told of in the part before.
         taken = [step for step, values in rows if not all(map(_of_validation, values))] or [step for step, _ in rows]
         first = min(taken, default=0)
-        for name, curve in found.items():
-            found[name] = {step: value for step, value in curve.items() if step < first}
+        for name, curve in merged.items():
+            merged[name] = {step: value for step, value in curve.items() if step < first}
         for step, values in rows:
             for name, value in values.items():
-                found[name][step] = value
-    return {name: tuple(sorted(curve.items())) for name, curve in found.items() if curve}
+                merged[name][step] = value
+    return {name: tuple(sorted(curve.items())) for name, curve in merged.items() if curve}
 
 
 def _of_validation(name: str) -> bool:
@@ -263,10 +263,10 @@ def _samples(path: Path) -> Iterator[RunSample]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _settings(path: Path, warnings: list[str]) -> dict[str, object]:

@@ -60,7 +60,7 @@ def bars(trace: Trace) -> list[Span]:
 
 
 def kind_of(span: Span) -> str:
-    """Return the kind of a span; what was measured and is no op of the plan says it in words, too."""
+    """Return the kind of a span, by the words of its label; measured spans that are no op of the plan have one, too."""
     words = span.label.partition(",")[0].split()
     kind = "-".join(word for word in words if not word.isdecimal())
     return kind if kind in KINDS else "other"
