@@ -33,7 +33,7 @@ from lt_offload.strategy.replay import KEY, Before
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 """Hooks that are called after the size was chosen."""
 _SOME_BATCHES = 1000
-"""How many batches an epoch has for schedules that are thrown away."""
+"""Batches of an epoch for schedules that are thrown away."""
 
 
 class BatchSize:
@@ -43,18 +43,18 @@ class BatchSize:
         ConfigError: if there is none, or if it would have no effect.
     """
 
-    def __init__(self, trainer: Any, asked: object) -> None:
+    def __init__(self, trainer: Any, setting: object) -> None:
         source = data_source(trainer)
         if not source.is_module():
             raise ConfigError(
-                f"batch_size={asked!r} cannot be set: the loader was given to fit(), ready made; make it in "
+                f"batch_size={setting!r} cannot be set: the loader was given to fit(), ready made; make it in "
                 "train_dataloader() of a datamodule or of the LightningModule, from self.batch_size"
             )
         owners = (source.instance, trainer.datamodule, trainer.lightning_module)
         owner = next((owner for owner in owners if owner is not None and _holders(owner)), None)
         if owner is None:
             raise ConfigError(
-                f"batch_size={asked!r} cannot be set: neither the datamodule nor the LightningModule has an "
+                f"batch_size={setting!r} cannot be set: neither the datamodule nor the LightningModule has an "
                 "attribute batch_size; set it where the dataloader is made and use batch_size=None"
             )
         self.owner = owner
@@ -139,7 +139,7 @@ def choose(
     Args:
         trainer: about to train.
         optimizer: to profile with.
-        size: where the size is kept.
+        size: the attribute to set.
         settings: of plans.
         effective: samples per update, if they are given; the choice is how to split them.
 
@@ -162,9 +162,9 @@ def choose(
 def _profiles(
     trainer: Any, optimizer: Optimizer, size: BatchSize, samples: dict[int, sample.SampleBatch]
 ) -> Callable[[int], Profile]:
-    """Return what measures a training step at a batch size, and keeps the batch in ``samples``.
+    """Return a function that profiles a training step at a batch size, and keeps the batch in ``samples``.
 
-    Machine and optimizer count as measured the first time.
+    The figures of machine and optimizer are those of the first call.
     """
     first: list[Profile] = []
 
@@ -198,7 +198,7 @@ def _profiles(
 
 
 def _too_early(trainer: Any, error: Exception) -> Exception:
-    """Return ``error``, or what to say if the module has hooks that may make what its training step has missed."""
+    """Return ``error``, or a better one if the module has later hooks that may make what its training step missed."""
     hook = limits.overridden([trainer.lightning_module], _LATER)
     if isinstance(error, OffloadError) or hook is None:
         return error
@@ -214,8 +214,7 @@ def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
     """Yield an optimizer like the one that will be used; no loader is made for its schedules."""
     strategy, loop = trainer.strategy, trainer.fit_loop
     before, batches = combined_loader(loop), loop.max_batches
-    # A schedule may ask how many steps there are, for which Lightning would make the loader: it is told that there is
-    # one.
+    # A schedule may ask for the number of steps: without this stand-in, Lightning would make the loader to count them.
     set_combined_loader(loop, SimpleNamespace(iterables=[]))
     loop.max_batches = _SOME_BATCHES
     try:
@@ -233,7 +232,7 @@ def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
 
 
 def _rows(trainer: Any, size: BatchSize) -> int:
-    """Return how many samples the training data have, as far as that is known."""
+    """Return the number of samples of the training data, as far as that is known."""
     with size.set_to(1):
         rows: int = sample.from_data(trainer, _shortest) // trainer.world_size
     return max(1, rows)

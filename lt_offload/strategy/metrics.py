@@ -25,7 +25,7 @@ else:
 
 
 class LossCheck:
-    """Whether losses are finite: noted where they are, so that no step waits, and read when loggers read theirs."""
+    """A check that losses are finite, made on their device so that no step waits, and read with the metrics."""
 
     def __init__(self) -> None:
         self._first: int | Tensor = 0
@@ -33,22 +33,21 @@ class LossCheck:
 
     @property
     def first(self) -> int:
-        """The first step whose loss was not finite, counted from 1; 0: there was none."""
+        """The first step with a loss that was not finite, counted from 1; 0: none."""
         return int(self._first)
 
     @property
     def is_finite(self) -> bool:
-        """Whether the last loss was."""
+        """True if the last loss was finite."""
         return bool(self._is_finite)
 
     @torch.no_grad()
     def note(self, outputs: Any, step: int) -> None:
-        """Take the loss in ``outputs``, what Lightning shows callbacks of a training step, as that of ``step``."""
+        """Take note of the loss of ``step`` in ``outputs``, as Lightning hands them to callbacks."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        # Read at once, as it costs nothing here; on a device the question is answered there, so that no step waits for
-        # it.
+        # Read at once, as it costs nothing here; on a GPU reading would make every step wait for its kernels.
         if loss.device.type == "cpu":
             self._is_finite = math.isfinite(loss)
             self._first = self._first or (0 if self._is_finite else step)
@@ -59,7 +58,7 @@ class LossCheck:
 
 
 class Metrics(_Base):
-    """Logs figures of the training step; the offmate strategy adds it to its Trainer by itself.
+    """A callback that logs figures of the training step; the offmate strategy adds it to its Trainer by itself.
 
     Every step: ``tokens_per_s`` (of all processes, padding included, validation excluded). Every ``log_every_n_steps``
     steps, where the strategy has an engine: ``step_s``, ``step_vs_plan`` (measured over predicted time),
@@ -69,7 +68,7 @@ class Metrics(_Base):
     """
 
     log: Callable[..., None]
-    """The module's; put here by the Trainer."""
+    """The module's ``log``, put here by the Trainer."""
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -89,23 +88,23 @@ class Metrics(_Base):
         self._check_loss(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self._stopped = time.perf_counter()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let it go on."""
+        """Let the clock go on."""
         self._since += time.perf_counter() - self._stopped
 
     def on_planning_start(self) -> None:
-        """Stop it: what a step takes is about to be measured."""
+        """Stop the clock, as planning is no part of a step."""
         self._stopped = time.perf_counter()
 
     def on_planning_end(self) -> None:
-        """Let it go on."""
+        """Let the clock go on."""
         self._since += time.perf_counter() - self._stopped
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log."""
+        """Log the figures of a step."""
         self._note_loss(trainer, outputs)
         # Every process has as many batches; of other sizes than here they are no slower.
         self._tokens += trainer.world_size * tokens_in(batch)
@@ -142,7 +141,7 @@ class Metrics(_Base):
         rank_zero_warn(f"offmate: {what}, {why}")
 
     def _remedies(self, trainer: Any) -> list[str]:
-        """Return what helps against losses that are not finite, most likely first."""
+        """Return remedies for losses that are not finite, the most likely first."""
         clip = [] if trainer.gradient_clip_val else ["clipping (Trainer(gradient_clip_val=1.0))"]
         full = [] if str(trainer.precision).startswith("32") else ["precision='32-true'"]
         return ["a lower learning rate", *clip, *full]

@@ -16,7 +16,7 @@ STRATEGY_NAME = "offmate"
 """The strategy's name in the registries of both."""
 
 named: dict[str, tuple[type[Any], type[Any]]] = {}
-"""The strategy's classes by namespace: under its own name, and under that in the registry."""
+"""The strategy's two classes by namespace: under its own name, and under its name in the registry."""
 
 
 @cache
@@ -26,7 +26,7 @@ def bind(core: type, namespace: str, base: str, *, module: str | None = None) ->
     Args:
         core: the class; the one that is returned has its name.
         namespace: one of :data:`NAMESPACES`.
-        base: where the base class is in it, e.g. ``"strategies.Strategy"``.
+        base: path of the base class in it, e.g. ``"strategies.Strategy"``.
         module: the module that others find the class in, e.g. those that read a saved config; None: ``core``'s.
     """
     folder, _, name = base.rpartition(".")
@@ -43,7 +43,8 @@ def namespace_of(thing: object) -> str | None:
 def introduce() -> None:
     """Let the Trainers of all imported namespaces, which ask by ``isinstance``, take the strategies of the others.
 
-    They ask that, too, before they say whose samples are whose: every strategy here can be one of several processes.
+    Without the second registration Trainers of several processes fail at the loader: they divide samples only for a
+    ``ParallelStrategy``.
     """
     for namespace in NAMESPACES:
         strategies = sys.modules.get(f"{namespace}.strategies")

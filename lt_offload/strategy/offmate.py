@@ -137,7 +137,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             gradient_reserve=gradient_reserve,
             time_limit=solver_time_limit,
         )
-        """The settings of plans; budgets that nobody has named are still to be resolved."""
+        """The settings of plans; budgets that the user left out are not resolved yet."""
         self.memory, self.host_memory = self.settings.device.nbytes, self.settings.host.nbytes
         self.batch_size, self.micro_batches = batch_size, micro_batches
         self.blocks, self.plan_path = blocks, plan
@@ -145,17 +145,17 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self.report_dir = report_dir
         self.explain = False  # whether the whole plan is shown before training, and not just one paragraph about it
         self.profile: Profile | None = None
-        """Made with the first batch, as ``plan`` is; before that only ``batch_size="auto"`` makes both."""
+        """The profile of the first batch, made together with ``plan``; ``batch_size="auto"`` makes both earlier."""
         self.plan: Plan | None = None
         self.trace: Trace | None = None
         """The last iteration, once training has ended; the one before it if its batch was smaller than others."""
         self.engine: Engine | None = None
-        """Present between ``setup`` and ``teardown``."""
+        """The engine, present between ``setup`` and ``teardown``."""
         self.sample: sample.SampleBatch | None = None
         """The batch that the model was measured with."""
         self._device: Device | None = None
         self._replanning: Replanning | None = None
-        """Present while the first iterations may correct the plan."""
+        """The correction of the plan by the first iterations, present until it is over."""
         self._signature: object = None
         self._first: tuple[Any, int] | None = None
         """The first batch of training and its number, until it is planned."""
@@ -169,7 +169,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
 
     @property
     def accelerator(self) -> Any:
-        """Set by the Trainer, before anything else."""
+        """The accelerator, set by the Trainer before anything else."""
         return super().accelerator
 
     @accelerator.setter
@@ -203,7 +203,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         return repeatable(dataloader) if windows.fitting(trainer) and trainer.training else dataloader
 
     def setup_environment(self) -> None:
-        """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
+        """Refuse unsupported settings of the Trainer, before anything is downloaded or loaded."""
         trainer = self._trainer
         # First what every process refuses by itself: to meet the others may take as long as they are late.
         limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
@@ -226,12 +226,12 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Models are made on the host, whatever the device."""
+        """Make models on the host, whatever the device."""
         with torch.device("cpu"), self.precision_plugin.tensor_init_context():
             yield
 
     def model_to_device(self) -> None:
-        """Move metrics only: weights go to the device block by block, and the engine takes care of what is left."""
+        """Move metrics only: weights go to the device block by block, and the engine moves the other tensors."""
         from torchmetrics import Metric
 
         for module in self._module.modules():
@@ -277,7 +277,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self.settings = windows.settings_from_trainer(self.settings, trainer)
 
     def _prepare_training(self, trainer: Any) -> None:
-        """Refuse and switch off what can be, and be ready for evaluation; or for training, if there is a plan."""
+        """Warn, switch off what disturbs, and install an engine: for evaluation, or for training if there is a plan."""
         (optimizer,) = self.optimizers
         if limits.unknown_optimizer(optimizer):
             rank_zero_warn(
@@ -300,7 +300,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self._plan_early(trainer, error)
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """Say what the plan is, and install its engine."""
+        """Explain the plan, and install its engine."""
         assert self.profile is not None and self.plan is not None
         self._save_plan(self._folder(self._trainer))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
@@ -336,25 +336,25 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self._watch.enter_context(self._device.between())
 
     def _replan(self) -> None:
-        """Between two iterations: let profile and plan follow what the first ones have measured."""
+        """Correct profile and plan by the first measured iterations; called between two iterations."""
         engine, replanning = self.engine, self._replanning
         if engine is None or replanning is None or not replanning.due(engine):
             return
         with sample.isolated(self.namespace):
-            found = replanning.correct(engine, steps_left(self._trainer), self._trainer.global_step)
+            correction = replanning.correct(engine, steps_left(self._trainer), self._trainer.global_step)
             if replanning.over:
                 self._replanning = None
-            if found is None:
+            if correction is None:
                 return
-            self.profile, self.plan = found.profile, found.plan
-            engine.plan = found.plan
-            if found.takes_over:
+            self.profile, self.plan = correction.profile, correction.plan
+            engine.plan = correction.plan
+            if correction.takes_over:
                 del engine
-                self._take_over(found.plan)
+                self._take_over(correction.plan)
         self._save_plan(self._folder(self._trainer))
 
     def _follow_changes(self, batch: Any) -> None:
-        """Between two passes: plan again if other tensors are trained than before, or a larger batch than any comes."""
+        """Plan again if other tensors train than before, or if a batch is larger; called between two passes."""
         engine, profile, trainer = self.engine, self.profile, self._trainer
         (optimizer,) = self.optimizers
         change = engine.handover.changed(optimizer) if engine is not None else None
@@ -418,7 +418,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
                 device.close()
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a batch, after a look whether it has padding, which would wait for the device there."""
+        """Move a batch after looking for padding in it, as the look would wait for the device there."""
         self._padded = is_padded(batch)
         return super().batch_to_device(batch, *args, **kwargs)
 
@@ -434,7 +434,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         if self.plan is None:
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
             self._coming = Size.of(batch, self._padded)
-            # What a step that counted has begun goes on with such: it has left sums of a window.
+            # A window that has begun goes on in steps that count, with the sums of gradients that are carried over.
             counts = self._carried is not None
             self._aside = not (counts or surveyable(self, self._trainer, self._structure(), self._coming))
 
@@ -458,7 +458,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step; if no update follows, begin what ends after its backward."""
+        """Run a training step; a micro-batch without an update stays open until its backward has ended."""
         self._plan_first_batch()
         if self._replanning is not None:
             self._replanning.saw(args)
@@ -470,15 +470,15 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
                 self._iterate(opened, last=False)
             if self._surveys:
                 with self._begin_survey().forward((args, kwargs)) as returned:
-                    found = super().training_step(*args, **kwargs)
-                    returned(found)
+                    outputs = super().training_step(*args, **kwargs)
+                    returned(outputs)
             else:
-                found = super().training_step(*args, **kwargs)
+                outputs = super().training_step(*args, **kwargs)
             # Its backward is called later, by the loop, and ends it (``backward``).
             self._micro_batch = opened.pop_all()
             if adds_up(self._trainer):
                 self._step = self._micro_batch
-        return found
+        return outputs
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward, and end a micro-batch without an update."""
@@ -489,20 +489,20 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         return loss
 
     def on_train_start(self) -> None:
-        """Say what windows look like where that may surprise."""
+        """Warn of windows that are shorter than expected."""
         super().on_train_start()
         windows.warn_of_short_ones(self._trainer)
         self.check_copies()  # of a plan that there is already
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Stream the forward; where the sanity check has too little memory, training mostly has, and says how much."""
+        """Stream the forward; if the sanity check lacks memory, planning for training says how much is needed."""
         try:
             with self._streaming():
                 return super().validation_step(*args, **kwargs)
         except OverBudget as error:
             if windows.fitting(self._trainer) and self.plan is None:
                 self._plan_early(self._trainer, error)
-            self._streaming()  # without an engine it says why
+            self._streaming()  # without an engine, raises the error that says why
             raise
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -574,9 +574,9 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
 # -- one class per namespace -----------------------------------------------------------------------------------------
 
 _PUBLIC = "lt_offload.strategy.lightning"
-"""Where a saved config finds the classes; those there serve every namespace."""
+"""The module in which a saved config finds the classes, which serve every namespace."""
 _BUSY = 0.1
-"""Scatter of measurements from which on it is mentioned."""
+"""Scatter of measurements above which the user is told."""
 
 
 def strategy_class(namespace: str) -> type[Any]:

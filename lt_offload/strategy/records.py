@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Records(Processes):
-    """The part of the strategy that keeps records: the first process's for all, and the traces of the others."""
+    """The part of the strategy that writes records: those of the first process, and the traces of the others."""
 
     report_dir: str | Path | None
     profile: Profile | None

@@ -1,4 +1,4 @@
-"""Puts the strategy ``"offmate"`` into the registry of every Lightning namespace, without importing any of them.
+"""Registration of the strategy ``"offmate"`` with every Lightning namespace, without importing any of them.
 
 Lightning has no hook for strategies from outside: its registry is filled while ``<namespace>.strategies`` is imported.
 So a namespace that is imported already gets the strategy at once, and for the others one finder on ``sys.meta_path``
@@ -39,14 +39,14 @@ def install() -> None:
                 _register(sys.modules[name])
         # By an attribute: a second import of this package has another class of this name.
         if not any(getattr(finder, "registers_offmate", False) for finder in sys.meta_path):
-            # In front of those that find modules: the search ends with the first that does.
+            # In front of the other finders: the search ends with the first that has a spec.
             sys.meta_path.insert(0, _Finder())
     except Exception:
         _log.debug("could not register the strategy %r", STRATEGY_NAME, exc_info=True)
 
 
 class _Finder:
-    """Finds nothing itself: lets the other finders find one of our modules and adds to what its loader does."""
+    """A finder that lets the others find a followed module and adds the registration to its loader."""
 
     registers_offmate = True
 

@@ -37,40 +37,40 @@ _WARM_UP = 2
 """Iterations of an engine that do not count: optimizer states are made, and memory is touched for the first time."""
 _MEASURED = 3
 _PLANS = 2
-"""So often the run is planned again."""
+"""Most times that a run is planned again."""
 _CORRECTIONS = 5
-"""So often the profile is corrected: the last plan, too, says at the end what an iteration of it takes."""
+"""Most times that the profile is corrected; more than ``_PLANS``, so that the last plan's time is right, too."""
 _GAIN = 0.02
-"""A plan that is faster by less than this part does not take over."""
+"""The least part by which a plan must be faster to take over."""
 _SHARE = 0.1
-"""Planning may take this part of the time that the rest of the run will."""
+"""The part of the rest of the run that planning may take."""
 _LEAST_S = 1.0
-"""With less time than this nothing is planned."""
+"""The shortest time limit with which planning is tried, in seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """Profile and plan as they are known better than before."""
+    """A corrected profile and its plan."""
 
     profile: Profile
     plan: Plan
     takes_over: bool
-    """Whether this is another plan, and not the same one with other times."""
+    """True if this is another plan, False if it is the same one with other times."""
 
 
 class Replanning:
-    """Follows the first iterations of a run.
+    """The correction of a plan by the first iterations of its run.
 
     Args:
-        settings: of the plan; its ``memory`` is not asked: the budget stays what it is.
-        profile: what the plan was made for.
+        settings: of the plan; its ``memory`` is not read, as the budget stays what it is.
+        profile: the plan's.
     """
 
     def __init__(self, settings: Settings, profile: Profile) -> None:
         self.over = False
-        """Nothing will be corrected any more."""
+        """True if nothing will be corrected any more."""
         self._settings, self._profile = settings, profile
         self._skip = _WARM_UP
         self._seen = 0
@@ -83,14 +83,14 @@ class Replanning:
         """Take note of a batch that is trained on."""
         self._lengths.append(extent(batch)[1])
 
-    def _sentence(self, found: Comparison) -> str:
-        """Return what differs and why: rows that are shorter than planned explain it better than lanes."""
+    def _sentence(self, seen: Comparison) -> str:
+        """Return the difference and its cause: rows that are shorter than planned explain it better than lanes."""
         longest, planned = max(self._lengths, default=0), self._profile.sequence_length
         if self._corrections or not 0 < longest < (1 - TOLERANCE) * planned:
-            return found.sentence
+            return seen.sentence
         enough = round_up(longest, 8)
         return (
-            f"an iteration takes {format_seconds(found.measured_s)}, planned were {format_seconds(found.planned_s)}: "
+            f"an iteration takes {format_seconds(seen.measured_s)}, planned were {format_seconds(seen.planned_s)}: "
             f"rows are {longest} tokens long at most, planned were {planned}; if none is longer, plan for {enough} "
             f"(--data.max_length {enough})"
         )
@@ -105,21 +105,21 @@ class Replanning:
         return len(self._traces) == _MEASURED
 
     def correct(self, engine: Engine, steps_left: float, done: int) -> Correction | None:
-        """Compare what was recorded with the plan of ``engine``; return what follows from it, None if nothing does.
+        """Compare the recorded iterations with the plan of ``engine``; return a correction, None if there is none.
 
         Args:
             engine: between two iterations.
-            steps_left: how many iterations are to come.
-            done: how many there have been, those included that were recorded.
+            steps_left: number of iterations to come.
+            done: number of iterations so far, with the recorded ones.
         """
         plan, traces = engine.plan, self._traces
         assert plan is not None
         self._traces = []
-        found = compare(plan, self._profile, traces)
-        sentence = self._sentence(found)
-        if found.agrees or self._corrections == _CORRECTIONS:
+        comparison = compare(plan, self._profile, traces)
+        sentence = self._sentence(comparison)
+        if comparison.agrees or self._corrections == _CORRECTIONS:
             self.over = True
-            if not found.iteration_agrees:
+            if not comparison.iteration_agrees:
                 _log.warning("offmate: %s", sentence)
             return None
         self._corrections += 1
@@ -137,7 +137,7 @@ class Replanning:
         return Correction(profile=self._profile, plan=_kept(plan, better, sentence), takes_over=True)
 
     def _plan_again(self, engine: Engine, plan: Plan, steps_left: float) -> tuple[Plan | None, Plan]:
-        """Return a plan that is worth taking over, if there is one, and ``plan`` with what was learnt about it."""
+        """Return a plan that is worth taking over, if there is one, and ``plan`` with a better lower bound."""
         now = plan.predicted.iteration_s
         limit = min(self._settings.time_limit, _SHARE * steps_left * now)
         enough = limit >= min(_LEAST_S, self._settings.time_limit)
@@ -147,27 +147,27 @@ class Replanning:
         rank_zero_info(f"offmate: planning again, {limit:.3g} s at most")
         settings = replace(self._settings, memory=plan.budget_bytes, time_limit=limit)
         try:
-            found = make_plan(self._profile, settings)
+            other = make_plan(self._profile, settings)
         except (ConfigError, InfeasibleError, UnsupportedError) as error:  # there is a plan: no other was found in time
             rank_zero_info(f"offmate: the plan stays: {error}")
             return None, plan
         # A lower bound cannot be above the time of a plan that exists.
-        bound = min(found.predicted.lower_bound_s, now)
+        bound = min(other.predicted.lower_bound_s, now)
         plan = replace(plan, predicted=replace(plan.predicted, lower_bound_s=bound))
-        if found.predicted.iteration_s > (1 - _GAIN) * now or not engine.handover.may_run(found):
+        if other.predicted.iteration_s > (1 - _GAIN) * now or not engine.handover.may_run(other):
             return None, plan
-        return found, plan
+        return other, plan
 
 
 def follow(settings: Settings, profile: Profile) -> Replanning | None:
-    """Return what follows a run that was planned with ``settings``; None for windows, whose plans stay as they are."""
+    """Return the correction for a run that was planned with ``settings``; None for windows, whose plans stay."""
     return None if has_windows(settings) else Replanning(settings, profile)
 
 
 def measured_again(trainer: Any, optimizer: Optimizer, batch: sample.SampleBatch, before: Profile) -> Profile:
-    """Return the profile of a step as model and ``optimizer`` are now; the machine is as it was ``before``."""
-    found = sample.measure(trainer, optimizer, batch, before.hardware, micro_batches=before.parts)
-    return replace(found, contention=before.contention)
+    """Return the profile of a step of today's model and ``optimizer``, with the figures of the machine ``before``."""
+    profile = sample.measure(trainer, optimizer, batch, before.hardware, micro_batches=before.parts)
+    return replace(profile, contention=before.contention)
 
 
 def warn_of_unfreezing(
@@ -216,7 +216,7 @@ def may_unfreeze(callback: object) -> bool:
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:
-    """Return ``plan`` with what ``before`` says about the run, and why it was corrected."""
+    """Return ``plan`` with the batch curve of ``before`` and a note of the reason ``why`` it was corrected."""
     notes = tuple(note for note in plan.notes if not note.startswith(_NOTE))
     return replace(plan, batch_curve=before.batch_curve, notes=(*notes, f"{_NOTE} {why}"))
 
@@ -225,14 +225,14 @@ _NOTE = "corrected by measurement:"
 
 
 def steps_left(trainer: Any) -> float:
-    """Return how many iterations are to come, infinity if nobody knows."""
+    """Return the number of iterations to come, infinity if it is unknown."""
     total = trainer.estimated_stepping_batches
     return math.inf if total < 0 else max(0.0, total - trainer.global_step)
 
 
 @contextmanager
 def planning(trainer: Any) -> Iterator[None]:
-    """Tell those callbacks of ``trainer`` that keep time, or wait for steps to end, that it plans meanwhile."""
+    """Tell callbacks of ``trainer`` that keep time, or wait for steps to end, that it plans within the context."""
     for callback in trainer.callbacks:
         getattr(callback, "on_planning_start", _nothing)()
     try:

@@ -1,6 +1,6 @@
-"""A saved plan that is to be used again: whether it is for this model, this batch and this much memory.
+"""Saved plans, and their check against the present model, batch and memory.
 
-It is in a file of its own, or in the checkpoint of the run that goes on.
+A plan is in a file of its own, or in the checkpoint of the run that goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lt_offload.suggest import some
 ONE_BATCH = Settings()
 """One micro-batch per update, no clipping by norm."""
 KEY = "lt_offload"
-"""The key of what the strategy adds to a checkpoint."""
+"""The strategy's key in a checkpoint."""
 
 
 def load_plan(
@@ -112,9 +112,9 @@ def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
 def record(
     module: nn.Module, profile: Profile | None, plan: Plan, settings: Settings, shown: Iterable[Size]
 ) -> dict[str, Any]:
-    """Return how a run trains, for its checkpoint: which weights, in which batches, by which plan for which settings.
+    """Return the record of a run for its checkpoint: trained weights, batches, settings, profile and plan.
 
-    A profile comes with it: to measure machine and optimizer takes RAM, in which the states are when a run goes on.
+    The profile is in it because measuring machine and optimizer again takes RAM that the states need by then.
     """
     return {
         "batch_size": (profile or plan).batch_size,
@@ -133,7 +133,7 @@ def _say(sentence: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Before:
-    """What a checkpoint says of its run: None where it says nothing, or there is none."""
+    """The record of a run in its checkpoint; fields are None where the checkpoint lacks them, or there is none."""
 
     batch_size: int | None = None
     micro_batches: int | None = None
@@ -142,12 +142,12 @@ class Before:
     profile: str | None = None
     plan: str | None = None
     shown: tuple[Size, ...] = ()
-    """Sizes of batches for which steps have shown what to plan."""
+    """Sizes of the batches whose steps were profiled."""
     say: Callable[[str], None] = _say
 
     @classmethod
     def of(cls, noted: Mapping[str, Any] | None, say: Callable[[str], None] = _say) -> Before:
-        """Return what :func:`record` has ``noted`` in a checkpoint."""
+        """Return the record that :func:`record` has ``noted`` in a checkpoint."""
         if noted is None:
             return cls(say=say)
         trained = noted.get("trained")
@@ -188,7 +188,7 @@ class Before:
                 self.say(f"as in the run of the checkpoint, from now on {how}: {some(changed)}")
 
     def warn_of_frozen(self, module: nn.Module) -> None:
-        """Name the weights that trained in the run before, and do not now: a hook has frozen them since they were."""
+        """Warn of weights that trained in the run before and do not now, because a hook has frozen them."""
         trained = self.trained or ()
         if frozen := [name for name, p in module.named_parameters() if name in trained and not p.requires_grad]:
             rank_zero_warn(
@@ -197,7 +197,7 @@ class Before:
             )
 
     def parts(self, count: int | Literal["auto"]) -> int | Literal["auto"]:
-        """Return in how many parts batches are taken where ``count`` is set; says so if that were other numbers."""
+        """Return the parts of a batch where ``count`` is set; warns if they differ from those of the run before."""
         if count == "auto":
             return self.micro_batches or count
         if self.micro_batches not in (None, count):
@@ -209,14 +209,14 @@ class Before:
         return count
 
     def measured(self, device: torch.device, *, processes: int, machines: int) -> Profile | None:
-        """Return what the run before has measured, if that was on as many ``machines`` with such a ``device``.
+        """Return the profile of the run before, if that had as many ``machines`` with such a ``device``.
 
-        What the process takes counts as in that run: what reading the checkpoint has left behind is used again.
+        The process's own memory is that of the earlier run: memory left over from reading the checkpoint is used again.
 
         Args:
             device: of this process.
             processes: of each machine.
-            machines: that train together.
+            machines: number that train together.
         """
         if self.profile is None:
             return None
@@ -238,7 +238,7 @@ class Before:
             profile: of the run that goes on.
             settings: of its plans.
             budget: bytes of the device.
-            evaluated: those that evaluations take beside what the plan decides about.
+            evaluated: bytes of evaluations beside the plan's.
         """
         if self.plan is None:
             return None
@@ -272,7 +272,7 @@ class Before:
 
 
 def as_measured(known: Profile | None, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what need not be measured once more, as arguments of :func:`lt_offload.profile`."""
+    """Return earlier measurements as arguments of :func:`lt_offload.profile`."""
     if known is None:
         return {}
     same = known.optimizer.name == type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""Several micro-batches per update, and clipping, under a Trainer: what it asks for, and what it calls instead."""
+"""Several micro-batches per update, and clipping, under a Trainer: its settings, and the hooks put in their place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fitting(trainer: Any) -> bool:
 
 
 def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
-    """Return ``settings`` with what ``trainer`` asks for.
+    """Return ``settings`` with the micro-batches and the clipping of ``trainer``.
 
     Raises:
         ConfigError: if it asks for a clipping, or a number of micro-batches, that there is not.
@@ -51,9 +51,9 @@ def batches_per_update(trainer: Any) -> int:
 
 
 def effective_batch(trainer: Any, batch_size: int) -> int | None:
-    """Return the samples per update that a run asks for by ``batch_size`` and a fixed number of micro-batches.
+    """Return the samples per update that ``batch_size`` and a fixed number of micro-batches make.
 
-    None if there is one batch per update, whose size is anybody's to choose, or a schedule.
+    None if there is one batch per update, or a schedule: then any size may be chosen.
     """
     count: int = trainer.accumulate_grad_batches
     return count * batch_size if count > 1 and batches_per_update(trainer) == count else None
@@ -75,24 +75,24 @@ def split(trainer: Any, effective: int, batch_size: int) -> None:
 
 
 def warn_of_short_ones(trainer: Any) -> None:
-    """Say that windows are shorter than ``trainer`` asks for, if its loops, which begin now, will make them so."""
-    asked, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-    if asked > batches:
+    """Warn of windows that are shorter than ``trainer`` asks for, at the beginning of its loops."""
+    wanted, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+    if wanted > batches:
         rank_zero_warn(
-            f"accumulate_grad_batches={asked} is more than the {batches} batches of an epoch, with whose end every "
+            f"accumulate_grad_batches={wanted} is more than the {batches} batches of an epoch, with whose end every "
             f"window ends: each update has the gradients of {batches} at most"
-            + ("" if knows_tokens(trainer) else f", divided by {asked}")
+            + ("" if knows_tokens(trainer) else f", divided by {wanted}")
         )
     seen = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-    if 0 < seen < batches and seen % asked:
+    if 0 < seen < batches and seen % wanted:
         rank_zero_warn(
             f"the checkpoint was written after {seen} batches of its epoch, where no window of "
-            f"accumulate_grad_batches={asked} ends: the first update has the gradients of {asked - seen % asked}"
+            f"accumulate_grad_batches={wanted} ends: the first update has the gradients of {wanted - seen % wanted}"
         )
 
 
 def knows_tokens(trainer: Any) -> bool:
-    """Return whether the loss of a window is a mean over its tokens: if the module wants it and batches say them."""
+    """Return whether the loss of a window is a mean over its tokens: the module wants it, and batches count them."""
     wanted = getattr(trainer.lightning_module, "loss_average", "batches")
     return wanted == "tokens" or (wanted is None and getattr(trainer.datamodule, "counts_tokens", False))
 
@@ -160,9 +160,9 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
 
     def engine() -> Engine:
         # Asked each time: a plan that takes over brings another engine.
-        found = present()
-        assert found is not None
-        return found
+        active = present()
+        assert active is not None
+        return active
 
     def shows(*, final: bool) -> AbstractContextManager[None]:
         # After a step that no plan carries out, gradients are where everybody looks for them.
@@ -202,7 +202,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             before_zeroing(*args, **kwargs)
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
-        """The hooks that look at gradients are over; they are clipped where they are."""
+        """Hide gradients after the hooks that look at them: the engine clips them where they are."""
         if present() is not None:
             engine().window_gradients.hide(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
         return clips(*args, **kwargs)

@@ -517,8 +517,8 @@ AROUND = (
     mutant(
         "a plan for the batch that came last has no room for those before",
         GROWING,
-        "return largest([before, found])",
-        "return found",
+        "return largest([before, profile])",
+        "return profile",
         "unit/hf/test_planning.py",
     ),
     mutant(

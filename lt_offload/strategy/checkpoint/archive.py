@@ -16,15 +16,15 @@ from lt_offload.units import round_up
 ALIGNMENT = 64
 """Bytes: as torch aligns storages, so that tensors of a mapped file may begin anywhere."""
 _FOLDER = "archive/"
-"""Before each name: torch's reader takes it from the first one."""
+"""The prefix of each name, which torch's reader takes from the first one."""
 _VERSION = 45
-"""Of the format: the first with sizes of 64 bits."""
+"""The first version of the format with sizes of 64 bits."""
 _1980 = 0x21
-"""The first day that the format knows: a file has the time."""
+"""The first day that the format knows, as a date of all records."""
 _FULL, _MANY = 0xFFFFFFFF, 0xFFFF
-"""In fields of 32 and 16 bits: the number stands elsewhere, in 64 bits."""
+"""Marks in fields of 32 and 16 bits: the number stands elsewhere, in 64 bits."""
 _LONG, _PADDING = 0x0001, 0x4246
-"""Kinds of extra fields: numbers of 64 bits, and bytes that nobody reads, as torch marks them."""
+"""Kinds of extra fields: numbers of 64 bits, and padding with torch's mark."""
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
@@ -38,9 +38,9 @@ class RecordPlace:
 
     name: bytes
     header: int
-    """Where its header begins."""
+    """Offset of its header."""
     data: int
-    """Where its bytes begin."""
+    """Offset of its bytes."""
     nbytes: int
 
     @property
@@ -48,7 +48,7 @@ class RecordPlace:
         return self.nbytes >= _FULL
 
     def local(self, crc: int) -> bytes:
-        """Return what stands between ``header`` and ``data``."""
+        """Return the bytes between ``header`` and ``data``."""
         extra = _extra(self.nbytes, self.nbytes) if self._is_long else b""
         size = _FULL if self._is_long else self.nbytes
         left = self.data - self.header - _LOCAL.size - len(self.name) - len(extra)
@@ -67,22 +67,22 @@ class RecordPlace:
 
 def lay_out(sizes: Sequence[tuple[str, int]]) -> list[RecordPlace]:
     """Return the places of records, given by their names and bytes, one behind the other."""
-    found, end = [], 0
+    places, end = [], 0
     for name, nbytes in sizes:
         full = f"{_FOLDER}{name}".encode()
         least = end + _LOCAL.size + len(full) + (len(_extra(0, 0)) if nbytes >= _FULL else 0) + 4
-        found.append(RecordPlace(full, end, round_up(least, ALIGNMENT), nbytes))
-        end = found[-1].data + nbytes
-    return found
+        places.append(RecordPlace(full, end, round_up(least, ALIGNMENT), nbytes))
+        end = places[-1].data + nbytes
+    return places
 
 
 def end_of(entries: Sequence[RecordPlace]) -> int:
-    """Return where the table of contents begins."""
+    """Return the offset of the table of contents."""
     return entries[-1].data + entries[-1].nbytes
 
 
 def contents(entries: Sequence[RecordPlace], sums: Mapping[int, int]) -> bytes:
-    """Return the table of contents, which ends the file; ``sums`` has each CRC-32, by where the bytes begin."""
+    """Return the table of contents, which ends the file; ``sums`` has each CRC-32, by the offset of the bytes."""
     table = b"".join(entry.central(sums[entry.data]) for entry in entries)
     start, count = end_of(entries), len(entries)
     end = b""

@@ -17,12 +17,12 @@ from lt_offload.strategy.checkpoint import random_state
 
 
 class Repeatable:
-    """What :func:`repeatable` adds to a DataLoader; the methods of the state are those that Lightning looks for."""
+    """Members that :func:`repeatable` adds to a DataLoader; Lightning saves and loads its state by two of them."""
 
     _passes: tuple[dict[str, Any], ...] = ()
     """The random states from which the passes of this epoch began; more than one where a short loader is repeated."""
     _again: tuple[dict[str, Any], ...] = ()
-    """States from which the next passes shall begin."""
+    """Random states from which the next passes shall begin."""
 
     def __iter__(self) -> Iterator[Any]:
         # Workers get their seeds when the iterator is made, a sampler draws its order for the first batch.
@@ -80,7 +80,7 @@ def repeatable(loader: object) -> object:
 
 
 def loader_parts(loader: Any) -> dict[str, object]:
-    """Return ``loader`` and what it takes its order and its samples from, by name."""
+    """Return ``loader`` and the sources of its order and its samples, by name."""
     parts = {"loader": loader}
     for name in ("sampler", "batch_sampler", "dataset", "collate_fn"):
         parts[name] = getattr(loader, name, None)

@@ -46,22 +46,21 @@ else:
 
 
 Reading = Callable[[torch.UntypedStorage], AbstractContextManager[torch.UntypedStorage]]
-"""Encloses reading what is in a storage; yields where it is."""
+"""A context around reading a storage; yields the storage with the bytes to save."""
 _as_it_is: Reading = nullcontext
 _SUFFIX = ".lt_offload-partial"
-"""Ends the names of files that this package is writing: files that others call partial are not touched."""
+"""The end of names of files that this package is writing; other partial files are not touched."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LITTLE_MEMORY = 16 << 20
-"""Bytes: copies of that much are made wherever a checkpoint is written later."""
+"""Bytes that are always copied for a checkpoint that is written later, however little RAM is left."""
 _LITTLE = 1 << 20
-"""Bytes: a disk with less room than this is taken for full where torch's writer fails; tensors of less are read as they
-are."""
+"""Bytes: with less room a disk counts as full when torch's writer fails; pages of smaller tensors stay in RAM."""
 _VERSION_AS_LOADED = 1
-"""What torch counts of changes in place of a tensor that was just loaded: a page that was written is no file's."""
+"""Torch's count of in-place changes of a tensor that was just loaded; a page that was written is not the file's."""
 
 
 def prepare(folder: Path) -> None:
-    """Make sure that ``folder`` can be made and written to, and remove what killed runs have left of checkpoints there.
+    """Check that ``folder`` can be made and written to, and remove the partial checkpoints of killed runs there.
 
     Raises:
         CheckpointError: if no file can be written there.
@@ -70,7 +69,7 @@ def prepare(folder: Path) -> None:
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Only trying shows it: the rights of a folder say nothing of a disk that can only be read.
+        # Only a trial shows it: the permissions of a folder on a read-only disk may allow writing.
         probe.touch()
         probe.unlink()
         for path in absent:  # whoever saves something makes them
@@ -97,15 +96,15 @@ def _remove_leftover(path: Path) -> None:
 
 @dataclass(slots=True)
 class Record:
-    """One file in the archive that a checkpoint is."""
+    """One file in the archive of a checkpoint."""
 
     name: str
     content: str | bytes | None
     storage: torch.UntypedStorage | None
-    """Instead of ``content``."""
+    """The bytes, in place of ``content``."""
     nbytes: int
     offset: int = 0
-    """Where its bytes begin in a file that several processes write."""
+    """Offset of its bytes in a file that several processes write."""
 
     @property
     def address(self) -> int:
@@ -114,21 +113,21 @@ class Record:
 
 
 def records(checkpoint: dict[str, Any]) -> list[Record]:
-    """Return what ``torch.save`` writes, in its order: what is no tensor is pickled, storages are what they are."""
-    found = _Collector()
+    """Return the records that ``torch.save`` writes, in its order: storages as they are, everything else pickled."""
+    collector = _Collector()
     serialize: Any = save_records
-    serialize(checkpoint, found, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
-    return found.records
+    serialize(checkpoint, collector, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    return collector.records
 
 
 class _Collector:
-    """Stands in for the archive."""
+    """A stand-in for the archive that keeps its records."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
 
     def write_record(self, name: str, content: Any, nbytes: int) -> None:
-        """Keep it."""
+        """Keep the record."""
         storage = content if isinstance(content, torch.UntypedStorage) else None
         self.records.append(Record(name, content if storage is None else None, storage, nbytes))
 
@@ -139,13 +138,13 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; nothing is left of the new file.
     """
-    found = records(checkpoint)
-    make_room(found, path)
-    write(found, path)
+    content = records(checkpoint)
+    make_room(content, path)
+    write(content, path)
 
 
 def make_room(records: Iterable[Record], path: str | Path) -> None:
-    """Make the folder of ``path``, and look whether ``records`` fit beside the file that they replace.
+    """Make the folder of ``path``, and check that ``records`` fit beside the file that they replace.
 
     Raises:
         CheckpointError: if they do not, or the folder cannot be made.
@@ -153,7 +152,7 @@ def make_room(records: Iterable[Record], path: str | Path) -> None:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Before the first byte is written: a disk that is full is a trouble for others, too.
+        # Before the first byte is written: filling the disk up would make other programs fail, too.
         needed, free = sum(record.nbytes for record in records), shutil.disk_usage(target.parent).free
         if needed > free:
             raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)}")
@@ -225,7 +224,7 @@ def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest file in ``folder`` that training can go on from, None if there is none."""
+    """Return the newest complete checkpoint in ``folder``, None if there is none."""
     # A link may name a file that is not complete yet.
     present = [path for path in folder.glob("*.ckpt") if path.exists()]
     paths = sorted(present, key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -237,7 +236,7 @@ def is_complete(path: Path) -> bool:
     if not zipfile.is_zipfile(path):  # its table of contents is at the end
         return False
     try:
-        # A look at a file that may be anybody's: nothing in it is run.
+        # The file may be anybody's: without weights_only, a look at it would run the code in its pickle.
         checkpoint = load(path, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError):
         return False
@@ -246,9 +245,9 @@ def is_complete(path: Path) -> bool:
 
 @contextmanager
 def reading_once(module: nn.Module, saved: Mapping[str, Any]) -> Iterator[None]:
-    """Enclose loading ``saved``, which :func:`load` has returned, into ``module``: what was read leaves RAM at once.
+    """Enclose loading ``saved``, the result of :func:`load`, into ``module``: pages that were read leave RAM at once.
 
-    Or the process would take all weights twice, as pages of the file and as parameters.
+    Without this, the process would take all weights twice, as pages of the file and as parameters.
     """
     with ExitStack() as hooks:
         for path, part in module.named_modules():
@@ -267,7 +266,7 @@ def _forget_named(saved: Mapping[str, Any], names: Iterable[str], *_: object) ->
 
 
 def _forget(tensor: Tensor) -> None:
-    """Take the pages of a mapped ``tensor`` out of RAM; small ones, and what a hook has written to, stay."""
+    """Take the pages of a mapped ``tensor`` out of RAM; small tensors, and those that a hook has written to, stay."""
     if tensor.nbytes >= _LITTLE and version_of(tensor) <= _VERSION_AS_LOADED:
         forget(tensor)
 
@@ -275,7 +274,7 @@ def _forget(tensor: Tensor) -> None:
 def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchanged: Set[nn.Parameter]) -> None:
     """Load ``saved`` into ``optimizer``, in host memory of its own and in the dtypes in which it was saved.
 
-    What was read of a mapped file leaves RAM at once.
+    Pages of a mapped file that were read leave RAM at once.
 
     ``Optimizer.load_state_dict`` casts states to the dtype of their parameter, which truncates the fp32 states of bf16
     weights; and it keeps tensors that are pages of the checkpoint file.
@@ -299,7 +298,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
 
 
 def explained(target: Path, error: OSError) -> str:
-    """Return one sentence on why ``target`` was not written, and the way out."""
+    """Return one sentence with the reason why ``target`` was not written, and the way out."""
     folder = next(parent for parent in target.parents if parent.exists())
     way_out = "choose another folder with dirpath= of ModelCheckpoint or trainer.default_root_dir"
     if error.errno in _FULL:
@@ -334,7 +333,7 @@ def partial_name(path: Path, mark: str = "") -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until what was written to a file or folder is on disk."""
+    """Wait until the written bytes of a file or folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -349,7 +348,7 @@ class AtomicCheckpointIO(_Base):
     """
 
     _writer: Writer | None = None
-    """Writes checkpoints while training goes on; each object has its own."""
+    """The thread that writes checkpoints while training goes on; each object has its own."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint file."""
@@ -360,7 +359,7 @@ class AtomicCheckpointIO(_Base):
             save(checkpoint, local_path)
 
     def save_snapshot(self, checkpoint: dict[str, Any], path: Path, snapshot: HostSnapshot, *, later: bool) -> None:
-        """Write a checkpoint file in the order in which training changes what is in it.
+        """Write a checkpoint file in the order in which training changes its tensors.
 
         Args:
             checkpoint: as it is now.
@@ -375,9 +374,11 @@ class AtomicCheckpointIO(_Base):
         with ExitStack() as undo:
             undo.callback(snapshot.close)
             self._check()
-            found = records(checkpoint)
-            make_room(found, path)
-            self._carry_out(lambda records, read: write(records, path, read), found, path, snapshot, undo, later=later)
+            content = records(checkpoint)
+            make_room(content, path)
+            self._carry_out(
+                lambda records, read: write(records, path, read), content, path, snapshot, undo, later=later
+            )
 
     def save_part(self, begin: Callable[[], FilePart], path: Path, snapshot: HostSnapshot, *, later: bool) -> None:
         """Write one of several processes' part of a checkpoint file, in the order in which training changes it.
@@ -385,7 +386,7 @@ class AtomicCheckpointIO(_Base):
         Args:
             begin: makes the part; all processes call it.
             path: of the file.
-            snapshot: of what training will change of the part; is closed.
+            snapshot: of tensors in the part that training will change; is closed.
             later: as for :meth:`save_snapshot`; each process decides for itself.
 
         Raises:
@@ -405,17 +406,17 @@ class AtomicCheckpointIO(_Base):
     def _carry_out(
         self,
         write: Callable[[list[Record], Reading], None],
-        found: list[Record],
+        records: list[Record],
         path: Path,
         snapshot: HostSnapshot,
         undo: ExitStack,
         *,
         later: bool,
     ) -> None:
-        """Let ``write`` write what was ``found``, now or ``later``; ``undo`` is what is to be done afterwards."""
-        # First what training changes first, so that as little as possible has to be copied aside.
-        found.sort(key=lambda record: -1 if record.storage is None else snapshot.rank(record.storage))
-        loose = [r for r in found if r.storage is not None and not snapshot.holds(r.storage)]
+        """Let ``write`` write ``records``, now or ``later``, and close ``undo`` afterwards."""
+        # In the order in which training changes them: in another one, more would have to be copied aside.
+        records.sort(key=lambda record: -1 if record.storage is None else snapshot.rank(record.storage))
+        loose = [r for r in records if r.storage is not None and not snapshot.holds(r.storage)]
         nbytes = sum(record.nbytes for record in loose)
         if later and nbytes > max(snapshot.room, _LITTLE_MEMORY):
             rank_zero_warn(
@@ -425,14 +426,14 @@ class AtomicCheckpointIO(_Base):
             later = False
         if not later:
             self.wait()
-            write(found, _reading(snapshot))
+            write(records, _reading(snapshot))
             return
         for record in loose:
             record.storage = _copied(record.storage)
         if self._writer is None:
             self._writer = Writer()
         # From here on the writer closes the snapshot, when it has written it.
-        self._writer.submit(partial(_write_and_close, write, found, snapshot, undo.pop_all()))
+        self._writer.submit(partial(_write_and_close, write, records, snapshot, undo.pop_all()))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file, once all that are to be written are complete: till then it may be the last complete one."""
@@ -473,10 +474,10 @@ def _reading(snapshot: HostSnapshot) -> Reading:
 
 
 def _write_and_close(
-    write: Callable[[list[Record], Reading], None], found: list[Record], snapshot: HostSnapshot, undo: ExitStack
+    write: Callable[[list[Record], Reading], None], records: list[Record], snapshot: HostSnapshot, undo: ExitStack
 ) -> None:
     with undo:
-        write(found, _reading(snapshot))
+        write(records, _reading(snapshot))
 
 
 def local(path: str | Path) -> Path | None:

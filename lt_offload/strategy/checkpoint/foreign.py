@@ -20,7 +20,7 @@ _SAFETENSORS = "a model's weights alone"
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise ``ConfigError`` for whatever goes wrong while the checkpoint file ``path`` is read."""
+    """Raise ``ConfigError`` for every error while the checkpoint file ``path`` is read."""
     what = f"checkpoint {str(path)!r}"
     if path.is_dir():
         raise ConfigError(f"{what} is a folder; give a .ckpt file that a Trainer has written")
@@ -48,7 +48,7 @@ def _has_safetensors_header(path: Path) -> bool:
 
 
 def check_checkpoint(checkpoint: Any, path: str | Path) -> None:
-    """Raise ``ConfigError`` unless ``checkpoint`` is what a Trainer writes."""
+    """Raise ``ConfigError`` unless ``checkpoint`` has the form that a Trainer writes."""
     what = f"checkpoint {str(path)!r}"
     if not isinstance(checkpoint, Mapping):
         raise ConfigError(f"{what} holds a {type(checkpoint).__name__}; give one that a Trainer has written")
@@ -97,8 +97,8 @@ def check_optimizer(optimizer: Optimizer, saved: Any) -> None:
             f"model, other adapters or other groups; {hint}"
         )
     # A checkpoint does not name the class of its optimizer: the names of options tell one from another.
-    theirs, ours = ({str(key) for group in each for key in group} for each in (groups, optimizer.param_groups))
-    alien = sorted((theirs ^ ours) - _OF_SCHEDULERS)
+    saved_options, own = ({str(key) for group in each for key in group} for each in (groups, optimizer.param_groups))
+    alien = sorted((saved_options ^ own) - _OF_SCHEDULERS)
     if alien:
         raise ConfigError(
             f"the checkpoint was written with another optimizer than {kind}: they differ in {', '.join(alien)}; {hint}"
@@ -115,7 +115,7 @@ _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "
 
 @contextmanager
 def loading_state(optimizer: Optimizer) -> Iterator[None]:
-    """Raise ``ConfigError`` for what an optimizer says about a state that it cannot take."""
+    """Raise ``ConfigError`` for an optimizer's errors about a state that it cannot take."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

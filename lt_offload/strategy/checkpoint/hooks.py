@@ -1,4 +1,4 @@
-"""The strategy's hooks for checkpoints: which files, from which moment, and whether training waits for them."""
+"""The strategy's hooks for checkpoints: they choose the files, the moment, and whether training waits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STOCK = {f"{namespace}.plugins.io.async_plugin" for namespace in NAMESPACES}
 
 
 class Checkpoints(_Base):
-    """The part of the strategy that saves and loads."""
+    """The part of the strategy that saves and loads checkpoints."""
 
     namespace: str
     async_checkpoint: bool
@@ -60,16 +60,16 @@ class Checkpoints(_Base):
 
         @property
         def num_processes(self) -> int:
-            """On this machine."""
+            """Processes of this machine."""
 
         @property
         def node_rank(self) -> int:
             """The machine's number."""
 
     _unfinished: str | None = None
-    """Why no checkpoint may be written after a run that has failed."""
+    """The reason why no checkpoint may be written after a run that has failed."""
     _failed = False
-    """The run has ended with an error."""
+    """True if the run has ended with an error."""
 
     @property
     @abstractmethod
@@ -91,7 +91,7 @@ class Checkpoints(_Base):
         self._checkpoint_io = io
 
     def check_checkpoint_io(self) -> None:
-        """Raise ``ConfigError`` for plugins that cannot write what they are asked to write."""
+        """Raise ``ConfigError`` for plugins that cannot write these checkpoints."""
         top: Any = self.checkpoint_io
         wrappers = _wrappers(top)
         bottom = wrappers[-1].checkpoint_io if wrappers else top
@@ -108,7 +108,7 @@ class Checkpoints(_Base):
             )
 
     def check_copies(self) -> None:
-        """Look whether there is RAM for the copies that a plugin makes of all weights and states at every save.
+        """Check that there is RAM for the copies that a plugin makes of all weights and states at every save.
 
         Raises:
             ConfigError: if there is not.
@@ -131,7 +131,7 @@ class Checkpoints(_Base):
         rank_zero_warn(what)
 
     def _files(self) -> tuple[Any, bool]:
-        """Return our own files, None if others' code is between, and whether they are written while training goes on.
+        """Return our own files, None if foreign code wraps them, and whether they are written while training goes on.
 
         Lightning's wrapper would copy every tensor in RAM and have a thread write the copies.
         """
@@ -207,7 +207,7 @@ class Checkpoints(_Base):
             rank_zero_warn(f"offmate: {error}")
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, which must be one of a Trainer, and as it was written."""
+        """Read a checkpoint; refuse files that no Trainer has written, or that are damaged."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         check_checkpoint(checkpoint, checkpoint_path)
         if (file := local(checkpoint_path)) is not None:
@@ -225,12 +225,12 @@ class Checkpoints(_Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's state into host memory of its own, in the dtypes in which it was saved.
 
-        The weights train that the run of the checkpoint has trained, whichever of them were frozen at its start.
+        Weights that the run of the checkpoint trained are unfrozen, others are frozen.
         """
         Before.of(checkpoint.get(KEY)).train_as_before(self._module, self.optimizers, _UNFREEZE)
         saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
-        # All are looked at before the first one is changed.
+        # All are checked before the first one is changed: an error half way would leave a mixture of two states.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             check_optimizer(optimizer, state)
         with self._rewriting():
@@ -239,7 +239,7 @@ class Checkpoints(_Base):
                     load_optimizer_state(optimizer, state, unchanged)
 
     def _complete(self) -> None:
-        """Wait for what is on its way to the host, unless the iteration was left halfway."""
+        """Wait for copies to the host, unless the iteration was left halfway."""
         if self.engine is not None and not self.engine.halfway:
             self.engine.drain()
 
@@ -253,9 +253,9 @@ class Checkpoints(_Base):
 
 
 def _wrappers(io: Any) -> list[Any]:
-    """Return what is around the files, the outermost first."""
-    found = []
+    """Return the wrappers around the files, the outermost first."""
+    wrappers = []
     while hasattr(io, "checkpoint_io"):
-        found.append(io)
+        wrappers.append(io)
         io = io.checkpoint_io
-    return found
+    return wrappers

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 
 class Interrupts:
-    """Takes note of the first SIGINT or SIGTERM between ``install`` and ``remove``, for somebody to ask about it.
+    """Handlers that remember the first SIGINT or SIGTERM between ``install`` and ``remove``.
 
     A SIGINT handler of the user's own is left alone. The handler that SIGTERM had before (a Trainer's) is called by
     ``pass_on``, once there is nothing more to lose. Python lets only the main thread handle signals: elsewhere
@@ -22,7 +22,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.at_once = False
-        """The first one is not waited for either."""
+        """True if the first signal, too, ends the run without waiting."""
         self._before: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:

@@ -1,4 +1,4 @@
-"""At which moment of an epoch a checkpoint is made, and how Lightning's loops go on from there.
+"""The moment of an epoch at which a checkpoint is made, and the state from which Lightning's loops go on.
 
 Lightning keeps counts of batches and epochs and guesses the moment from them. It guesses wrong in some cases: a
 validation that is due after the batch is left out, a validation that is running goes on with batches its loader does
@@ -16,7 +16,7 @@ Moment = Literal["batch", "broken off", "last batch", "validation due", "validat
 
 
 def moment(trainer: Any) -> Moment:
-    """Return where in an epoch ``trainer`` is; the hooks in which checkpoints are made differ in that."""
+    """Return the moment of the epoch at which ``trainer`` is, which differs between the hooks that make checkpoints."""
     fit_loop = trainer.fit_loop
     loop, batches, epochs = fit_loop.epoch_loop, fit_loop.epoch_loop.batch_progress, fit_loop.epoch_progress.current
     if trainer.state.fn == "fit" and trainer.validating:
@@ -31,7 +31,7 @@ def moment(trainer: Any) -> Moment:
 
 
 def rewrite(counts: dict[str, Any], moment: Moment) -> None:
-    """Change the saved ``counts`` of a fit loop, before it loads them, to ones with which Lightning goes on rightly."""
+    """Change the saved ``counts`` of a fit loop, before it loads them, so that Lightning goes on at ``moment``."""
     training, validation = counts["epoch_loop.batch_progress"], counts["epoch_loop.val_loop.batch_progress"]
     if moment in ("validation due", "validation running"):
         _complete(training)

@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def _original(value: Any) -> Any:
-    """Return what :func:`_plain` was given; lists stay lists."""
+    """Return the argument of :func:`_plain` for its result; lists stay lists."""
     if isinstance(value, Mapping) and value.keys() == {"dtype", "array"}:
         return value["array"].numpy().view(np.uint64).astype(value["dtype"])
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Checkpoints that training goes on from as if it had never stopped, one of them at Ctrl-C and SIGTERM.
+"""Checkpoints from which training goes on as if it had never stopped, one of them at Ctrl-C and SIGTERM.
 
 The callback is written without Lightning; :func:`resume_class` puts it on the ``Callback`` of a namespace.
 """
@@ -28,11 +28,11 @@ else:
     _Base = object
 
 KEY = "exact_resume"
-"""The key of what a checkpoint holds beside Lightning's own."""
+"""The callback's key in a checkpoint."""
 FILE = "interrupted.ckpt"
 """The checkpoint of an interrupted run, beside those of its ModelCheckpoint."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""As shells count them: 128 and the signal's number."""
+"""Exit codes by signal, as shells count them: 128 and the signal's number."""
 
 
 class ExactResume(_Base):
@@ -63,18 +63,18 @@ class ExactResume(_Base):
         self._listens = False
         self._loaded: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
-        """The random states after the training batch on which the present validation follows."""
+        """The random states after the training batch before the present validation."""
 
     # -- before training ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """See whether checkpoints can be written, and remove what a killed run has left of one."""
+        """Check that checkpoints can be written, and remove the partial ones of killed runs."""
         if stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
             for folder in _folders(trainer):
                 files.prepare(folder)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Say where in its loops the run was; keep the states until training begins: what comes before draws, too."""
+        """Set the loops to the saved moment; keep random states until training begins, as hooks before it draw, too."""
         # A copy: one tensor that is a page of the file would keep all of it mapped, and on the disk if it is removed.
         self._loaded = copy.deepcopy(checkpoint.get(KEY)) if trainer.state.fn == "fit" else None
         if self._loaded is not None:
@@ -112,7 +112,7 @@ class ExactResume(_Base):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Write the checkpoint that a signal has asked for, unless the epoch ends here."""
+        """Write the checkpoint after a signal, unless the epoch ends here."""
         due = progress.moment(trainer) == "validation due"
         self._before_validation = _states(trainer, pl_module) if due and self.random_states else None
         # Where the epoch ends ``on_train_epoch_end`` follows, and writes one that begins with the next.
@@ -120,12 +120,12 @@ class ExactResume(_Base):
             self._leave_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Write it in the middle of a validation, which is done again when the run is resumed."""
+        """Write the checkpoint in the middle of a validation, which begins again when the run is resumed."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._leave_if_asked(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write it between two epochs."""
+        """Write the checkpoint between two epochs."""
         progress.end_epoch(trainer)
         for loader in _repeatable(trainer):
             loader.forget()
@@ -142,7 +142,7 @@ class ExactResume(_Base):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the random states, and at which moment of an epoch this is."""
+        """Add the random states and the moment of the epoch."""
         moment = progress.moment(trainer)
         states = None
         if self.random_states:
@@ -158,7 +158,7 @@ class ExactResume(_Base):
         }
 
     def _leave_if_asked(self, trainer: Any) -> None:
-        """Leave if a signal has come, and no gradients of earlier batches wait for an update: they are not saved."""
+        """Leave after a signal, unless gradients of earlier batches wait for an update: they are not saved."""
         if adds_up(trainer):
             return
         if (received := self._received(trainer)) is not None:
@@ -215,31 +215,31 @@ def _states(trainer: Any, pl_module: Any) -> dict[str, Any]:
 
 
 def _device(trainer: Any) -> torch.device | None:
-    """Return the device that this one of several processes has."""
+    """Return the device of this process, None if it is the only one."""
     device: torch.device | None = trainer.strategy.root_device if trainer.world_size > 1 else None
     return device
 
 
 def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what the checkpoint, which only one of several processes writes, holds of the states of each."""
+    """Return the states of all processes, for the one that writes the checkpoint."""
     if trainer.world_size == 1 or states is None:
         return states
     every: list[Any] = [None] * trainer.world_size
-    trainer.strategy.barrier("of a checkpoint")  # which notices who does not come, before what has no end
+    trainer.strategy.barrier("of a checkpoint")  # without it, the next line hangs if a process does not come
     torch.distributed.all_gather_object(every, states)
     return {"processes": every}
 
 
 def _of_this_process(trainer: Any, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what a checkpoint of as many processes holds for this one."""
+    """Return this process's states in a checkpoint of as many processes."""
     if saved is None or "processes" not in saved:
         return saved
-    found: dict[str, Any] = saved["processes"][trainer.global_rank]
-    return found
+    states: dict[str, Any] = saved["processes"][trainer.global_rank]
+    return states
 
 
 def _count(saved: dict[str, Any] | None) -> int:
-    """Return how many processes a checkpoint holds states of."""
+    """Return the number of processes whose states a checkpoint holds."""
     return len(saved["processes"]) if saved is not None and "processes" in saved else 1
 
 
@@ -264,7 +264,7 @@ def _loaders(trainer: Any) -> list[Any]:
 
 
 def _warn_of_workers(loaders: list[Any], epoch: int) -> None:
-    """Say that workers which live through all epochs have random states that no checkpoint holds."""
+    """Warn that workers which live through all epochs have random states that no checkpoint holds."""
     if epoch > 0 and any(getattr(loader, "persistent_workers", False) for loader in loaders):
         rank_zero_warn(
             "a DataLoader has persistent_workers=True: what its workers draw at random (not the order of the data) "
@@ -315,8 +315,8 @@ def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
 def _share_anew(trainer: Any, before: int, *, draws: bool) -> None:
     """Go on in the epoch of a checkpoint of ``before`` processes, whose batches are not those of these.
 
-    A loader that knows how (``moved``) shares out what is left of the epoch. A sampler of ``torch.distributed`` deals
-    one order to any number of processes: what others were given is fetched and dropped.
+    A loader with ``moved`` shares out the rest of the epoch itself. A sampler of ``torch.distributed`` deals one order
+    to any number of processes: the batches of the run before are fetched and dropped.
 
     Args:
         trainer: with loaders that are about to begin.
@@ -355,12 +355,12 @@ def _share_anew(trainer: Any, before: int, *, draws: bool) -> None:
 
 
 def _is_dealt(loader: Any) -> bool:
-    """Return whether its order is the same for any number of processes, which take its samples in turn."""
+    """Return whether the order of ``loader`` is the same for any number of processes, which take samples in turn."""
     return isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
 def _drop(trainer: Any, count: int) -> None:
-    """Fetch the first batches of an epoch that has begun, for which there is no use."""
+    """Fetch and drop the first ``count`` batches of an epoch that has begun."""
     fetcher = data_fetcher(trainer.fit_loop)
     for loader in _loaders(trainer):
         # Lightning does it too late, and for loaders that it made before it knew the epoch with that of a new run.

@@ -1,9 +1,9 @@
 """One checkpoint file that several processes write at the same time, each what it owns.
 
-The first process lays the file out (:mod:`archive`), and says to each of the others what goes where. Each writes its
-bytes into the one open file and says what they add up to; the first one writes its own, waits for the others', writes
-what stands around the records, and gives the file its name once it is on disk. What comes of it is one plain file: as
-complete or absent, and as readable by others, as if one process had written it.
+The first process lays the file out (:mod:`archive`) and sends each of the others the places of its records. Each writes
+its bytes into the one open file and reports their CRC-32. The first one writes its own, waits for the others', writes
+the headers, and gives the file its name once it is on disk. The result is one plain file: as complete or absent, and as
+readable by others, as if one process had written it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 _PIECE = 4 << 20
 """Bytes that are added up and written at once, so that they are in the processor's cache for the second."""
 _ABOUT_OFFSETS = {".format_version", ".storage_alignment"}
-"""Records that promise where torch's own writer would put the next one."""
+"""Records about the places of others in files of torch's own writer."""
 _VERSION = Record("version", "3\n", None, 2)
-"""Of torch's archives: its own writer adds this one in the end."""
+"""The version of torch's archives, which its own writer adds in the end."""
 _serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What another process is to write."""
+    """One record for another process to write."""
 
     copy: HostCopy
     nbytes: int
@@ -60,13 +60,13 @@ class Order:
 
 
 class NewFile:
-    """The file, as the first process has it.
+    """The partial file in the first process.
 
     Args:
-        path: of the file that it becomes.
-        checkpoint: what goes into it.
-        others: by the address of a storage, which other process writes it, and what it is called there.
-        size: how many processes there are.
+        path: the final name.
+        checkpoint: the content.
+        others: rank and host copy of the process that writes a storage, by the storage's address.
+        size: number of processes.
 
     Raises:
         CheckpointError: if it does not fit or cannot be made.
@@ -75,14 +75,14 @@ class NewFile:
     def __init__(
         self, path: Path, checkpoint: dict[str, Any], others: dict[int, tuple[int, HostCopy]], size: int
     ) -> None:
-        found = [r for r in records(checkpoint) if r.name not in _ABOUT_OFFSETS] + [_VERSION]
-        make_room(found, path)
-        self._target, self._entries = path, archive.lay_out([(record.name, record.nbytes) for record in found])
+        content = [r for r in records(checkpoint) if r.name not in _ABOUT_OFFSETS] + [_VERSION]
+        make_room(content, path)
+        self._target, self._entries = path, archive.lay_out([(record.name, record.nbytes) for record in content])
         self.own: list[Record] = []
-        """What this process writes."""
+        """Records that this process writes."""
         self.orders: list[list[Order]] = [[] for _ in range(size)]
-        """What the others write, by rank."""
-        for record, entry in zip(found, self._entries, strict=True):
+        """Records that the others write, by rank."""
+        for record, entry in zip(content, self._entries, strict=True):
             record.offset = entry.data
             rank, copy = others.get(record.address, (0, None))
             if copy is None:
@@ -96,7 +96,7 @@ class NewFile:
             raise CheckpointError(explained(path, error)) from error
 
     def finish(self, sums: dict[int, int]) -> None:
-        """Write what stands around the records, whose CRC-32 are given by their offsets; then it has its name."""
+        """Write headers and table of contents with the CRC-32 ``sums`` by offset, and give the file its name."""
         for entry in self._entries:
             _write(self.descriptor, entry.local(sums[entry.data]), entry.header)
         _write(self.descriptor, archive.contents(self._entries, sums), archive.end_of(self._entries))
@@ -107,7 +107,7 @@ class NewFile:
         flush(self._target.parent)
 
     def discard(self) -> None:
-        """Leave nothing of it."""
+        """Remove the partial file."""
         self._partial.unlink(missing_ok=True)
         with suppress(OSError):
             os.close(self.descriptor)
@@ -118,9 +118,9 @@ class FilePart:
 
     Args:
         peers: the processes, all on one machine.
-        letters: carry what they say to each other later on.
+        letters: carry later messages between them.
         path: of the file.
-        checkpoint: the first process's goes into the file.
+        checkpoint: the content; that of the first process is written.
         copies: the host copies.
 
     Raises:
@@ -152,7 +152,7 @@ class FilePart:
                 self._new.discard()
             raise
         self.records = self._new.own if self._new is not None else _ordered(orders[peers.rank], copies)
-        """What this process writes, in any order."""
+        """Records that this process writes, in any order."""
 
     def _its_descriptor(self) -> int:
         assert self._new is not None
@@ -183,7 +183,7 @@ class FilePart:
             self._raise(error)
 
     def close(self) -> None:
-        """Give up what was not written."""
+        """Give up a part that was not written."""
         if self._over:
             return
         self._over = True
@@ -208,10 +208,10 @@ class FilePart:
             self._letters.send(f"{self._subject}/{self._peers.rank}", json.dumps(what))
 
     def _received(self, rank: int) -> dict[int, int]:
-        found = json.loads(self._letters.receive(f"{self._subject}/{rank}"))
-        if "error" in found:
-            raise ProcessError(f"process {rank} failed: {found['error']}")
-        return dict(found["sums"])
+        message = json.loads(self._letters.receive(f"{self._subject}/{rank}"))
+        if "error" in message:
+            raise ProcessError(f"process {rank} failed: {message['error']}")
+        return dict(message["sums"])
 
     def _raise(self, error: BaseException) -> NoReturn:
         if isinstance(error, OSError) and not isinstance(error, OffloadError):
@@ -225,12 +225,12 @@ class FilePart:
 
 
 def _ordered(orders: Sequence[Order], copies: HostCopies) -> list[Record]:
-    found = []
+    own = []
     for order in orders:
         storage = copies.memory(order.copy)
         assert storage.nbytes() == order.nbytes, f"{order.copy} has {storage.nbytes()} bytes here, not {order.nbytes}"
-        found.append(Record("", None, storage, order.nbytes, order.offset))
-    return found
+        own.append(Record("", None, storage, order.nbytes, order.offset))
+    return own
 
 
 def _fill(descriptor: int, records: Iterable[Record], read: Reading) -> dict[int, int]:

@@ -23,7 +23,7 @@ _PIECE = 1 << 20
 """Bytes that a thread reads at once: in memory of its own, as pages of a mapped file would count as the process's."""
 _THREADS = 8
 _LOCAL_HEADER = 30
-"""Bytes before the name of a record; the last four say how long that is, and what stands between it and the data."""
+"""Bytes before the name of a record; the last four are the lengths of the name and of the extra field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ def check(path: Path, checkpoint: Mapping[str, Any], *, only: str | None = None)
     if not zipfile.is_zipfile(path):
         return
     with path.open("rb") as file:
-        found = list(_records(file))
-        if not any(record.crc for record in found):
+        summed = list(_records(file))
+        if not any(record.crc for record in summed):
             return
         names = _tensors(checkpoint, path)
         if only is not None:
             idle = names.keys() - _tensors({only: checkpoint[only]}, path).keys()
-            found = [record for record in found if record.offset not in idle]
+            summed = [record for record in summed if record.offset not in idle]
         # The largest first, so that no thread is left alone with one at the end.
-        found.sort(key=lambda record: -record.nbytes)
+        summed.sort(key=lambda record: -record.nbytes)
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-            whole = threads.map(lambda record: _crc(file.fileno(), record) == record.crc, found)
-            damaged = [record for record, good in zip(found, whole, strict=True) if not good]
+            whole = threads.map(lambda record: _crc(file.fileno(), record) == record.crc, summed)
+            damaged = [record for record, good in zip(summed, whole, strict=True) if not good]
     if damaged:
         first = names.get(damaged[0].offset, damaged[0].name)
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -77,27 +77,27 @@ def _records(file: Any) -> Iterator[_Summed]:
             if entry.compress_type != zipfile.ZIP_STORED:  # not by torch
                 continue
             header = os.pread(file.fileno(), _LOCAL_HEADER, entry.header_offset)
-            # The directory does not tell: torch fills this header up, so that data begin at multiples of 64.
+            # Not the directory's lengths: torch pads this header so that data begin at multiples of 64.
             lengths = int.from_bytes(header[-4:-2], "little") + int.from_bytes(header[-2:], "little")
             yield _Summed(entry.filename, entry.header_offset + _LOCAL_HEADER + lengths, entry.file_size, entry.CRC)
 
 
 def _crc(file: int, record: _Summed) -> int:
-    """Return the sum of what is there now; the interpreter lock is free while it is read and added up."""
+    """Return the CRC-32 of the bytes on disk; the interpreter lock is free while they are read and added up."""
     piece = memoryview(bytearray(min(_PIECE, record.nbytes)))
-    found = done = 0
+    crc = done = 0
     while done < record.nbytes:
         # With an offset, as all threads read from one open file.
         count = os.preadv(file, [piece[: record.nbytes - done]], record.offset + done)
         if not count:
             break
-        found = zlib.crc32(piece[:count], found)
+        crc = zlib.crc32(piece[:count], crc)
         done += count
-    return found
+    return crc
 
 
 def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[int, str]:
-    """Return the tensors of ``checkpoint`` that are pages of ``path``, by where the file has their storages."""
+    """Return the names of the tensors of ``checkpoint`` that are pages of ``path``, by offset in that file."""
     mapped = []
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -105,13 +105,13 @@ def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[int, str]:
                 addresses, _, at, *_ = line.split()
                 start, end = (int(address, 16) for address in addresses.split("-"))
                 mapped.append((start, end, int(at, 16)))
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, tensor in _leaves(checkpoint, ""):
         address = tensor.untyped_storage().data_ptr()
         for start, end, offset in mapped:
             if start <= address < end:
-                found.setdefault(address - start + offset, name)
-    return found
+                names.setdefault(address - start + offset, name)
+    return names
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

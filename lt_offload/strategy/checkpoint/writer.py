@@ -10,7 +10,7 @@ Job = Callable[[], None]
 
 
 class Writer:
-    """Does one job after the other on a thread of its own, and keeps the first error for whoever asks next.
+    """A queue of jobs that run one after the other on a thread of its own; :meth:`check` raises their first error.
 
     The thread ends with the process, in the middle of a job if need be: files are complete or absent all the same.
     """
@@ -25,7 +25,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether something is left to do."""
+        """True while a job is left."""
         return self._left > 0
 
     def submit(self, job: Job) -> None:

@@ -1,1 +1,1 @@
-"""The first step of a run under a Trainer: it trains, and shows what to plan; or it is measured aside."""
+"""The first step of a run under a Trainer: it trains and is profiled, or is measured on trial before."""

@@ -1,4 +1,4 @@
-"""The batches that steps have shown what to plan for, and those that have outgrown them."""
+"""Sizes of the batches that were profiled, and larger batches, for which the plan may have no room."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ from lt_offload.schema.profile import Profile
 
 
 class Growth:
-    """The batches that there is room for: of each, or of one that is larger, a step has shown what it takes.
+    """The sizes of batches that there is room for: a step with each of them, or a larger one, was profiled.
 
     Args:
-        sizes: of those that steps of a run before have shown.
+        sizes: those of an earlier run.
     """
 
     def __init__(self, sizes: Iterable[Size] = ()) -> None:
         self.sizes = [*sizes]
-        """Two of them need not cover one that is as long as the one and padded as the other."""
+        """Profiled sizes; two of them need not cover a batch that is as long as the one and padded as the other."""
 
-    def add(self, size: Size, found: Profile, before: Profile | None) -> Profile:
-        """Return the profile to plan for when a step has shown its own.
+    def add(self, size: Size, profile: Profile, before: Profile | None) -> Profile:
+        """Return the profile to plan for, with room for all batches so far.
 
         Args:
-            size: of its batch.
-            found: its profile.
-            before: what was planned for before it, perhaps in a run before.
+            size: of the step's batch.
+            profile: of the step.
+            before: the one that was planned for until now, perhaps in an earlier run.
         """
-        if not self.sizes or before is None or before.fingerprint != found.fingerprint or before.parts != found.parts:
+        alike = before is not None and (before.fingerprint, before.parts) == (profile.fingerprint, profile.parts)
+        if not self.sizes or before is None or not alike:
             self.sizes = [size]
-            return found
+            return profile
         self.sizes.append(size)
-        return largest([before, found])
+        return largest([before, profile])
 
     def outgrown(self, plan: Plan, batch: object, padded: bool | None = None) -> str | None:
         """Return why ``plan`` may have no room for ``batch``; None if it should have.
 
         Args:
-            plan: for what steps have shown.
-            batch: that comes.
+            plan: for the sizes so far.
+            batch: the coming one.
             padded: whether it has padding, if that is known.
         """
-        size, found = Size.of(batch, padded), plan.predicted
+        size, predicted = Size.of(batch, padded), plan.predicted
         ratio = min((known.ratio(size) for known in self.sizes), default=1.0)
         if ratio <= 1 or (
             math.isfinite(ratio)
-            and found.device_peak_bytes * ratio <= plan.budget_bytes
-            and found.host_peak_bytes * ratio <= plan.host_budget_bytes
+            and predicted.device_peak_bytes * ratio <= plan.budget_bytes
+            and predicted.host_peak_bytes * ratio <= plan.host_budget_bytes
         ):
             return None
         return f"a batch of {shape(batch)} comes, and none as large was planned for"

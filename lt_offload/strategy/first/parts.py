@@ -1,4 +1,4 @@
-"""Profile and plan of a run under a Trainer, and in how many parts its batches go through each block."""
+"""Profile and plan of a run under a Trainer, and the number of parts in which its batches go through each block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def check_micro_batches(value: object, batch_size: object) -> None:
-    """Refuse what is no number of parts, and the choice of a batch size that would not know of them.
+    """Refuse values that are no number of parts, and several parts together with ``batch_size="auto"``.
 
     Raises:
         ConfigError: naming the value.
@@ -51,8 +51,8 @@ def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure, size
     Args:
         strategy: of the Trainer.
         trainer: about to train.
-        structure: what may be the model's blocks.
-        size: of the batch that comes.
+        structure: the candidates for the model's blocks.
+        size: of the coming batch.
     """
     # A step that calls other layers trains without a plan, by which nobody adds up its gradients to those of others.
     adds_up = strategy.is_distributed or strategy.settings.accumulate > 1
@@ -60,10 +60,10 @@ def surveyable(strategy: FirstPlanning, trainer: Any, structure: Structure, size
 
 
 class OrderOfSums(TypedDict):
-    """What decides about the order of sums in a step without a plan."""
+    """The choices that decide about the order of sums in a step without a plan."""
 
     parts: int
-    """Of the batch, which go through each block in turn."""
+    """Parts of the batch, which go through each block in turn."""
     chunk: int | None
     """Tokens that the output projection and the loss take at a time, 0: as many as suit; None: all."""
 
@@ -75,7 +75,7 @@ def order_of_sums(
     before: Before,
     plan: Plan | None,
 ) -> OrderOfSums:
-    """Return the order of sums in a step without a plan: as the run goes on with it, as far as that is known.
+    """Return the order of sums in a step without a plan: that of the run's plan, as far as it is known.
 
     Args:
         settings: of plans.
@@ -96,12 +96,12 @@ def order_of_sums(
 
 
 def one_list(structure: Structure) -> bool:
-    """Return whether nothing else of the model may be its blocks."""
+    """Return whether the model has no other candidate for its blocks."""
     return structure.other is None or structure.other() is None
 
 
 def known_machine(strategy: FirstPlanning, before: Before) -> Profile | None:
-    """Return what the run that ``strategy`` continues has measured, if that holds for all processes of this one."""
+    """Return the profile of the run that ``strategy`` continues, if it holds for all processes of this one."""
     each = strategy.together(
         lambda: before.measured(strategy.root_device, processes=strategy.num_processes, machines=strategy.num_nodes)
     )
@@ -124,7 +124,7 @@ def profile_and_plan(
     Args:
         strategy: with its optimizer.
         measure: returns the profile of a step whose batch goes through each block in so many parts.
-        known: what has been measured of the machine before.
+        known: an earlier profile of the machine.
         before: the run that this one continues.
         budget: bytes of the device.
         make_plan: plans for a profile with settings.
@@ -135,8 +135,8 @@ def profile_and_plan(
     count, path = strategy.micro_batches, strategy.plan_path
 
     def profiled(parts: int) -> Profile:
-        found = strategy.one_profile(partial(measure, parts), known=None if known is None else known.hardware)
-        return found if known is None else replace(found, contention=known.contention)
+        new = strategy.one_profile(partial(measure, parts), known=None if known is None else known.hardware)
+        return new if known is None else replace(new, contention=known.contention)
 
     if path is not None:
         # In the plan's own number of parts, which the setting may leave open.

@@ -1,4 +1,4 @@
-"""The first plan of a run under a Trainer: for the first step, which trains and shows what to plan, or made before."""
+"""The first plan of a run under a Trainer: made within the first step, which trains and is profiled, or before it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class FirstPlanning(Processes):
-    """The part of the strategy that plans before there is a plan."""
+    """The part of the strategy that makes the first plan."""
 
     model: nn.Module | None
     settings: Settings
@@ -53,7 +53,7 @@ class FirstPlanning(Processes):
     """The run that this one goes on with, until there is a plan."""
     _first: tuple[Any, int] | None
     _aside: bool
-    """The first step is measured aside."""
+    """True if the first step is measured on trial."""
     _replanning: Replanning | None
     _device: Device | None
     _watch: ExitStack
@@ -62,17 +62,17 @@ class FirstPlanning(Processes):
     _step: ExitStack
     """Encloses an iteration."""
     _how: dict[str, Any]
-    """How that is to begin."""
+    """Arguments with which the iteration begins."""
     _survey: FirstIteration | None
-    """Present from the first step's forward until it is planned."""
+    """The profiled step, from its forward until there is a plan."""
     _known: Profile | None
-    """What was measured before that step."""
+    """The profile before that step."""
     _carried: Carried | None
-    """What that step goes on with, if there was a plan before it."""
+    """The window and budget that step takes over, if there was a plan before it."""
     _padded: bool
-    """Whether the present batch has padding."""
+    """True if the present batch has padding."""
     _coming: Size
-    """Of the present batch, where there is no plan."""
+    """Size of the present batch, where there is no plan."""
     _growth: Growth
 
     if TYPE_CHECKING:
@@ -90,12 +90,12 @@ class FirstPlanning(Processes):
         def check_copies(self) -> None: ...  # noqa: D102
 
     def _plan_early(self, trainer: Any, why: OffloadError) -> None:
-        """Plan before training, where not even forwards fit without a plan: mostly that says how much memory would do.
+        """Plan before training, as not even forwards fit without a plan: an error then mostly names enough memory.
 
-        A step that needs what later hooks make is planned with its first batch: there is no engine until then.
+        A step that needs objects of later hooks is planned with its first batch: there is no engine until then.
 
         Raises:
-            OffloadError: what planning says, or ``why``.
+            OffloadError: that of planning, or ``why``.
         """
         self._close_engine()
         move_rest(self._module, self._structure(), torch.device("cpu"))
@@ -153,8 +153,8 @@ class FirstPlanning(Processes):
         self._begin(optimizer)
 
     def _plan_by(self, measure: Callable[[int], Profile], known: Profile | None, budget: int) -> None:
-        found = profile_and_plan(self, measure, known, self.run_before, budget, self._make_plan)
-        self.profile, self.plan, follows = found
+        planned = profile_and_plan(self, measure, known, self.run_before, budget, self._make_plan)
+        self.profile, self.plan, follows = planned
         if follows:
             self._replanning = follow(self.settings, self.profile)
 
@@ -162,7 +162,7 @@ class FirstPlanning(Processes):
 
     @property
     def _surveys(self) -> bool:
-        """Whether the present step is to show what to plan."""
+        """True if the present step is to be profiled."""
         return self.plan is None and self._first is not None and not self._aside
 
     def _outgrown(self, batch: Any) -> str | None:
@@ -180,7 +180,7 @@ class FirstPlanning(Processes):
         if self.engine is not None:
             self.engine.handover.take_in()
         structure = self._survey.elsewhere if self._survey is not None else None
-        if self.profile is not None:  # what has turned out to be no block is called as it always is
+        if self.profile is not None:  # candidates that have turned out to be no blocks are called as always
             structure = as_called(self._module, self.profile.blocks)
         self._close_engine()
         if self.profile is not None:
@@ -224,11 +224,11 @@ class FirstPlanning(Processes):
         return self.engine.passes
 
     def _measured(self, first: FirstIteration, parts: int) -> Profile:
-        """Return what to plan for: the step that has run, and the larger batches before it."""
+        """Return the profile to plan for: that of the step that has run, with room for larger batches before it."""
         return self._growth.add(self._coming, first.measured(self._trainer.global_step + 1, parts), self._known)
 
     def _warn_of_unfreezing(self, measure: Callable[[int, Optimizer], Profile], budget: int) -> None:
-        """Say it if a callback may unfreeze more weights than can be trained; ``measure``: as for the warning."""
+        """Warn if a callback may unfreeze more weights than can be trained."""
         assert self.profile is not None
         if self.plan_path is None:
             (optimizer,) = self.optimizers
@@ -236,7 +236,7 @@ class FirstPlanning(Processes):
             warn_of_unfreezing(self._trainer, optimizer, measure, self.profile, settings)
 
     def _begin_step(self) -> None:
-        """The step of the optimizer follows, within which there may be an engine by now.
+        """Begin the step of the optimizer, for which there may be an engine by now.
 
         Raises:
             UnsupportedError: if gradients of a window were to be used, and its last step had no loss to plan for.

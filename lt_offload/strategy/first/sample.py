@@ -29,11 +29,11 @@ from lt_offload.model.snapshot import untouched as kept
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
-"""Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
+"""Methods of the module or the datamodule that may return the batch to plan for, best the largest that will come."""
 
 
 _LOGGED = 256
-"""Bytes of the numbers that a step logs, which are not seen where it only tries."""
+"""Bytes of the numbers that a step logs, which a step on trial does not make."""
 
 
 def isolated(namespace: str) -> AbstractContextManager[None]:
@@ -57,12 +57,12 @@ def named_batch(trainer: Any) -> Any:
 
 
 def _asked(trainer: Any) -> list[Callable[[], Any]]:
-    found = (getattr(o, name, None) for o in (trainer.lightning_module, trainer.datamodule) for name in BATCH_METHODS)
-    return [method for method in found if callable(method)]
+    named = (getattr(o, name, None) for o in (trainer.lightning_module, trainer.datamodule) for name in BATCH_METHODS)
+    return [method for method in named if callable(method)]
 
 
 def early_batch(trainer: Any) -> Any:
-    """Return a batch before training begins: the one that is wanted, or the first.
+    """Return a batch before training begins: the module's choice, or the first.
 
     Raises:
         ConfigError: if there is none, or if taking it would disturb the data's order.
@@ -93,7 +93,7 @@ class SampleBatch:
 
     @classmethod
     def of(cls, trainer: Any, batch: Any, index: int) -> SampleBatch:
-        """Return what is to be measured where training begins with ``batch``: the batch that is wanted, or a copy."""
+        """Return the batch to measure where training begins with ``batch``: the module's choice, or a copy."""
         if _asked(trainer):
             with untouched(trainer):
                 wanted = named_batch(trainer)
@@ -103,14 +103,14 @@ class SampleBatch:
 
     @classmethod
     def early(cls, trainer: Any) -> SampleBatch:
-        """Return what is to be measured before training begins."""
+        """Return the batch to measure before training begins."""
         with untouched(trainer):
             seen = as_seen(trainer, copy.deepcopy(early_batch(trainer)))
         return cls(_moved(trainer, seen, torch.device("cpu")))
 
 
 def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
-    """Return what ``ask`` finds out about a training dataloader; loader, data and generators do not notice.
+    """Return the result of ``ask`` for a training dataloader, without a trace in loader, data and generators.
 
     Raises:
         ConfigError: if the loader cannot be asked, see :func:`~lt_offload.machine.forked.in_a_fork`.
@@ -153,18 +153,18 @@ def measure(
     """Return the profile of one training iteration of ``trainer``.
 
     Args:
-        trainer: whose training step runs.
-        optimizer: that it uses.
+        trainer: owner of the training step.
+        optimizer: the Trainer's.
         sample: the batch.
         hardware: the machine, if it was measured.
-        updates: what they cost, if that was measured.
+        updates: the cost of updates, if it was measured.
         micro_batches: parts in which each block takes the batch.
     """
     from lt_offload.profiling.measure import profile
 
     module, strategy = trainer.lightning_module, trainer.strategy
     with untouched(trainer):
-        found = profile(
+        measured = profile(
             module,
             # A copy, as the step may write to it, and this batch may be measured again.
             _moved(trainer, copy.deepcopy(sample.batch), strategy.root_device),
@@ -177,7 +177,7 @@ def measure(
             run=lambda batch: _step(strategy, batch, sample.index),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )
-    return replace(found, shared_bytes=found.shared_bytes + _LOGGED)
+    return replace(measured, shared_bytes=measured.shared_bytes + _LOGGED)
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def _takes_part(data: Any) -> bool:
 
 
 def _step(strategy: Any, batch: Any, index: int) -> Tensor | Mapping[str, Any]:
-    """Return what a training step returns: the loss, or with what the Trainer keeps of the step beside it."""
+    """Return the result of a training step: the loss, or a mapping with the loss in it."""
     module = strategy.lightning_module
     indexed = len(inspect.signature(module.training_step).parameters) > 1
     output = strategy.training_step(batch, index) if indexed else strategy.training_step(batch)

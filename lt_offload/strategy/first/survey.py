@@ -1,4 +1,4 @@
-"""The first step of a run under a Trainer: it trains, and shows what to plan."""
+"""The first step of a run under a Trainer, which trains and is profiled."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _MOST_KEPT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What an engine has left for the one of another plan."""
+    """The state that an engine leaves for the engine of the next plan."""
 
     window: CarriedWindow
     memory: int
     """Bytes of the device."""
     plan: Plan
     change: str
-    """Why there is another plan."""
+    """The reason for another plan."""
 
 
 @contextmanager
 def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]:
-    """Within the context ``begin`` is called when the closure of a step of ``optimizer`` has returned."""
+    """Let ``begin`` be called within the context, when the closure of a step of ``optimizer`` has returned."""
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -58,9 +58,9 @@ def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]
             return None
 
         def run() -> Any:
-            found = closure()
+            loss = closure()
             begin()
-            return found
+            return loss
 
         return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": run})
 
@@ -72,15 +72,15 @@ def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]
 
 
 class FirstIteration:
-    """A step without a plan.
+    """A training step without a plan, which is profiled.
 
     Args:
-        root_device: where blocks run.
+        root_device: the device of the blocks.
         settings: of plans.
-        module: that is trained.
-        structure: what may be the model's blocks.
-        optimizer: that it uses.
-        known: the machine, and what updates cost, as far as they have been measured.
+        module: the trained model.
+        structure: the candidates for the model's blocks.
+        optimizer: its optimizer.
+        known: an earlier profile, for the machine and the cost of updates.
         plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
         parts: of the batch, which go through each block in turn.
         chunk: tokens that the output projection and the loss take at a time, 0: as many as suit; None: the model's own
@@ -124,19 +124,19 @@ class FirstIteration:
         self._located = ExitStack()
         self._located.enter_context(located(module, root_device))
         self._accounting = ExitStack()
-        """Of the memory that the step takes: there is no plan that could say how much that may be."""
+        """Account of the memory that the step takes, not held against a budget as there is no plan."""
         self._structure = structure
         self.elsewhere: Structure | None = None
-        """What may be the model's blocks, if the step has called none of the layers."""
+        """Another candidate for the model's blocks, if the step has called none of the layers."""
         self.over = False
-        """Its forward is."""
+        """True once the forward has ended."""
         self.watch = ExitStack()
         """Holds the budget between iterations, too."""
         self.watch.enter_context(self.device.between())
 
     @contextmanager
     def forward(self, batch: Any) -> Iterator[Callable[[Any], None]]:
-        """Enclose the user's step; yields what is to be told the result."""
+        """Enclose the user's step; yields a function that takes its result."""
         self.device.enforce(False)
         self._accounting.enter_context(self.device.accounting())
         with self.survey.noting(), self.step.watching(batch, self.survey.forward):
@@ -169,18 +169,18 @@ class FirstIteration:
         return replace(self.step.profile(parts, optimizer), iterations=(iteration,))
 
     def leave(self) -> Survey:
-        """Let an engine take over the device and the model; return what has run."""
+        """Let an engine take over the device and the model; return the record of the step."""
         self.step.let_go()
         self._located.close()
         self.device.enforce(True)
         return self.survey
 
     def planned(self, passes: Passes) -> None:
-        """Be carried out by a plan's engine, from within whose iteration this is called."""
+        """Hand the step over to a plan's engine; called within that engine's iteration."""
         self.survey.planned(self.step.order, self.step.forwards, passes)
 
     def close(self) -> None:
-        """Give the device back; to be called where no plan has taken it over."""
+        """Give the device back if no plan has taken it over."""
         self._accounting.close()
         self.watch.close()
         self._located.close()

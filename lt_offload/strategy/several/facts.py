@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict[str, object]:
-    """Return what has to be the same in all processes, by the names that users know.
+    """Return the facts that have to be the same in all processes, by the names that users know.
 
     Args:
         strategy: with its optimizer.
@@ -28,7 +28,7 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
     """
     tensors = [*structure.tensors, *structure.rest]
     (optimizer,) = strategy.optimizers
-    found: dict[str, object] = {
+    by_name: dict[str, object] = {
         "the version of lt_offload": f"{version('lt-offload')} (profile {PROFILE_SCHEMA}, plan {PLAN_SCHEMA})",
         "the version of torch": str(torch.__version__),
         "devices": trainer.num_devices,
@@ -47,7 +47,7 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
         "micro_batches": strategy.micro_batches,
         "plan": None if strategy.plan_path is None else str(strategy.plan_path),
     }
-    return found | strategy.settings.values()
+    return by_name | strategy.settings.values()
 
 
 def changeable(optimizers: Sequence[Optimizer]) -> dict[str, object]:
@@ -62,7 +62,7 @@ def changeable(optimizers: Sequence[Optimizer]) -> dict[str, object]:
 
 
 _OTHER = object()
-"""Stands for options that have another text in each process: functions, objects."""
+"""A mark of options with another text in each process: functions, objects."""
 
 
 def _plain(value: object) -> object:

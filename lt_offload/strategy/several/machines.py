@@ -14,8 +14,8 @@ def require_rendezvous(environment: Any, *, machines: int, each: int) -> None:
     """Check that the processes of a run can find each other.
 
     Args:
-        environment: Lightning's, which says which one this is.
-        machines: how many there are (``num_nodes``).
+        environment: Lightning's, which knows the number of this process.
+        machines: their number (``num_nodes``).
         each: processes on each of them (``devices``).
 
     Raises:
@@ -32,19 +32,19 @@ def require_rendezvous(environment: Any, *, machines: int, each: int) -> None:
 
 
 def _require_variables(machines: int) -> None:
-    found = f"num_nodes={machines}"
+    setting = f"num_nodes={machines}"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if not os.environ.get(name)]
     if "GROUP_RANK" in os.environ and "NODE_RANK" in missing:
         missing.remove("NODE_RANK")
     if missing:
         raise ConfigError(
-            f"{found} needs {', '.join(missing)} in the environment, so that machines find each other: set "
+            f"{setting} needs {', '.join(missing)} in the environment, so that machines find each other: set "
             "MASTER_ADDR and MASTER_PORT to an address of the first machine and a free port there, NODE_RANK to 0 on "
             "the first machine, 1 on the next; or start the script by torchrun --nnodes or SLURM, which set all of it"
         )
     number = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", ""))
     if not number.isdecimal() or int(number) >= machines:
-        raise ConfigError(f"NODE_RANK={number} with {found}: machines have the numbers 0 to {machines - 1}")
+        raise ConfigError(f"NODE_RANK={number} with {setting}: machines have the numbers 0 to {machines - 1}")
 
 
 def require_common_memory(machine: Peers) -> None:

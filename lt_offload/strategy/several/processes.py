@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 _LEAVING_S = 8.0
-"""A process that fails waits so long for others to hear why, and then for those that it has started to end."""
+"""Seconds that a failing process waits for others to hear why, and then for its children to end."""
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
@@ -47,11 +47,11 @@ class Processes:
     num_nodes = 1  # set by the Trainer
     parallel_devices: list[torch.device] | None = None  # filled in by the Trainer
     cluster_environment: Any = None
-    """Lightning's: who starts processes, and which one this is."""
+    """Lightning's object that starts processes and knows the number of this one."""
     ranks: Ranks | None = None
     """The connections to the other processes, where there are any."""
     waited_s = 0.0
-    """How long this process has waited for others where a batch begins."""
+    """Seconds that this process has waited for others at the beginning of batches."""
     if TYPE_CHECKING:
 
         @property
@@ -60,13 +60,13 @@ class Processes:
         optimizers: list[Optimizer]
 
     _layer_sync: Any = None
-    """What the Trainer makes of ``sync_batchnorm``, which is refused."""
+    """The Trainer's object for ``sync_batchnorm``, which is refused."""
     _alone = 0
     _failing: BaseException | None = None
     _before_leaving: Any = None
+    """The handler of SIGTERM before this process failed."""
     _epoch: int | None = None
-    """Whose number of batches has been compared."""
-    """Who handled SIGTERM before this process failed."""
+    """The last epoch whose number of batches was compared."""
     _children: tuple[subprocess.Popen[bytes], ...] = ()
     _network: tuple[float, float] | None = None
     """Bytes per second between machines and seconds of a hop, as measured."""
@@ -75,17 +75,17 @@ class Processes:
 
     @property
     def num_processes(self) -> int:
-        """How many there are on this machine: one for each device."""
+        """Number of processes on this machine, one for each device."""
         return len(self.parallel_devices or ()) or 1
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of processes of the run."""
         return self.num_nodes * self.num_processes
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several."""
+        """True if the run has several processes."""
         return self.world_size > 1
 
     @property
@@ -105,22 +105,22 @@ class Processes:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """True for the process that speaks and writes for all."""
         return self.global_rank == 0
 
     @property
     def root_device(self) -> torch.device:
-        """Where batches go and blocks run."""
+        """The device of batches and blocks."""
         assert self.parallel_devices, "the Trainer has not chosen a device yet"
         return self.parallel_devices[self.local_rank]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Whose samples are this process's."""
+        """This process's part of the samples, as a sampler takes it."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the environment, and whoever speaks for all, which process this is."""
+        """Tell the environment and Lightning's ``rank_zero_only`` the number of this process."""
         if self.is_distributed:
             self.cluster_environment.set_global_rank(self.global_rank)
             self.cluster_environment.set_world_size(self.world_size)
@@ -171,8 +171,8 @@ class Processes:
         if self.ranks is not None and group is None:
             self.ranks.meet("all_gather")
         gather = getattr(import_module(f"{_FABRIC[self.namespace]}.utilities.distributed"), ALL_GATHER)
-        found: Tensor = gather(tensor, group=group, sync_grads=sync_grads)
-        return found
+        gathered: Tensor = gather(tensor, group=group, sync_grads=sync_grads)
+        return gathered
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes; the first argument is a name."""
@@ -191,7 +191,7 @@ class Processes:
 
     @contextmanager
     def by_itself(self) -> Iterator[None]:
-        """Enclose a step on trial, which others do not take, or not as often: nothing in it waits for them."""
+        """Enclose a step on trial: nothing in it waits for other processes, which may not take it, or not as often."""
         self._alone += 1
         try:
             yield
@@ -221,12 +221,12 @@ class Processes:
         self._epoch = None
 
     def warm_up_exchange(self) -> None:
-        """Let what adds gradients up on devices take its memory, before anybody asks how much is free."""
+        """Let the reduction of gradients on devices take its memory, before free memory is measured."""
         if self.ranks is not None:
             self.ranks.warm_up(self.root_device)
 
     def fail_with(self, error: BaseException) -> None:
-        """Let the other processes know why this one ends, and the user which one was the first."""
+        """Tell the other processes why this one ends, and the user which one failed first."""
         if self.ranks is None or not isinstance(error, Exception):
             return
         self._failing = error
@@ -242,7 +242,7 @@ class Processes:
         started.clear()
 
     def leave_processes(self) -> None:
-        """End what this process has to do with others; after an error, together with them."""
+        """Close the connections to other processes; after an error, together with them."""
         if self.ranks is None:
             return
         if self._failing is not None:
@@ -264,14 +264,14 @@ class Processes:
     # -- what all have alike -----------------------------------------------------------------------------------------
 
     def together(self, work: Callable[[], Value]) -> list[Value]:
-        """Return what ``work``, which waits for no other, gives in each process; an error of one is everybody's."""
+        """Return the results of ``work``, which waits for no other, in each process; all raise the error of one."""
         if self.ranks is None:
             return [work()]
         with self.by_itself():
             return self.ranks.together(work)
 
     def of_first(self, work: Callable[[], Value]) -> Value:
-        """Return what ``work`` gives in the first process, which alone does it."""
+        """Return the result of ``work``, which only the first process carries out."""
         if self.ranks is None:
             return work()
         with self.by_itself():
@@ -289,8 +289,8 @@ class Processes:
             return
         tensors = [*self._module.parameters(), *self._module.buffers()]
         distinct = {id(tensor): tensor.detach() for tensor in tensors if tensor.device.type == "cpu"}
-        found = list(distinct.values())
-        sums = self.together(lambda: [_checksum(tensor) for tensor in found])
+        own = list(distinct.values())
+        sums = self.together(lambda: [_checksum(tensor) for tensor in own])
         if len({len(of_one) for of_one in sums}) > 1:
             counts = [len(of_one) for of_one in sums]
             raise ConfigError(
@@ -298,7 +298,7 @@ class Processes:
                 "make the same one in all of them"
             )
         # Only what differs: writing to memory that is mapped from a file would make a copy of it.
-        differing = [tensor for tensor, *of_all in zip(found, *sums, strict=True) if len(set(of_all)) > 1]
+        differing = [tensor for tensor, *of_all in zip(own, *sums, strict=True) if len(set(of_all)) > 1]
         self.ranks.copy_first(differing)
 
     def one_of(self, profile: Profile, *, known: HardwareProfile | None = None) -> Profile:
@@ -312,7 +312,7 @@ class Processes:
 
         on_cuda = self.root_device.type == "cuda"
         in_place = len(self.optimizers) == 1 and updates_in_place(self.optimizers[0])
-        found = merged(
+        profile = merged(
             profiles,
             per_machine=self.num_processes,
             machines=self.num_nodes,
@@ -321,14 +321,14 @@ class Processes:
             added_up_first=reads_gradients(self._module.trainer),
         )
         # Each one's part of a machine that was measured before has been taken by then.
-        machine = found.hardware if known is None else known
+        machine = profile.hardware if known is None else known
         if self._network is not None:
             speed, hop = self._network
             machine = replace(machine, network_bytes_per_s=speed, network_s=hop)
-        return replace(found, hardware=machine)
+        return replace(profile, hardware=machine)
 
     def part_of_memory(self, free: int) -> int:
-        """Return this process's part of device memory that is ``free``: an emulated device is in everybody's RAM."""
+        """Return this process's part of ``free`` device memory: emulated devices of a machine share its RAM."""
         return free // self.num_processes if self.is_distributed and self.root_device.type == "cpu" else free
 
     def part_of_ram(self, named: int | None) -> int | None:
@@ -344,9 +344,9 @@ class Processes:
 
     @contextmanager
     def meeting(self, trainer: Any) -> Iterator[None]:
-        """Let processes meet where Lightning's loop broadcasts before each batch that SIGTERM has come, instead.
+        """Let processes meet before each batch, in place of the broadcast by which Lightning's loop spreads a SIGTERM.
 
-        One that has stopped, or does something else, would never come to the broadcast, which has no end then.
+        That broadcast never ends if a process has stopped, or does something else.
         """
         loop = trainer.fit_loop.epoch_loop
         broadcast = getattr(loop, BEFORE_BATCH)
@@ -376,7 +376,7 @@ class Processes:
                 self._epoch = trainer.current_epoch
                 self.compare(lambda: {"the number of training batches": trainer.num_training_batches})
             self.ranks.watch.batch = number
-            # Whose stream has ended would go on to what other processes do not wait for: validation, a checkpoint.
+            # Without the mark a process whose stream has ended would go on to a validation that no other joins.
             self._meet_alike(f"batch {1 + number}" + ", the last one" * is_last_batch(trainer.fit_loop.epoch_loop))
 
     def ends_training(self) -> None:
@@ -400,7 +400,7 @@ class Processes:
             self.waited_s += time.perf_counter() - began
 
     def compare(self, facts: Callable[[], dict[str, object]]) -> None:
-        """Check that all processes say the same of themselves; raises ``ConfigError``."""
+        """Check that ``facts`` are the same in all processes; raises ``ConfigError``."""
         if self.ranks is None:
             return
         from lt_offload.distributed.handshake import compare
