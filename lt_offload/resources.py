@@ -19,7 +19,7 @@ def shipped_files(folder: str, suffix: str) -> dict[str, Path]:
 
 
 def user_cache(folder: str) -> Path:
-    """Return where this package keeps ``folder``, what it would make again if it were gone; it may not be there yet."""
+    """Return the path of this package's cache ``folder``, which may not exist yet and can be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / folder
 
 

@@ -120,7 +120,7 @@ def offloaded(
 def prepare(
     model: nn.Module, optimizer: Optimizer, *, blocks: str | None, accelerator: str
 ) -> tuple[Structure, torch.device]:
-    """Refuse what cannot be trained, say what is switched off meanwhile, and return the blocks and where they run.
+    """Refuse what cannot be trained, warn of what is switched off meanwhile, and return the blocks and their device.
 
     Raises:
         UnsupportedError, ModelError, ConfigError: naming the setting.
@@ -128,10 +128,10 @@ def prepare(
     setup = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
     limits.check("model", setup)
     limits.check("optimizer", setup)
-    found = find_blocks(model, blocks), find_device(accelerator)
+    prepared = find_blocks(model, blocks), find_device(accelerator)
     for sentence in switched_off(model):
         _log.warning(sentence)
-    return found
+    return prepared
 
 
 def solved(
@@ -184,7 +184,7 @@ def installed(
     torch_device: torch.device,
     first: FirstIteration | None = None,
 ) -> Iterator[Engine]:
-    """Carry out ``plan`` in every iteration within the context, from that of a ``first`` step that has shown it."""
+    """Carry out ``plan`` in every iteration within the context, beginning with the ``first`` step that was profiled."""
     watch: AbstractContextManager[Any]
     if first is None:
         threads = plan.host_threads or None
@@ -198,7 +198,7 @@ def installed(
     begun, survey = survey is not None, None
     iteration = ExitStack()
     larger: list[tuple[int, int]] = []
-    """What the plan is for, and the batch that came, if that is larger."""
+    """Rows and length of the planned batch and of the batch that came, if that one is larger; else empty."""
 
     def begin(_model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -244,7 +244,7 @@ def installed(
 def check_replay(
     plan: Plan, memory: int | None, switches: dict[str, Any], micro_batches: int | Literal["auto"]
 ) -> None:
-    """Raise for arguments that a plan leaves no room for."""
+    """Refuse arguments that contradict the plan."""
     if micro_batches not in ("auto", plan.parts):
         raise PlanError(
             f"the plan has micro_batches={plan.parts}, micro_batches={micro_batches} was given; give that of "

@@ -8,7 +8,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes no aliases, with which a few lines can stand for billions of values or contain themselves."""
+    """A YAML loader without aliases, with which a few lines can stand for billions of values or contain themselves."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next node below ``parent``."""
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Return what ``text`` says.
+    """Return the value of the YAML document ``text``.
 
     Raises:
         ValueError: if it is no YAML, or has what is not taken here; the reason is one line.
