@@ -122,7 +122,7 @@ def add_saved(model: nn.Module, folder: str) -> nn.Module:
     config.inference_mode = False
     adapted = _adapted(model, config, what)
     if any(parameter.is_meta for parameter in adapted.parameters()):
-        return adapted  # names and shapes are enough where nobody has weights
+        return adapted  # without weights, names and shapes are enough
     try:
         weights = peft.load_peft_weights(str(path), device="cpu")
     except Exception as error:  # the readers of both formats raise whatever broken bytes lead them to
@@ -164,7 +164,7 @@ def saved_config(folder: str) -> LoraConfig:
 
 
 def saved_among(folder: str, modules: Sequence[str]) -> list[str]:
-    """Return those of ``modules``, by their last names, whose own weights are saved with the adapters in ``folder``."""
+    """Return the ``modules``, by their last names, whose own weights are saved with the adapters in ``folder``."""
     path = check_saved(folder)
     try:
         # Names only, without the numbers: the model is not built yet, and may never be.
@@ -179,10 +179,10 @@ def saved_among(folder: str, modules: Sequence[str]) -> list[str]:
 
 
 def check_saved(folder: str) -> Path:
-    """Return the folder with adapters, which has what a folder of peft has.
+    """Return the path of a ``folder`` with adapters as peft writes them.
 
     Raises:
-        ConfigError: if it has not.
+        ConfigError: if it is no such folder.
     """
     path = user_path(folder)
     if not is_dir(path):
@@ -215,11 +215,11 @@ def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
 def _check_names(model: nn.Module, args: LoraArgs) -> None:
     """Raise ``ConfigError`` if a name of a list is no module's; peft says so only if none of them is."""
     known = [name for name, _ in model.named_modules() if name]
-    asked = {
+    lists = {
         "target_modules": args.target_modules if isinstance(args.target_modules, list) else [],
         "modules_to_save": args.modules_to_save or [],
     }
-    for setting, names in asked.items():
+    for setting, names in lists.items():
         for name in names:
             if not any(one == name or one.endswith(f".{name}") for one in known):
                 ends = sorted({one.rpartition(".")[2] for one in known if not one.rpartition(".")[2].isdigit()})

@@ -46,7 +46,7 @@ def export(
     quantize: Bits | None = None,
     ends: Sequence[int] = (),
 ) -> Path:
-    """Write ``model``, of which adapters become a part, and ``tokenizer``, and return where they are.
+    """Write ``model``, with its adapters merged, and ``tokenizer``, and return their path.
 
     Args:
         model: a Hugging Face model, possibly with adapters; its weights must be complete on the host.
@@ -107,7 +107,7 @@ def export(
 
 
 def check_form(format: Format, *, merge: bool, quantize: Bits | None) -> None:
-    """Raise ``ConfigError`` if nothing of ``format`` is like that."""
+    """Raise ``ConfigError`` for settings that ``format`` does not have."""
     if format == "gguf" and not merge:
         raise ConfigError("--format gguf holds whole models; leave out --merge false, or export --format adapter")
     if format != "gguf" and quantize is not None:
@@ -141,7 +141,7 @@ def check_target(folder: str | Path, format: Format = "hf") -> Path:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """Yield a path to write to, which becomes ``target`` once all is written, or goes."""
+    """Yield a path to write to, which becomes ``target`` once all is written, and is removed after an error."""
     try:
         with (
             explain_full_disk(f"{target} was not written", "choose another disk with --output"),
@@ -157,7 +157,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _plain(model: Any) -> Iterator[None]:
-    """Let the configuration say what it said before training: that generation may use a cache."""
+    """Let the configuration allow a cache in generation within the context, as before training."""
     before = model.config.use_cache
     model.config.use_cache = True
     try:

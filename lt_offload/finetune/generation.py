@@ -15,7 +15,7 @@ from lt_offload.finetune.unused import refuse_unused
 
 
 class Sampler:
-    """Chooses the next token from the logits of the last one.
+    """A choice of the next token from the logits of the last one.
 
     Args:
         temperature: 0 takes the most likely token; above, logits are divided by it and a token is drawn.
@@ -54,7 +54,7 @@ class Sampler:
 
 
 def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
-    """Raise ``ConfigError`` if a prompt of so many tokens and what follows are longer than the model's context."""
+    """Raise ``ConfigError`` if a prompt of so many ``tokens`` and its answer are longer than the model's context."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and tokens + max_new_tokens > longest:
         raise ConfigError(
@@ -64,7 +64,7 @@ def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
 
 
 def room_for_answer(config: Any, tokens: int, max_new_tokens: int) -> int:
-    """Return how many tokens may follow a prompt of so many: ``max_new_tokens``, or what the context leaves.
+    """Return the number of tokens that may follow a prompt of ``tokens``: the setting, or the rest of the context.
 
     Raises:
         ConfigError: if it leaves none.
@@ -87,7 +87,7 @@ class Remembered:
         self.ids: list[int] = []
 
     def begin(self, ids: Sequence[int]) -> int:
-        """Return how many tokens of ``ids`` need not be seen again; at least one is left. Forgets all others."""
+        """Return the number of tokens of ``ids`` that need no second pass, all but one at most; forget all others."""
         same = next((n for n, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
         same = min(same, len(ids) - 1, len(self.ids))
         surplus = len(self.ids) - same
@@ -106,13 +106,13 @@ class Remembered:
         return same
 
     def keep(self, cache: Any, ids: Sequence[int]) -> None:
-        """Have seen ``ids`` only, although some layers of ``cache`` may have got further before an error."""
+        """Remember ``ids`` only, although some layers of ``cache`` may have got further before an error."""
         if ids and _grows_only(cache):
             self.cache, self.ids = cache, list(ids)
 
 
 def _grows_only(cache: Any) -> bool:
-    """Return whether all that ``cache`` does with keys and values is to append them."""
+    """Return whether ``cache`` only ever appends keys and values."""
     from transformers.cache_utils import DynamicLayer
 
     return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", [None]))
@@ -147,11 +147,11 @@ def continuation(
     Args:
         model: a Hugging Face model, possibly with adapters.
         ids: the prompt, of shape (1, n).
-        max_new_tokens: where to stop if the model does not.
+        max_new_tokens: tokens after which to stop if the model does not.
         end: tokens that end the text; None: none does.
         choose: the next token from its logits; None: the most likely one.
         heard: told every token at once; stops by returning False.
-        remembered: what the model has seen before; afterwards it has seen ``ids`` and what it said.
+        remembered: tokens that the model has seen; afterwards also ``ids`` and the answer.
         refused: told of an error for want of device memory, instead of raising it; nothing follows then, and the model
             has seen what it had before.
     """
@@ -187,12 +187,12 @@ def continuation(
 
 
 def _last_logits_only(model: Any) -> dict[str, int]:
-    """Return what spares a model the logits of all tokens of a prompt but the last, if it has such an argument."""
+    """Return the argument that spares a model the logits of all tokens but the last, if it has one."""
     parameters = inspect.signature(load.base_of(model).forward).parameters
     return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
 
 def _name_of_cache(model: Any) -> str:
-    """Return what a model calls the argument that has what it has seen: it has another name since transformers 5.24."""
+    """Return the name of a model's argument for keys and values, another one since transformers 5.24."""
     parameters = inspect.signature(load.base_of(model).forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"

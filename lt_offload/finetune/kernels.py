@@ -27,17 +27,17 @@ from lt_offload.profiling.from_config.liger import PlannedGated, PlannedNorm
 Kernels = Literal["liger"]
 
 _GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
-"""By the name of an activation in a configuration, which of Liger's it is."""
+"""Liger's activations, by their names in configurations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NormKind:
-    """How models of a type compute a norm."""
+    """The definition of a norm in a family of models."""
 
     casts: Literal["llama", "gemma"] = "llama"
-    """Liger's word for what is in float32: the root of the mean of squares, or all."""
+    """Liger's word for the part in float32: the root of the mean of squares, or all."""
     offset: float = 0.0
-    """Added to the weight."""
+    """A number that is added to the weight."""
 
 
 _LLAMA, _GEMMA = _NormKind(), _NormKind(casts="gemma", offset=1.0)
@@ -51,17 +51,17 @@ FAMILIES = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
 }
-"""By ``model_type``."""
+"""Norms of models, by ``model_type``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Functions:
-    """What computes in place of operations."""
+    """Functions that replace operations of a layer."""
 
     norm: Callable[..., Tensor]
-    """Takes the input, the weight, epsilon, the offset, the casts and whether to write over the gradient."""
+    """A function of the input, the weight, epsilon, the offset, the casts and whether to write over the gradient."""
     silu: Callable[[Tensor, Tensor], Tensor]
-    """Takes the two halves of a gated MLP; its backward writes their gradients over them."""
+    """A function of the two halves of a gated MLP; its backward writes their gradients over them."""
     gelu: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -90,7 +90,7 @@ def use_liger(model: Any, device: str | None) -> None:
 
 
 def plan_liger(model: Any) -> None:
-    """Let what stands for Liger's kernels on a model without memory take their place in ``model``.
+    """Let ``model``, on meta, compute with stand-ins for Liger's kernels, so that it can be planned.
 
     Raises:
         ConfigError: if there are none for this model.
@@ -148,7 +148,7 @@ def _bind(module: nn.Module, forward: Callable[..., Tensor]) -> None:
 def _norm(function: Callable[..., Tensor], family: _NormKind) -> Callable[..., Tensor]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         epsilon = getattr(self, "variance_epsilon", None) or self.eps
-        # Never over the gradient that it is given, which may be somebody else's as well.
+        # Never over the incoming gradient: another branch of the graph may read the same tensor.
         return function(hidden_states, self.weight, epsilon, family.offset, family.casts, False)
 
     return forward
@@ -175,7 +175,7 @@ def compile_layers(model: nn.Module) -> None:
     """Let every layer of ``model`` be compiled at its first call, in place: names of parameters do not change.
 
     Raises:
-        ConfigError: if what the compiler needs is not installed.
+        ConfigError: if a part of the compiler is not installed.
     """
     check_compiler()
     for block in find_blocks(model).blocks:

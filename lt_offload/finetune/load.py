@@ -88,7 +88,7 @@ def load_model(
         _check_same_architecture(name, config, load_config(name, architecture))
     if dropout is not None:
         set_dropout(config, dropout)
-    # Training keeps no keys and values. Who generates says so with each call, and an export puts this back.
+    # Without this, every training call would keep keys and values. Generation says use_cache=True, an export resets it.
     config.use_cache = False
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     if as_stored and init == "pretrained":
@@ -119,14 +119,14 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
             # Without a name, transformers looks for no files: it takes
             # what it is given, as lazily as it reads its own.
             made = class_of_model(auto, config)
-            model, found = made.from_pretrained(None, config=config, state_dict=lazy_tensors(files), **options)
+            model, report = made.from_pretrained(None, config=config, state_dict=lazy_tensors(files), **options)
         else:
-            model, found = auto.from_pretrained(where, config=config, **options)
-            # As stored, they stay pages of the files: who takes them one by one never has them in memory together.
+            model, report = auto.from_pretrained(where, config=config, **options)
+            # As stored, they stay pages of the files: quantizing takes them one by one, never all in memory together.
             for tensor in () if as_stored else (*model.parameters(), *model.buffers()):
                 if not tensor.untyped_storage().resizable():  # pages of the file
                     tensor.data = tensor.data.clone()
-    _check_complete(name, found)
+    _check_complete(name, report)
     model.name_or_path = shown_name(name)
     set_name(model.config, model.name_or_path)
     add_generation_config(model, name)
@@ -135,7 +135,7 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
 
 
 def shown_name(name: str) -> str:
-    """Return what other programs find the model ``name`` by: the folder of one that was converted, else its name."""
+    """Return the name of a model for other programs: the folder of a converted one, else ``name``."""
     return locate(name) if name == SMOLLM2 or is_file(user_path(name)) else name
 
 
@@ -145,31 +145,31 @@ def base_of(model: Any) -> Any:
 
 
 def add_generation_config(model: Any, name: str) -> None:
-    """Give ``model`` the generation settings that model ``name`` comes with, if there are any."""
+    """Give ``model`` the generation settings of model ``name``, if there are any."""
     from transformers import GenerationConfig
 
     with suppress(OSError):  # many have none, and one is made of their configuration
         model.generation_config = GenerationConfig.from_pretrained(locate(name))
 
 
-def _check_complete(name: str, found: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` unless every weight of the model has been read, and every tensor was one of them."""
-    if found["mismatched_keys"]:
-        key, theirs, ours = sorted(found["mismatched_keys"])[0]
+def _check_complete(name: str, report: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` unless the files of the model had all of its weights, and no other tensors."""
+    if report["mismatched_keys"]:
+        key, stored, configured = sorted(report["mismatched_keys"])[0]
         raise ConfigError(
-            f"model {name!r}: {key} has shape {tuple(theirs)} in its files and {tuple(ours)} by its config.json "
-            f"({len(found['mismatched_keys'])} such tensors); they are of different models"
+            f"model {name!r}: {key} has shape {tuple(stored)} in its files and {tuple(configured)} by its config.json "
+            f"({len(report['mismatched_keys'])} such tensors); they are of different models"
         )
     for kind, says in (("missing", "lacks"), ("unexpected", "has tensors that its configuration does not know:")):
-        keys = sorted(found[f"{kind}_keys"])
+        keys = sorted(report[f"{kind}_keys"])
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             raise ConfigError(
                 f"model {name!r} {says} {', '.join(keys[:3])}{more}; its files and its config.json are of different "
                 "models, or not complete"
             )
-    if found.get("error_msgs"):
-        raise ConfigError(f"model {name!r} cannot be loaded: {found['error_msgs'][0]}")
+    if report.get("error_msgs"):
+        raise ConfigError(f"model {name!r} cannot be loaded: {report['error_msgs'][0]}")
 
 
 def check_attention(attention: Attention) -> None:
@@ -201,7 +201,7 @@ def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedToken
 
 
 def locate(name: str, *, needs: str | None = "config.json") -> str:
-    """Return where Hugging Face finds ``name``: a folder, which must hold the file ``needs``, or a name on the hub.
+    """Return the place of ``name`` for Hugging Face: a folder, which must hold ``needs``, or a name on the hub.
 
     Raises:
         ConfigError: if ``name`` is a path and there is no model at it.

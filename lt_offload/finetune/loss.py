@@ -32,7 +32,7 @@ def mean_over(model: nn.Module, tokens: Tensor) -> Iterator[None]:
         return loss(*args, **options | {"num_items_in_batch": tokens})
 
     if uses_causal_loss(owner):
-        # The function is told, not the model: a model may forget what it is to tell, and would tell every layer.
+        # The function is told, not the model: a model may drop the argument, and would hand it to every layer.
         undo = intercept_loss(owner, divided)
         try:
             yield

@@ -47,9 +47,9 @@ _log.addFilter(is_first)
 Schedule = Literal["cosine", "linear", "constant"]
 
 _OF_FSDP = "_fsdp_wrapped_module."
-"""What FSDP, whose pieces of parameters are all vectors, puts into their names."""
+"""FSDP's prefix in names of parameters, whose pieces are all vectors there."""
 _OPTIMIZER = "optimizer_settings"
-"""Key in a checkpoint."""
+"""The key of the optimizer's settings in a checkpoint."""
 
 NO_PACKED_DORA = (
     "model.quantize=nf4 is not offered with DoRA, which reads the norms of the weights under the adapters in every "
@@ -198,19 +198,19 @@ class FineTune(LightningModule):
         self.min_lr_ratio = min_lr_ratio
         self.model: nn.Module | None = None
         self._matrices: frozenset[str] = frozenset()
-        """Names of the parameters that are matrices where a strategy has not cut them into pieces."""
+        """Names of the parameters that are matrices, before a strategy cuts them into pieces."""
         self._base: dict[str, Description] = {}
-        """What checkpoints leave out: it is loaded from ``name`` and never trained."""
+        """Frozen tensors that checkpoints leave out, as they are loaded from ``name``."""
         self._vocabulary: int | None = None
-        """Tokens of the data's tokenizer, once it has been seen."""
+        """Number of tokens of the data's tokenizer; None: not known yet."""
         self._losses: list[Tensor] = []
         """Losses of the batches of the present update so far."""
         self._tokens: Tensor | None = None
-        """Tokens by which their losses are divided."""
+        """Tokens of the present update, the divisor of its losses."""
         self._untold: Tensor | None = None
-        """Tokens of the present update, while a step of a subclass runs that is not told."""
+        """Tokens of the present update, kept from the batch of a subclass's step for a call of this class's."""
         self._optimizer_settings: dict[str, Any] | None = None
-        """With which the optimizer was made; None: it was not, or a subclass has made another."""
+        """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
 
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
@@ -289,7 +289,7 @@ class FineTune(LightningModule):
     def _check_rows(self, rows: int, init: load.Init) -> None:
         if init == "pretrained" and not self.resize_vocab:
             tokens, where = self.count_tokens() or 0, self.tokenizer or self.name
-            check_rows(rows, tokens, asked=len(self.new_tokens), tokenizer=where)
+            check_rows(rows, tokens, added=len(self.new_tokens), tokenizer=where)
 
     def _adapt(self, model: nn.Module, *, planned: bool = False) -> nn.Module:
         if self.lora is not None:
@@ -309,13 +309,13 @@ class FineTune(LightningModule):
         return model.train()
 
     def count_tokens(self) -> int | None:
-        """Return how many tokens the tokenizer has, None if nothing says that it is another than the model's own."""
+        """Return the number of tokens of the tokenizer, None if it is the model's own."""
         if self._vocabulary is None and (self.new_tokens or self.tokenizer is not None):
             self._vocabulary = len(load.load_tokenizer(self.tokenizer or self.name, self.new_tokens))
         return self._vocabulary
 
     def assume_tokens(self, count: int) -> None:
-        """Take ``count`` for how many tokens the tokenizer has, where it cannot be asked."""
+        """Take ``count`` for the number of tokens of a tokenizer that cannot be loaded."""
         self._vocabulary = count
 
     def _tell_untrained(self, model: Any, held: Sequence[str] | None, advice: str) -> None:
@@ -330,7 +330,7 @@ class FineTune(LightningModule):
             )
 
     def on_train_start(self) -> None:
-        """Say so if the learning rate never gets to where it should."""
+        """Warn if the learning rate never rises to ``lr``."""
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
             _log.warning(
@@ -345,10 +345,10 @@ class FineTune(LightningModule):
             cls.training_step = _untold(cls.training_step)  # type: ignore[method-assign]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean loss per token, or what becomes that of an update where Lightning takes a mean over batches.
+        """Return the mean loss per token, scaled so that Lightning's mean over batches is that of the update.
 
         Raises:
-            ConfigError: if ``loss_average`` is ``tokens``, and the batch does not say how many its update has.
+            ConfigError: if ``loss_average`` is ``tokens``, and the batch lacks the number of tokens of its update.
         """
         count: int = 1 if trainer_of(self) is None else trainer_of(self).accumulate_grad_batches
         if batch_idx % count == 0:
@@ -439,7 +439,7 @@ class FineTune(LightningModule):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down how the optimizer was set, and leave out the frozen model under adapters."""
+        """Add the settings of the optimizer, and leave out the frozen model under adapters."""
         # Not what its groups say now: schedules and callbacks may have changed that since.
         if self._optimizer_settings is not None:
             checkpoint[_OPTIMIZER] = self._optimizer_settings
@@ -449,7 +449,7 @@ class FineTune(LightningModule):
             leave_out(checkpoint, self.model, self._base, name=self.name, optimizers=self.trainer.optimizers)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take what the checkpoint leaves out from the model; refuse other settings of the optimizer than it has."""
+        """Take the left-out tensors from the model; refuse other settings of the optimizer than the checkpoint's."""
         # Loading the states of an optimizer replaces its settings without a word.
         if trainer_of(self) is not None and self.trainer.state.fn == TrainerFn.FITTING:
             self.check_continues(checkpoint)
@@ -457,7 +457,7 @@ class FineTune(LightningModule):
             checkpoint["state_dict"] = take_up(checkpoint, self.model, name=self.name)
 
     def check_continues(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` if the optimizer whose states are in ``checkpoint`` was set in another way.
+        """Raise ``ConfigError`` if the optimizer of ``checkpoint`` had other settings.
 
         The optimizer of a subclass that configures its own is not compared. A checkpoint without such settings still
         has the learning rate with which its schedule began.
@@ -534,7 +534,7 @@ def check_optimization(
     min_lr_ratio: float,
     schedule: Schedule,
 ) -> None:
-    """Raise ``ConfigError`` for settings of optimizer and schedule that cannot be, or would change nothing."""
+    """Raise ``ConfigError`` for impossible settings of optimizer and schedule, or ones that would change nothing."""
     if not 0 < lr < math.inf:
         raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
     if not 0 <= weight_decay < math.inf:
@@ -559,7 +559,7 @@ def check_optimization(
 def check_adapters(
     lora: LoraArgs | None, adapter: str | None, *, freeze: Sequence[str] | None, train_only: Sequence[str] | None
 ) -> None:
-    """Raise ``ConfigError`` for adapters that cannot be, or not together with the other settings."""
+    """Raise ``ConfigError`` for impossible adapters, or ones that exclude the other settings."""
     if lora is not None:
         check_lora(lora)
     if lora is not None and adapter is not None:

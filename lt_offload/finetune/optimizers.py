@@ -1,4 +1,4 @@
-"""The optimizers that have a name in recipes, and which settings of theirs go together."""
+"""The optimizers that have a name in recipes, and the combinations of their settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITH_BETAS = ("adamw", "adamw8bit", "adam")
 
 
 def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, *, adapted: bool) -> None:
-    """Raise ``ConfigError`` where another update of bfloat16 weights would change nothing, or nobody would do it."""
+    """Raise ``ConfigError`` where another update of bfloat16 weights would change nothing, or no optimizer has it."""
     if dtype != "bfloat16":
         raise ConfigError(
             f"model.{flag}=true changes nothing with model.dtype={dtype}; set it to false, or set model.dtype=bfloat16"
@@ -37,15 +37,14 @@ def check_states(optimizer: OptimizerName, state_dtype: str | None, trained: str
     Args:
         optimizer: its name.
         state_dtype: of the moments, if it is set.
-        trained: dtype of what is updated: that of masters, adapters, and of values that are rounded at random is
-            ``float32``.
+        trained: dtype of the updates: ``float32`` for masters, adapters, and stochastic rounding.
     """
     if state_dtype is not None and optimizer != "adamw":
         raise ConfigError(f"model.state_dtype={state_dtype} is not offered with model.optimizer={optimizer}; use adamw")
     if trained == "bfloat16" and (optimizer == "adamw8bit" or state_dtype is not None):
-        asked = "model.optimizer=adamw8bit" if state_dtype is None else f"model.state_dtype={state_dtype}"
+        fewer = "model.optimizer=adamw8bit" if state_dtype is None else f"model.state_dtype={state_dtype}"
         raise ConfigError(
-            f"{asked} with model.dtype=bfloat16 needs model.stochastic_rounding=true or model.master_weights=true, as "
+            f"{fewer} with model.dtype=bfloat16 needs model.stochastic_rounding=true or model.master_weights=true, as "
             "small updates of plain bfloat16 weights are rounded away; set one of them"
         )
 

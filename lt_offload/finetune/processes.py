@@ -1,6 +1,6 @@
-"""The processes of a run under torch.distributed: whose batches are which, what all have together, who speaks for all.
+"""The processes of a run under torch.distributed: shares of batches, totals over all, the one that speaks for all.
 
-How many there are, and which one this is, is what Lightning says: of any strategy, and whoever has started them.
+Their number, and the number of this one, are Lightning's, under any strategy and launcher.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Where Lightning, too, looks for the number of a process before there is a Trainer."""
+"""Environment variables with the number of a process, as Lightning reads them before there is a Trainer."""
 _PATIENCE = 10.0
-"""Seconds in which the first process says what has gone wrong, and writes how far the run came."""
+"""Seconds for the first process to report the error, and to write the summary of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one of several processes in what comes one by one: every ``of``-th, from ``first`` on."""
+    """The share of one of several processes in a sequence: every ``of``-th item, from ``first`` on."""
 
     of: int = 1
     first: int = 0
 
 
 def share_of(trainer: Any) -> Share:
-    """Return which batches this process of ``trainer`` takes; all of them where there is no trainer.
+    """Return the share of batches of this process of ``trainer``; all of them where there is no trainer.
 
     Processes that hold parts of one model take the same ones.
     """
     if trainer is None:
         return Share()
-    given = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-    if given is None:
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    if sampler is None:
         return Share(trainer.world_size, trainer.global_rank)
-    return Share(given["num_replicas"], given["rank"])
+    return Share(sampler["num_replicas"], sampler["rank"])
 
 
 def several(trainer: Any) -> bool:
@@ -51,9 +51,9 @@ def total(trainer: Any, counts: Tensor) -> Tensor:
     if not several(trainer):
         return counts
     # Processes that hold parts of one model have the same batches, which would count once for each of them.
-    found = _reduced(trainer, counts, "sum")
+    sums = _reduced(trainer, counts, "sum")
     of = share_of(trainer).of
-    return found if of == trainer.world_size else found * of / trainer.world_size
+    return sums if of == trainer.world_size else sums * of / trainer.world_size
 
 
 def mean(trainer: Any, count: Tensor) -> Tensor:
@@ -63,11 +63,11 @@ def mean(trainer: Any, count: Tensor) -> Tensor:
 
 def _reduced(trainer: Any, value: Tensor, by: str) -> Tensor:
     strategy = trainer.strategy
-    found: Tensor = strategy.reduce(value.to(strategy.root_device, copy=True), reduce_op=by)  # which is done in place
-    return found
+    reduced: Tensor = strategy.reduce(value.to(strategy.root_device, copy=True), reduce_op=by)  # which is done in place
+    return reduced
 
 
-# -- who speaks -------------------------------------------------------------------------------------------------------
+# -- the first one ----------------------------------------------------------------------------------------------------
 
 
 def rank() -> int:
@@ -79,15 +79,15 @@ def rank() -> int:
 
 
 def is_first(*_: object) -> bool:
-    """Return whether this process speaks and writes for all; a filter for what loggers are told."""
+    """Return whether this process speaks and writes for all; also a filter of loggers."""
     return rank() == 0
 
 
 def let_the_first_speak() -> None:
-    """Wait before this process says what has gone wrong, and ends.
+    """Wait before this process reports an error and ends.
 
-    The first one says the same in nearly all cases, and then ends this one. It could not if this one had ended:
-    Lightning would have killed it for that.
+    In nearly all cases the first process reports the same and then ends this one. Without the wait Lightning would kill
+    it as soon as this one has ended.
     """
     time.sleep(_PATIENCE)
 

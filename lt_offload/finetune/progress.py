@@ -23,20 +23,20 @@ from lt_offload.strategy.metrics import logs_after
 from lt_offload.units import format_bytes
 
 _SMOOTHED = 20
-"""Records of which the loss is shown as their mean."""
+"""Records in the mean that is shown as the loss."""
 _SPEED_SECONDS = 600.0
-"""Time of the last steps by which that of the rest is told."""
+"""Seconds of the last steps from which the time of the rest is estimated."""
 _LEAST_SECONDS = 0.1
-"""Between two drawings on a terminal."""
+"""Least time between two drawings on a terminal."""
 _SEPARATOR = "  "
 _TASK = TaskID(0)
 _BAR = 16
 _WIDE = 100
-"""Columns from which on there is room for a bar."""
+"""Least columns of a terminal with room for a bar."""
 
 
 class ProgressLine(ProgressBar):
-    """Shows step, loss (mean of the last 20 records), tokens/s, peak of device memory and RAM against budgets, ETA.
+    """A line with step, loss (mean of the last 20 records), tokens/s, peaks of memory and RAM against budgets, ETA.
 
     The loss is read when loggers read it, every ``log_every_n_steps`` steps, so that no step waits for the device
     because of this. On a terminal the line fits its width: what matters least is left out first. Where the output is
@@ -51,7 +51,7 @@ class ProgressLine(ProgressBar):
         self.seconds = seconds
         self.clock: Callable[[], float] = time.monotonic
         self.console: Console | None = None
-        """Where lines are drawn; None: on standard error."""
+        """The console of the line; None: standard error."""
         self._enabled = True
         self._progress: Progress | None = None
         self._losses: deque[float] = deque(maxlen=_SMOOTHED)
@@ -61,7 +61,7 @@ class ProgressLine(ProgressBar):
         self._peaks = (0, 0)
         """Most device memory and RAM of the iterations so far."""
         self._line = ""
-        """The last one that was drawn of a step."""
+        """The last line that was drawn for a step."""
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class ProgressLine(ProgressBar):
         self._pause_began = self.clock()
 
     def on_planning_end(self) -> None:
-        """Let it go on."""
+        """Let the time of training go on."""
         self._paused += self.clock() - self._pause_began
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +131,7 @@ class ProgressLine(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Show how far the validation is."""
+        """Show the progress of the validation."""
         self.has_dataloader_changed(dataloader_idx)
         total = self.total_val_batches_current_dataloader
         when = " before training" if trainer.sanity_checking else ""
@@ -141,7 +141,7 @@ class ProgressLine(ProgressBar):
         self._show([f"validating{when}", f"batch {batch_idx + 1}{of}"], plain=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what the loss is while training, and let its time go on."""
+        """Write the held-out loss of a validation within training, and let the time of training go on."""
         self._paused += self.clock() - self._pause_began
         self.reset_dataloader_idx_tracker()
         if trainer.sanity_checking or trainer.state.fn != "fit":
@@ -155,7 +155,7 @@ class ProgressLine(ProgressBar):
             self._show(self._parts(trainer), done=True)
 
     def note(self, what: str) -> bool:
-        """Show ``what`` goes on in the place of the line; return whether it is drawn now."""
+        """Show ``what``, an activity, in the place of the line; return whether it is drawn."""
         if self._progress is None or self._progress.disable:
             return False
         self._progress.update(_TASK, description=f"{what} ...", refresh=True)
@@ -171,7 +171,7 @@ class ProgressLine(ProgressBar):
         self._tokens_per_s = None if rate is None else float(rate)
 
     def _parts(self, trainer: Trainer) -> list[str]:
-        """Return what is to be said, the most important things first."""
+        """Return the parts of the line, the most important first."""
         step, task = trainer.global_step, self._bar().tasks[_TASK]
         total = None if task.total is None else int(task.total)
         parts = [f"step {step}" if total is None else f"step {step}/{total}"]
@@ -191,13 +191,7 @@ class ProgressLine(ProgressBar):
         return parts
 
     def _show(self, parts: Sequence[str], *, plain: bool = True, done: bool = False) -> None:
-        """Draw the line, or write it if the last one is old enough.
-
-        Args:
-            parts: of the line.
-            plain: whether it is of interest where lines cannot be drawn anew.
-            done: whether it is the last one.
-        """
+        """Draw the line of ``parts``; write a ``plain`` one only if the last one is old, or this one is ``done``."""
         if not self._enabled:
             return
         bar, now = self._bar(), self.clock()
@@ -211,7 +205,7 @@ class ProgressLine(ProgressBar):
             bar.update(_TASK, description=self._line, refresh=True)
 
     def _say(self, sentence: str) -> None:
-        """Leave a line that stays, above the one that is drawn anew."""
+        """Write a line that stays, above the one that is drawn anew."""
         if not self._enabled:
             return
         if self._bar().disable:
@@ -265,7 +259,7 @@ def _in_mid_epoch(trainer: Trainer) -> bool:
 
 
 def steps_of(trainer: Trainer) -> int | None:
-    """Return after how many steps training ends, None if that is not known."""
+    """Return the number of steps of the training, None if it is not known."""
     total = trainer.estimated_stepping_batches
     return None if math.isinf(total) or total < 0 else int(total)
 

@@ -28,7 +28,7 @@ _TRACES = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quant
 
 
 def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = False) -> None:
-    """Refuse settings that a base of four bits cannot be trained with.
+    """Refuse settings with which a base of four bits cannot be trained.
 
     Raises:
         ConfigError: naming the setting.
@@ -60,19 +60,19 @@ def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> None:
     stored: Any = getattr(config, "quantization_config", None)
     if stored is None:
         return
-    found = stored if isinstance(stored, dict) else stored.to_dict()
-    four_bits = found.get("quant_method") == "bitsandbytes" and (
-        found.get("load_in_4bit") or found.get(STORED_IN_FOUR_BITS)
+    settings = stored if isinstance(stored, dict) else stored.to_dict()
+    four_bits = settings.get("quant_method") == "bitsandbytes" and (
+        settings.get("load_in_4bit") or settings.get(STORED_IN_FOUR_BITS)
     )
-    if four_bits and found.get("bnb_4bit_quant_type") == "nf4":
+    if four_bits and settings.get("bnb_4bit_quant_type") == "nf4":
         if quantize is None:
             raise ConfigError("the model is stored in 4 bits (NF4); set model.quantize=nf4 and model.lora.r=8")
         return
-    if found.get("load_in_8bit") or found.get(STORED_IN_EIGHT_BITS):
+    if settings.get("load_in_8bit") or settings.get(STORED_IN_EIGHT_BITS):
         kind = "8 bits (load_in_8bit)"
     else:
-        kind = str(found.get("quant_method") or "a quantized form")
-        kind += f" ({found['bnb_4bit_quant_type']})" if "bnb_4bit_quant_type" in found else ""
+        kind = str(settings.get("quant_method") or "a quantized form")
+        kind += f" ({settings['bnb_4bit_quant_type']})" if "bnb_4bit_quant_type" in settings else ""
     raise ConfigError(
         f"the model is stored in {kind}, which is not offered; give the model that it was made of, with "
         "model.quantize=nf4 where it shall take 4 bits"
@@ -83,7 +83,7 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Let ``model`` have its layers in four bits, and all else in ``dtype``, in which it then computes; return it.
 
     One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more, as
-    what has been read of the files is let go. A GPU does the work, if there is one; the result is on the host. Layers
+    pages that were read are dropped. A GPU does the work, if there is one; the result is on the host. Layers
     of four bits stay as they are.
 
     Args:
@@ -116,7 +116,7 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def dequantized(model: nn.Module) -> nn.Module:
-    """Let ``model`` have ordinary layers again, with what its layers of four bits stand for; return it.
+    """Replace the layers of four bits in ``model`` by ordinary ones with the unpacked numbers; return it.
 
     The result is the base that training has computed with, not the one that was loaded: the digits that rounding to
     four bits took are gone.
@@ -173,21 +173,21 @@ def _finished(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _load_scales(
     module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]
 ) -> None:
-    """Take the scales out of a state dictionary before a layer is loaded, which has them as keys and knows them not."""
+    """Load a layer's scales and take them out of the state dictionary, where torch would refuse unknown keys."""
     begin = f"{prefix}weight."
-    found = {key.removeprefix(begin): state_dict.pop(key) for key in list(state_dict) if key.startswith(begin)}
-    if not found:
+    scales = {key.removeprefix(begin): state_dict.pop(key) for key in list(state_dict) if key.startswith(begin)}
+    if not scales:
         return
     mine: Any = module.weight.quant_state
-    theirs = type(mine).from_dict(found, device=torch.device("cpu"))
+    saved = type(mine).from_dict(scales, device=torch.device("cpu"))
     same = (mine.shape, mine.blocksize, mine.nested, mine.quant_type)
-    if same != (theirs.shape, theirs.blocksize, theirs.nested, theirs.quant_type):
+    if same != (saved.shape, saved.blocksize, saved.nested, saved.quant_type):
         # torch hands over lists of missing and of unexpected keys and,
         # as the last one, of errors that it raises together.
         lists[-1].append(f"{prefix}weight is quantized in another way")
         return
     with torch.no_grad():
-        mine.absmax.copy_(theirs.absmax)
+        mine.absmax.copy_(saved.absmax)
         if mine.nested:
-            mine.offset.copy_(theirs.offset)
-            mine.state2.absmax.copy_(theirs.state2.absmax)
+            mine.offset.copy_(saved.offset)
+            mine.state2.absmax.copy_(saved.state2.absmax)

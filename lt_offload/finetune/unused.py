@@ -1,4 +1,4 @@
-"""Settings that were given and would change nothing are refused; defaults that do not apply are not."""
+"""The refusal of settings that would change nothing; defaults that do not apply are accepted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def refuse_unused(
     """Raise ``ConfigError`` for the first setting that is not at its default.
 
     Args:
-        owner: function, or class, whose parameters the settings are.
+        owner: function, or class, with the settings as parameters.
         prefix: of their names, in recipes or on the command line: ``data.``, ``--``.
         settings: values by name.
-        beside: with what they change nothing, and perhaps why.
-        instead: what else to do than to leave the setting at its default.
+        beside: the setting with which they change nothing, and perhaps the reason.
+        instead: the alternative to the default.
     """
     for name, value in settings.items():
         default = default_of(owner, name)

@@ -1,4 +1,4 @@
-"""Roles of a data set's columns in each format, and the format that columns speak for."""
+"""Roles of a data set's columns in each format, and the choice of the format by the columns."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ROLES = tuple(dict.fromkeys([*(r for f in _NEEDED for r in (*_NEEDED[f], *_OPTIO
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where in a row things are.
+    """The columns of a row, by their roles.
 
     Args:
         format: of the rows.
-        columns: columns by their roles; only those that are there.
+        columns: columns by their roles; only those that the data have.
         keys: keys of messages by their roles, as far as they were named.
         of_messages: whether prompts and completions are lists of messages.
     """
@@ -78,40 +78,40 @@ def check_columns(mapping: Mapping[str, str]) -> None:
 def find_columns(
     choice: FormatChoice, mapping: Mapping[str, str], names: Sequence[str], first: Row, where: str
 ) -> Columns:
-    """Return where in rows with the columns ``names`` things are.
+    """Return the roles of the columns ``names``, and the format of the rows.
 
     Args:
         choice: ``data.format``.
         mapping: ``data.columns``.
-        names: columns that there are.
+        names: columns of the data.
         first: a row.
-        where: the rows come from, for errors.
+        where: source of the rows, for errors.
 
     Raises:
         ConfigError: if columns are missing, speak for no format, or are those of preference pairs.
     """
     keys = {role: mapping[role] for role in _OF_MESSAGES if role in mapping}
-    given = {role: column for role, column in mapping.items() if role not in keys}
-    absent = [column for column in given.values() if column not in names]
+    chosen = {role: column for role, column in mapping.items() if role not in keys}
+    absent = [column for column in chosen.values() if column not in names]
     if absent:
         near = nearest(absent[0], names, most=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"data.columns: {where} has no column {absent[0]!r}, it has {_quoted(names)}{hint}")
     if choice == "auto":
         _refuse_preferences(where, names, first)
-    found = {role: column for role in ROLES if (column := _column(role, given, names)) is not None}
+    by_role = {role: column for role in ROLES if (column := _column(role, chosen, names)) is not None}
     formats: list[Format] = list(_NEEDED) if choice == "auto" else [choice]
-    # Columns that the user has named have to be of use in the format that is taken, which so decides between two.
-    wanted = set(given) | ({"messages"} if keys else set())
+    # A format is taken only if it uses all columns that the user has named: else a name would be ignored silently.
+    wanted = set(chosen) | ({"messages"} if keys else set())
     for format in formats:
         roles = (*_NEEDED[format], *_OPTIONAL[format])
-        if all(role in found for role in _NEEDED[format]) and (choice != "auto" or wanted <= set(roles)):
+        if all(role in by_role for role in _NEEDED[format]) and (choice != "auto" or wanted <= set(roles)):
             stray = sorted(wanted - set(roles))
             if stray:
                 raise ConfigError(
                     f"data.columns: data.format={format} has no role {stray[0]!r}, it has {', '.join(roles)}"
                 )
-            columns = {role: found[role] for role in roles if role in found}
+            columns = {role: by_role[role] for role in roles if role in by_role}
             return Columns(format, columns, keys, not isinstance(first.get(columns.get("prompt", "")), str | None))
     _refuse_preferences(where, names, first)
     if choice == "auto":
@@ -120,17 +120,17 @@ def find_columns(
             f"{where} has no columns of a known format, it has {_quoted(names)}; formats need {needs}. Say which "
             f"column is which, for example --data.columns '{{text: {_some_name(names)}}}'"
         )
-    missing = next(role for role in _NEEDED[choice] if role not in found)
+    missing = next(role for role in _NEEDED[choice] if role not in by_role)
     raise ConfigError(
         f"{where} has no column {missing!r}, it has {_quoted(names)}; choose data.format=auto, or name the column with "
         f"--data.columns '{{{missing}: {_some_name(names)}}}'"
     )
 
 
-def _column(role: str, given: Mapping[str, str], names: Sequence[str]) -> str | None:
-    if role in given:
-        return given[role]
-    taken = set(given.values())
+def _column(role: str, chosen: Mapping[str, str], names: Sequence[str]) -> str | None:
+    if role in chosen:
+        return chosen[role]
+    taken = set(chosen.values())
     return next((name for name in _OTHER_NAMES.get(role, (role,)) if name in names and name not in taken), None)
 
 

@@ -1,7 +1,7 @@
 """Tokenised rows of files or the hub: made once, kept in a cache as Arrow files and read from there by memory map.
 
-The cache is found by a fingerprint of all that decides about the tokens: files (size and time of change), tokenizer,
-chat template, settings and this code.
+The key of the cache is a fingerprint of everything that decides about the tokens: files (size and time of change),
+tokenizer, chat template, settings and this code.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Examples(Sequence[Example]):
 
     Args:
         dataset: with lists of integers in the columns ``ids`` and ``labels``, and the file and row in ``place``.
-        bad: how many rows were left out.
+        bad: number of rows that were left out.
     """
 
     def __init__(self, dataset: Dataset, bad: int = 0) -> None:
@@ -72,16 +72,16 @@ class Examples(Sequence[Example]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """From sources to examples.
+    """The settings and steps that make examples of sources.
 
     Args:
         encoder: makes the tokens.
         format: ``data.format``.
         columns: ``data.columns``.
-        skip_bad_rows: leave out what cannot be used and say so, instead of refusing it.
+        skip_bad_rows: leave out unusable rows with a warning, instead of refusing them.
         cache_dir: folder of the cache; null for that of the user.
         num_proc: processes; null for this one, whose tokenizer has threads.
-        say: what is told in one line goes here.
+        say: prints one line for the user.
     """
 
     encoder: Encoder
@@ -108,7 +108,7 @@ class Preparation:
         return Stream(self, source)
 
     def layout(self, source: Source, *, streaming: bool = True) -> Columns:
-        """Return where in rows of ``source`` things are, by its first rows; on the hub, those that come first.
+        """Return the columns of ``source`` by their roles, from its first rows.
 
         Raises:
             ConfigError: if its columns are of no known format, or settings do not fit it.
@@ -135,14 +135,14 @@ class Preparation:
         return Examples(dataset.select(good) if len(bad) else dataset, len(bad))
 
     def hint(self, row: Any, layout: Columns, source: Source) -> str | None:
-        """Return the flag with which ``row``, which cannot be used, and those like it can be; None if there is none."""
+        """Return the flag that makes ``row``, which cannot be used, and rows like it usable; None if there is none."""
         keys = None if isinstance(row, RowFault) else other_keys(row, layout, from_table=source.is_table)
         if keys is None:
             return None
         return f"--data.columns '{{{', '.join(f'{role}: {name}' for role, name in {**self.columns, **keys}.items())}}}'"
 
     def described(self, source: Source, layout: Columns, count: int | None) -> str:
-        """Return what the ``count`` rows of a source are taken for, in one line."""
+        """Return the interpretation of the ``count`` rows of a source, in one line."""
         template, format = self.encoder.template, layout.format
         rows = f"{count:,} rows" if count is not None else "rows"
         said = f"{source.said}: {rows} as {layout.said}"
@@ -224,7 +224,7 @@ class Preparation:
 class Stream:
     """The examples of one source, one after the other, each time anew; for data that do not fit into memory.
 
-    Rows that cannot be used are an error, or skipped and counted; the count is said at the end of each pass.
+    Rows that cannot be used are an error, or skipped and counted; a warning at the end of each pass has the count.
     """
 
     def __init__(self, preparation: Preparation, source: Source) -> None:
@@ -279,15 +279,15 @@ def _no_rows(source: Source) -> ConfigError:
 def report_bad(
     named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool, hint: str | None = None
 ) -> None:
-    """Say which rows cannot be used.
+    """Report rows that cannot be used.
 
     Args:
-        named: the first of them, by file and row, and why.
-        number: how many there are.
-        count: how many rows there are in all, None if that is not known.
-        source: where they are from.
+        named: the first of them, by file and row, with their faults.
+        number: of them.
+        count: of all rows, None if that is not known.
+        source: of the rows.
         skip: whether they are left out.
-        hint: flag with which rows like these can be used.
+        hint: flag that makes rows like these usable.
 
     Raises:
         ConfigError: unless they are left out, or if none is left.
@@ -310,12 +310,12 @@ class Made:
 
     dataset: Dataset
     notes: dict[str, int]
-    """With the number of rows that they are of."""
+    """Notes on rows, with the number of rows of each."""
     layout: Columns
 
     @classmethod
     def load(cls, folder: Path) -> Made | None:
-        """Return what is in ``folder``, None if it is not there or not as it was written."""
+        """Return the content of ``folder``, None if it is absent or damaged."""
         from datasets import Dataset
 
         try:
@@ -383,7 +383,7 @@ def _in_order(pool: ProcessPoolExecutor, items: Iterator[Any], ahead: int) -> It
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return what two tokenizers have in common if they make the same tokens."""
+    """Return a fingerprint of a tokenizer: equal ones make the same tokens."""
     inner = tokenizer.backend_tokenizer
     return hashlib.sha256(inner.to_str().encode(errors="surrogatepass")).hexdigest() + type(tokenizer).__name__
 
@@ -393,12 +393,12 @@ def code_fingerprint() -> str:
     import tokenizers
     import transformers
 
-    found = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
+    digest = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
     here = Path(__file__).parent
     # batches/ is left out: it arranges tokens in rows, and does not change them.
     for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")]):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""Files of a path: a file itself, those of a glob, or the data of a folder, of which names may tell splits."""
+"""Files of a path: a file itself, the matches of a glob, or the data of a folder, whose names may tell splits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {
 TABLES = ("parquet", "arrow")
 _ENDINGS = f"{', '.join(KINDS)}, or .gz after one of text"
 SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a folder is known that ``datasets`` has saved: one with rows, one with splits."""
+"""Files that mark a folder that ``datasets`` has saved: one with rows, one with splits."""
 
 _SPLITS = {
     "train": "train", "training": "train",
@@ -45,7 +45,7 @@ class DataFiles:
     Args:
         files: in their order.
         of_split: whether they are one split of a folder with files of several, or with a split in their names.
-        note: what of a folder they are, in a few words; empty if they are all there is.
+        note: their part of a folder, in a few words; empty if they are all of it.
     """
 
     files: Sequence[Path] = ()
@@ -65,8 +65,7 @@ def find_files(path: str, *, split: str, setting: str) -> DataFiles:
 
     Args:
         path: file, folder, glob, or the name of a data set on the hub.
-        split: which split is taken of a folder with a file for each; for validation, ``train`` means the split that
-            is for it.
+        split: split to take from a folder with a file for each; for validation, ``train`` means the split for that.
         setting: name of the setting that ``path`` comes from, for errors.
 
     Raises:
@@ -80,12 +79,12 @@ def find_files(path: str, *, split: str, setting: str) -> DataFiles:
             raise ConfigError(f"{setting}={path!r} is of an unknown kind; it should end with one of {_ENDINGS}")
         return DataFiles(files=[local])
     if glob.has_magic(path):
-        found = [Path(name) for name in glob.glob(str(local), recursive=True)]
-        if not found and is_dir(local.parent):  # a folder with brackets in its name
-            found = [Path(name) for name in glob.glob(str(Path(glob.escape(str(local.parent))) / local.name))]
-        if not found:
+        matches = [Path(name) for name in glob.glob(str(local), recursive=True)]
+        if not matches and is_dir(local.parent):  # a folder with brackets in its name
+            matches = [Path(name) for name in glob.glob(str(Path(glob.escape(str(local.parent))) / local.name))]
+        if not matches:
             raise ConfigError(f"{setting}={path!r} matches no file (looked in {Path.cwd()})")
-        files = sorted(file for file in found if is_file(file) and _has_rows(file))
+        files = sorted(file for file in matches if is_file(file) and _has_rows(file))
         return DataFiles(files=_of_one_kind(files, f"{setting}={path!r} matches"))
     if kind_of_file(local) is not None or may_be_local(path):
         raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")
@@ -99,15 +98,15 @@ def _of_folder(path: str, folder: Path, split: str, setting: str) -> DataFiles:
     below: dict[Path, list[Path]] = {}
     if not files:
         for each in inside:
-            if is_dir(each) and not each.name.startswith(".") and (there := _data_of(_inside(each, where))[0]):
-                below[each] = there
+            if is_dir(each) and not each.name.startswith(".") and (data := _data_of(_inside(each, where))[0]):
+                below[each] = data
         if len(below) > 1 and not all(_split_in(each.name) for each in below):
             names = ", ".join(repr(each.name) for each in below)
             raise ConfigError(
                 f"{where} has no data files itself, but folders with some: {names}; name one of them, for example "
                 f"--{setting} {Path(path) / next(iter(below)).name}"
             )
-        files = [file for there in below.values() for file in there]
+        files = [file for data in below.values() for file in data]
     if not files:
         raise ConfigError(
             f"{where} is a folder with no data files{_besides(beside)}, nor are any one level below; they should end "
@@ -135,18 +134,18 @@ def _of_folder(path: str, folder: Path, split: str, setting: str) -> DataFiles:
 
 def _inside(folder: Path, where: str) -> list[Path]:
     try:
-        found = sorted(folder.iterdir())
+        entries = sorted(folder.iterdir())
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
-    for file in found:
+    for file in entries:
         # Folders of the hub's cache are such links: a file of the data would be missing without a word.
         if file.is_symlink() and not file.exists() and kind_of_file(file) is not None:
             raise ConfigError(f"{where}: the link {file.name!r} in it leads nowhere; mend or remove it")
-    return found
+    return entries
 
 
 def _data_of(inside: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the data files, and those that are about them."""
+    """Return the data files, and files about them such as a README."""
     files = [file for file in inside if _has_rows(file) and is_file(file)]
     about = [file for file in files if _ABOUT.fullmatch(file.name.lower())]
     return [file for file in files if file not in about], about
@@ -157,7 +156,7 @@ def _has_rows(file: Path) -> bool:
 
 
 def _split_in(name: str) -> str | None:
-    """Return the split that the name of a file or folder tells: a part's as it stands there, or what a word means."""
+    """Return the split in the name of a file or folder: literally in that of a shard, else by the meaning of a word."""
     shard = _SHARD.match(name)
     word = _WORD.search((shard[1] if shard else name).lower().replace("_", "-"))
     if word is None:
@@ -170,10 +169,10 @@ def _chosen(splits: dict[str | None, list[Path]], split: str, where: str, settin
     if setting == "data.validation_path" and split == "train":
         wanted = next((name for name in ("validation", "test") if name in splits), wanted)
     if wanted not in splits:
-        there = ", ".join(f"{name!r} ({_named(splits[name])})" for name in splits if name is not None)
+        known = ", ".join(f"{name!r} ({_named(splits[name])})" for name in splits if name is not None)
         rest = f", and files of no split ({_named(splits[None])})" if None in splits else ""
         raise ConfigError(
-            f"data.split={split!r}: {where} has the splits {there}{rest}; choose one of these splits, or name files "
+            f"data.split={split!r}: {where} has the splits {known}{rest}; choose one of these splits, or name files "
             "instead of the folder"
         )
     return wanted

@@ -1,8 +1,7 @@
-"""Makes token ids and labels from the rows of a data set, exactly as the tokenizer and its chat template write them.
+"""Token ids and labels of the rows of a data set, exactly as the tokenizer and its chat template write them.
 
 Labels are the ids that the model is to predict, ``IGNORED`` where nothing is learned; the model shifts them itself. A
-text is tokenised as a whole, and what is learned is found by the characters that a token stands for: a token with any
-character of an answer is learned.
+text is tokenised as a whole; a token is learned if it stands for any character of an answer.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class Example:
     ids: list[int]
     labels: list[int]
     place: str = field(default="", compare=False)
-    """The file and the row in it that it is from."""
+    """The file and the row of its origin."""
 
     @property
     def trainable(self) -> bool:
-        """Whether any token counts in the loss. The first one never does: nothing comes before it."""
+        """True if any token counts in the loss. The first one never does: nothing comes before it."""
         return any(label != IGNORED for label in self.labels[1:])
 
     def cut(self, length: int) -> Example:
@@ -64,13 +63,13 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A row as text, and what of it is learned.
+    """A row as text, with the learned parts of it.
 
     Args:
         text: to be tokenised as a whole.
         learned: ranges of characters.
         plain: whether the tokenizer adds its own tokens, as the one that begins a text; a chat template writes them.
-        notes: what was changed to write it, and what is unusual about it.
+        notes: changes that were made to write it, and its unusual features.
     """
 
     text: str
@@ -80,14 +79,14 @@ class Written:
 
 
 class Encoder:
-    """Turns rows into examples.
+    """A converter of rows into examples.
 
     Args:
-        tokenizer: what counts and splits.
+        tokenizer: a fast one.
         template: chat template; None if there is none.
-        train_on: what of a conversation is learned.
+        train_on: part of a conversation that is learned.
         system: system message of conversations that have none.
-        explicit_template: whether ``template`` was asked for, and is not just the tokenizer's.
+        explicit_template: whether the user has named ``template``, and it is not just the tokenizer's.
 
     Raises:
         ConfigError: if the tokenizer cannot say which characters a token stands for.
@@ -127,8 +126,8 @@ class Encoder:
             hint = "; set it to null"
             if strings:
                 hint += f", or make conversations of them: {as_conversations(layout)}"
-            for name, given in (("template", self.explicit_template), ("system", self.system is not None)):
-                if given:
+            for name, is_set in (("template", self.explicit_template), ("system", self.system is not None)):
+                if is_set:
                     raise ConfigError(f"data.{name} has no place in data.format={layout.format}: it is {what}{hint}")
         if layout.format == "text" and self.train_on == "last":
             raise ConfigError("data.train_on=last: data.format=text has no answers; set it to responses")
@@ -141,22 +140,22 @@ class Encoder:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Tokens that end what the model says: that which ends a text, and that which ends a turn."""
-        found = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        """Tokens that end an answer of the model: the end of a text, and the end of a turn."""
+        tokens = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
         if self.locator is not None and (closing := self.locator.closing.strip()):
             # Only a token that was added to the vocabulary ends a turn: where a template writes
             # plain characters instead, their first token may begin many other words.
             first = self.tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
             if first and self.tokenizer.convert_ids_to_tokens(first[0]) in self.tokenizer.added_tokens_encoder:
-                found += [token for token in first if token not in found]
-        return found
+                tokens += [token for token in first if token not in tokens]
+        return tokens
 
     def encode(self, rows: Sequence[Row | RowFault], layout: Columns, *, from_table: bool) -> list[Any]:
         """Return an :class:`Example` for each row, with its notes; or the fault of a row that cannot be used.
 
         Args:
             rows: of one data set; faults are handed on.
-            layout: where their parts are.
+            layout: columns of their parts.
             from_table: whether a missing key is null.
         """
         made: list[Any] = []
@@ -178,7 +177,7 @@ class Encoder:
         """Return a row as text.
 
         Raises:
-            RowFault: if that cannot be.
+            RowFault: if it has no text.
         """
         format, columns = layout.format, layout.columns
         if format == "text":
@@ -287,7 +286,7 @@ class Encoder:
         return self._plain(_stanford(intro, row[columns["instruction"]], added), row[columns["output"]])
 
     def _plain(self, prompt: str, answer: str) -> Written:
-        """Return a text of which the end is learned, as are the token that ends it and, without a prompt, all of it."""
+        """Return a text whose ``answer`` is learned, with the token that ends it; without a ``prompt`` all of it is."""
         text = prompt + answer
         end = self.tokenizer.eos_token
         # The token is written into the text, of which a tokenizer makes its special
@@ -330,6 +329,6 @@ def _stanford(intro: str, instruction: str, added: str) -> str:
 
 
 def _closes_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer itself ends every text with the token that ends it."""
+    """Return whether the tokenizer itself adds the end token to every text."""
     end = tokenizer.eos_token_id
     return end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]

@@ -234,7 +234,7 @@ class FineTuneData(LightningDataModule):
         self._resume_at: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
-        """Let the first of several processes of a machine write the cache that the others read."""
+        """Let the first of several processes of a machine write the cache for the others."""
         if several(self.trainer) and not self.streaming and self._train is None:
             self.check_paths()
             self._read = self.examples()
@@ -277,7 +277,7 @@ class FineTuneData(LightningDataModule):
         self._validation = self._sequences(documents, "data.path", training, kept_back)
 
     def check_paths(self) -> None:
-        """Raise ``ConfigError`` if there is nothing at a local path, or ``subset`` or ``split`` are for none of them.
+        """Raise ``ConfigError`` if a local path is empty, or no path has a use for ``subset`` or ``split``.
 
         Nothing is read.
         """
@@ -298,7 +298,7 @@ class FineTuneData(LightningDataModule):
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Makes tokens of rows and conversations."""
+        """The converter of rows and conversations into tokens."""
         tokenizer, template = self._tokenizer_and_template
         return Encoder(
             tokenizer,
@@ -310,7 +310,7 @@ class FineTuneData(LightningDataModule):
 
     @cached_property
     def preparation(self) -> Preparation:
-        """Makes examples of files."""
+        """The settings and steps that make examples of files."""
         return Preparation(
             encoder=self.encoder,
             format=self.format,
@@ -351,11 +351,11 @@ class FineTuneData(LightningDataModule):
         return self.encoder.prompt(messages, tools, ask=add_generation_prompt)
 
     def prompt(self, text: str | Sequence[Mapping[str, Any]], *, max_new_tokens: int = 64) -> dict[str, Any]:
-        """Return a batch for ``predict_step`` that asks for what follows ``text``, written as in training.
+        """Return a batch for ``predict_step`` that asks for a continuation of ``text``, written as in training.
 
         Args:
             text: an instruction, a text to be continued if the data are texts, or the messages of a conversation.
-            max_new_tokens: where to stop if the model does not.
+            max_new_tokens: tokens after which to stop if the model does not.
 
         Raises:
             ConfigError: if there is no text.
@@ -378,7 +378,7 @@ class FineTuneData(LightningDataModule):
 
     @cached_property
     def asks_questions(self) -> bool:
-        """Whether the data are instructions or conversations, and no texts that are continued."""
+        """True if the data are instructions or conversations, and no texts that are continued."""
         if self.format in ("auto", "completion"):
             if self.path == sources.PYDOC:
                 return False
@@ -474,7 +474,7 @@ class FineTuneData(LightningDataModule):
         )
 
     def worst_case_batch(self) -> Batch:
-        """Return the largest batch that can come: what a plan must have room for. The tokens are arbitrary."""
+        """Return the largest batch that can come, for which a plan must have room. The tokens are arbitrary."""
         assert self._train is not None or self._streamed is not None, "setup() comes first"
         shape = (self.batch_size, self._widest)
         generator = torch.Generator().manual_seed(self.seed)
@@ -534,7 +534,7 @@ class FineTuneData(LightningDataModule):
     def _sequences(
         self, documents: Documents, setting: str, examples: Examples | None, selected: Integers | None = None
     ) -> Sequences:
-        """Return the selected documents as sequences; say what is lost, by the places of ``examples``."""
+        """Return the selected documents as sequences; warn of losses, by the places of ``examples``."""
         selected = np.arange(len(documents)) if selected is None else selected
         rows, losses = self._made(documents, selected)
         of = f"{len(selected)} examples"
@@ -552,7 +552,7 @@ class FineTuneData(LightningDataModule):
         return rows
 
     def _of_stretch(self, documents: Documents) -> Sequences:
-        """Return what training streams next as sequences; say what is lost, the first time something is."""
+        """Return the documents of a stretch as sequences; warn of losses the first time."""
         rows, losses = self._made(documents, np.arange(len(documents)))
         if not self._said:
             self._said = self._say(losses, "data.path", f"the {len(documents)} examples read first, as of later ones")
@@ -571,7 +571,7 @@ class FineTuneData(LightningDataModule):
         return rows, losses
 
     def _set_up_stream(self, *, trains: bool) -> None:
-        """Read what is held out, and note where the rest begins; nothing to train on is an error if it ``trains``."""
+        """Read the held-out rows, and note where the rest begins; nothing to train on is an error if it ``trains``."""
         training, validation = self.streams()
         for source in (stream.source for stream in training + validation):
             if source.note:

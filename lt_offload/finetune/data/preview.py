@@ -1,4 +1,4 @@
-"""A preview of training: rows and what is learned of them, lengths, what is cut, how full batches are."""
+"""A preview of training: rows with the learned parts of them, lengths, losses, fill of batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lt_offload.finetune.data.module import FineTuneData
 
 STREAMED = 1000
-"""Rows that are looked at where the data are streamed."""
+"""Rows of streamed data that are shown."""
 _CHARACTERS = 1600
 """Characters that are shown of a sample."""
 _BARS = 8
@@ -34,7 +34,7 @@ class DataPreview:
     """Findings about training data.
 
     Args:
-        said: what each source was taken for.
+        said: interpretation of each source.
         examples: tokenised rows.
         documents: the same in arrays.
         bad: rows that were left out.
@@ -49,7 +49,7 @@ class DataPreview:
 
 
 def look_at(data: FineTuneData) -> DataPreview:
-    """Return what ``data`` gives to train on; of streamed data, of the first rows.
+    """Return a preview of ``data``; of streamed data, of the first rows.
 
     Raises:
         ConfigError: if the data cannot be used.
@@ -57,9 +57,9 @@ def look_at(data: FineTuneData) -> DataPreview:
     said: list[str] = []
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
-        found, _ = data.examples()
-        documents = Documents(found.dataset)
-        return DataPreview(said=said, examples=found, documents=documents, bad=found.bad)
+        examples_read, _ = data.examples()
+        documents = Documents(examples_read.dataset)
+        return DataPreview(said=said, examples=examples_read, documents=documents, bad=examples_read.bad)
     examples: list[Example] = []
     bad = 0
     for stream in data.streams()[0]:
@@ -71,14 +71,14 @@ def look_at(data: FineTuneData) -> DataPreview:
     return DataPreview(said=said, examples=examples, documents=documents, bad=bad, whole=False)
 
 
-def render(data: FineTuneData, found: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
-    """Yield what ``found`` says, for a console of rich.
+def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
+    """Yield the parts of ``preview`` for a console of rich.
 
     Args:
         data: the settings.
-        found: what was found out.
+        preview: the findings.
         samples: examples to show, from the beginning to the end of the data.
-        color: whether what is learned is shown by colour; if not, it stands between « and ».
+        color: whether colour shows the learned parts; if not, they stand between « and ».
     """
     from rich.text import Text
 
@@ -87,19 +87,19 @@ def render(data: FineTuneData, found: DataPreview, *, samples: int, color: bool)
     if color:
         legend.append(", not learned: ").append("like this", REST)
     legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
-    if samples and len(found.examples):
+    if samples and len(preview.examples):
         yield legend
-    count = len(found.examples)
+    count = len(preview.examples)
     for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
-        yield from _sample(data, found, index, color)
-    yield from _statistics(data, found)
+        yield from _sample(data, preview, index, color)
+    yield from _statistics(data, preview)
 
 
-def _sample(data: FineTuneData, found: DataPreview, index: int, color: bool) -> Iterator[RenderableType]:
+def _sample(data: FineTuneData, preview: DataPreview, index: int, color: bool) -> Iterator[RenderableType]:
     from rich.rule import Rule
     from rich.text import Text
 
-    example = found.examples[index]
+    example = preview.examples[index]
     learned = sum(label != IGNORED for label in example.labels)
     yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
     text, left, inside = Text(), _CHARACTERS, False
@@ -138,18 +138,18 @@ def pieces(tokenizer: Any, example: Example) -> Iterator[tuple[str, bool, bool]]
         done = whole
 
 
-def _statistics(data: FineTuneData, found: DataPreview) -> Iterator[RenderableType]:
+def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[RenderableType]:
     from rich.rule import Rule
     from rich.table import Table
 
-    yield Rule("" if found.whole else f"of the first {len(found.examples):,} rows", align="left")
-    yield from found.said
+    yield Rule("" if preview.whole else f"of the first {len(preview.examples):,} rows", align="left")
+    yield from preview.said
     if data.encoder.template is not None and data.system is not None:
         yield f"System message of conversations without one: {data.system}"
-    if found.bad:
-        yield f"{found.bad:,} rows cannot be used and are left out"
-    lengths = found.documents.lengths
-    learned, before_cut = found.documents.trained(data.max_length)
+    if preview.bad:
+        yield f"{preview.bad:,} rows cannot be used and are left out"
+    lengths = preview.documents.lengths
+    learned, before_cut = preview.documents.trained(data.max_length)
     if not len(lengths):
         return
     table = Table(box=None, pad_edge=False, header_style="")
@@ -161,7 +161,7 @@ def _statistics(data: FineTuneData, found: DataPreview) -> Iterator[RenderableTy
         table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
     yield table
     yield from _histogram(lengths, data.max_length)
-    yield from _losses(data, found, learned, before_cut)
+    yield from _losses(data, preview, learned, before_cut)
 
 
 def _histogram(lengths: Any, limit: int) -> Iterator[RenderableType]:
@@ -180,8 +180,8 @@ def _histogram(lengths: Any, limit: int) -> Iterator[RenderableType]:
         yield f"{low + 1:>{width},}-{high:<{width},} {count:>7,} {bar}{mark}"
 
 
-def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: Any) -> Iterator[str]:
-    documents, limit = found.documents, data.max_length
+def _losses(data: FineTuneData, preview: DataPreview, learned: Any, before_cut: Any) -> Iterator[str]:
+    documents, limit = preview.documents, data.max_length
     selected = np.arange(len(documents))
     if data.pack == "wrapped":
         rows = wrapped(documents, selected, limit)
@@ -196,7 +196,7 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
     if losses.left_out:
         kept = np.zeros(len(documents), bool)
         kept[parts.document] = True
-        names = [found.examples[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
+        names = [preview.examples[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
         more = ", ..." if losses.left_out > MOST_NAMED else ""
         yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
     if not len(rows):

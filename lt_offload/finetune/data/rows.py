@@ -1,4 +1,4 @@
-"""Rows of text files, one by one, and what is wrong with those that are none. Names file, row and byte.
+"""Rows of text files, one by one, and faults, with file, row and byte, in place of broken ones.
 
 JSON and CSV are read with Python's own readers and not by ``datasets``: its readers change types to fit all rows,
 cannot say which row is broken, and some broken files bring the process down.
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 class RowFault(Exception):
-    """A row that cannot be used; says why."""
+    """A row that cannot be used, with the reason."""
 
 
 def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Iterator[Row | RowFault]:
@@ -71,7 +71,7 @@ def _row(value: Any) -> Row | RowFault:
 
 
 def kind_of(value: Any) -> str:
-    """Return what ``value`` is, in JSON's words."""
+    """Return the kind of ``value``, in JSON's words."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def _decoded(file: Path, where: str) -> Iterator[str]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowFault:
-    """Return an object of JSON, or what is wrong with it or with one in it."""
+    """Return an object of JSON, or the fault of it or of one in it."""
     # Python's reader takes the last one of two equal keys without a word; which one was meant nobody knows.
     made = dict(pairs)
     if len(made) != len(pairs):
@@ -210,7 +210,7 @@ def _long_fields() -> Iterator[None]:
 
 
 def _delimiter(first: str) -> str:
-    """Return what separates the columns of a CSV file: a comma, unless that makes one of its ``first`` line.
+    """Return the delimiter of a CSV file: a comma, unless its ``first`` line then has one column only.
 
     Programs in languages with a comma in their numbers write semicolons.
     """

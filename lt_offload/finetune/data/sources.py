@@ -1,6 +1,6 @@
 """Sources of rows: files, the hub, or Python's own documentation.
 
-Everything a user can get wrong about a path is found here, before a model is loaded.
+Mistakes in a path are errors here, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lt_offload.finetune.data.rows import Row, RowFault, read_rows
 from lt_offload.resources import is_dir, is_file, user_path
 
 Table = Any
-"""Of ``datasets``, with all rows or with rows that come one after the other."""
+"""A table of ``datasets``, with all rows or with rows that come one after the other."""
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
@@ -40,7 +40,7 @@ class Source:
         kind: of its files; ``hub`` or ``saved`` where ``datasets`` finds them.
         place: whether the rows are on the hub, in a folder with splits, or in files without.
         files: the files, none for a data set of ``datasets``.
-        note: what they are of a folder that has more, in a few words.
+        note: their part of a folder that has more, in a few words.
         open: returns the tables, ``streaming`` or not, each with the name of its file.
     """
 
@@ -54,16 +54,16 @@ class Source:
 
     @property
     def is_table(self) -> bool:
-        """Whether rows come in Arrow's types, in which a missing key is null."""
+        """True if rows come in Arrow's types, in which a missing key is null."""
         return self.open is not None
 
     @property
     def said(self) -> str:
-        """The setting, and what of a folder is taken."""
+        """The setting, and the part of a folder that is taken."""
         return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
 
     def tables(self, *, streaming: bool) -> Sequence[tuple[str, Table]]:
-        """Return what ``datasets`` reads, each table with the name of its file.
+        """Return the tables of ``datasets``, each with the name of its file.
 
         Raises:
             ConfigError: if a file cannot be read.
@@ -283,7 +283,7 @@ def pydoc_topics() -> tuple[list[Row], list[Row]]:
     names = sorted(topics)
     held_out = names[PYDOC_HELD_OUT - 1 :: PYDOC_HELD_OUT]
     seen: set[str] = set()
-    # Those that are held out come first and keep what several topics say: training does without it.
+    # The held-out topics come first and keep shared paragraphs: else the loss would be about text that was trained on.
     validation = [_unseen(topics[name], seen) for name in held_out]
     training = [_unseen(topics[name], seen) for name in names if name not in set(held_out)]
     return [{"text": text} for text in training if text], [{"text": text} for text in validation if text]

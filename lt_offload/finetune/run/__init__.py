@@ -1,1 +1,1 @@
-"""Records of a fine-tuning run: metrics, samples, how it ended, a report. Works with any strategy."""
+"""Records of a fine-tuning run with any strategy: metrics, samples, its end, a report."""

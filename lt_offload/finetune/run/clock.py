@@ -1,4 +1,4 @@
-"""The time of a run by its use: starting, steps, validation, samples, checkpoints, and what is between steps."""
+"""The time of a run by its use: start, steps, validation, samples, checkpoints, and gaps between steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 
 class RunClock:
-    """Divides the time of a run; costs a few readings of the clock per step.
+    """A clock that divides the time of a run into phases, with a few readings per step.
 
     The phases are ``start`` (from the settings to the first step), ``steps``, ``between`` (the next batch, logging),
     ``validation``, ``samples`` and ``checkpoints``. Every moment belongs to one of them.
@@ -23,7 +23,7 @@ class RunClock:
         self.iterations = array("d")
         """Seconds of the engine's iteration within each step, where there is an engine."""
         self.waited = array("d")
-        """Seconds of each step, and before it, in which other processes were waited for; as above."""
+        """Seconds of each step, and before it, of waiting for other processes; where there is an engine."""
         self._mark = time.perf_counter()
         self._phase = "start"
         self._step = self._gap = 0.0
@@ -49,12 +49,12 @@ class RunClock:
 
     @property
     def training(self) -> float:
-        """Seconds so far that count for rates: steps and what is between them."""
+        """Seconds so far that count for rates: steps and the gaps between them."""
         running = time.perf_counter() - self._mark if self._phase in ("steps", "between") else 0.0
         return self.seconds["steps"] + self.seconds["between"] + running
 
     def medians(self) -> dict[str, float]:
-        """Return the median of a step, of its iteration and of what is between two steps, in seconds."""
+        """Return the medians of a step, of its iteration and of the gap between two steps, in seconds."""
         # Before the first step there is no other that it would be between.
-        found = {"step_s": self.steps, "between_s": self.between[1:], "iteration_s": self.iterations}
-        return {name: median(values) for name, values in found.items() if len(values)}
+        series = {"step_s": self.steps, "between_s": self.between[1:], "iteration_s": self.iterations}
+        return {name: median(values) for name, values in series.items() if len(values)}

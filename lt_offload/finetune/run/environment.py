@@ -20,23 +20,23 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, object]:
-    """Return the versions of what trains, and what the machine is."""
-    found: dict[str, object] = {"lt_offload": __version__, "python": platform.python_version()}
+    """Return the versions of the libraries, and the properties of the machine."""
+    facts: dict[str, object] = {"lt_offload": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
             continue
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found |= {"cuda": torch.version.cuda, "gpu": card.name, "gpu_bytes": card.total_memory}
-        found["gpu_capability"] = f"{card.major}.{card.minor}"
-    found["system"] = f"{platform.system()} {platform.release()}"
-    found["processor"] = _processor()
-    found["cores"] = os.cpu_count()
-    found["threads"] = torch.get_num_threads()
-    found["ram_bytes"] = total_host_bytes()
-    return found
+        facts |= {"cuda": torch.version.cuda, "gpu": card.name, "gpu_bytes": card.total_memory}
+        facts["gpu_capability"] = f"{card.major}.{card.minor}"
+    facts["system"] = f"{platform.system()} {platform.release()}"
+    facts["processor"] = _processor()
+    facts["cores"] = os.cpu_count()
+    facts["threads"] = torch.get_num_threads()
+    facts["ram_bytes"] = total_host_bytes()
+    return facts
 
 
 def write_environment(folder: Path) -> None:

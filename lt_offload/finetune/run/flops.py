@@ -12,18 +12,18 @@ from lightning.fabric.utilities.throughput import get_available_flops
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most that a device can compute."""
+    """The peak speed of a device."""
 
     flops_per_s: float
     source: str
-    """Where the number is from, for people."""
+    """The origin of the number, for people."""
 
 
 def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> Peak | None:
     """Return the rated peak of ``count`` devices like ``device``; None where it is not known, as for a CPU.
 
     Args:
-        device: where blocks run.
+        device: the device of the blocks.
         precision: the Trainer's, e.g. ``bf16-mixed``.
         dtype: of the weights.
         count: of devices that train together.

@@ -20,7 +20,7 @@ from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
 
 
 class RunMetrics(Metrics, Callback):
-    """Logs figures of training, and warns of a loss that is not finite; takes the place of offmate's own callback.
+    """A callback that logs figures of training and warns of losses that are not finite; replaces offmate's own.
 
     Every ``log_every_n_steps`` steps, as means since the last record, without validation, samples and checkpoints:
     ``tokens_per_s`` (real tokens: padding is none), ``trained_tokens_per_s`` (those with a loss), ``samples_per_s``,
@@ -43,40 +43,40 @@ class RunMetrics(Metrics, Callback):
         self.peak: Peak | None = None
         self._counts: Tensor | None = None
         self._met = 0.0
-        """What the strategy has waited at the beginning of batches so far."""
+        """Seconds that the strategy has waited at the beginning of batches so far."""
         self._lr = 0.0
         self._seen = [0, 0.0]  # steps and seconds at the last record
         self._batches = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Learn what a token costs and what the device can do."""
+        """Compute the FLOPs of a token, and look the device's peak up."""
         self.flops_per_token = product_flops_per_token(pl_module)
         dtype = next((p.dtype for p in pl_module.parameters() if p.is_floating_point()), torch.float32)
         self.peak = peak_of(trainer.strategy.root_device, str(trainer.precision), dtype, trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to look at losses."""
+        """Begin to watch losses."""
         self._watch_loss(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what follows as validation."""
+        """Enter the phase of validation."""
         self._before = self.clock.enter("validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what follows as what it was before."""
+        """Return to the phase before the validation."""
         # The checkpoint that came before the validation is written: what follows is no part of it.
         self.clock.enter("between" if self._before == "checkpoints" else self._before)
 
     def on_planning_start(self) -> None:
-        """Count what follows as the start of the run."""
+        """Enter the start phase again: planning is a part of it."""
         self._before = self.clock.enter("start")
 
     def on_planning_end(self) -> None:
-        """Count what follows as what it was before."""
+        """Return to the phase before planning."""
         self.clock.enter(self._before)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Count what follows, up to the next step or validation, as the checkpoint."""
+        """Enter the phase of checkpoints, up to the next step or validation."""
         self.clock.enter("checkpoints")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -89,7 +89,7 @@ class RunMetrics(Metrics, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End it, and log."""
+        """End the step or micro-batch, and log."""
         engine: Any = getattr(trainer.strategy, "engine", None)
         self.clock.enter("between")
         self._note_loss(trainer, outputs)
@@ -119,14 +119,14 @@ class RunMetrics(Metrics, Callback):
             self._log("device_peak_gb", peak / 1e9)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the tokens since the last record, and look at its losses."""
+        """Count the tokens, and check the losses, since the last record."""
         self._take_counts(trainer)
         self._check_loss(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Hand the figures of a step that is done to the loggers, where a callback leaves before the Trainer does so.
+        """Hand the figures of a finished step to the loggers if a callback has left before the Trainer could do so.
 
-        A run that is interrupted has saved that step already, and will not take it again.
+        An interrupted run has saved that step, and would never log it: a resumed one does not take it again.
         """
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.training and len(self.clock.steps) and done.processed > done.completed:

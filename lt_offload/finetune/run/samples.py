@@ -24,14 +24,14 @@ TOKENS_AT_END = 64
 
 
 class Samples(Callback):
-    """Lets the model continue ``sample_prompt``, a text or a list of them, at each validation and at the end.
+    """A callback that lets the model continue ``sample_prompt``, one or several, at each validation and at the end.
 
     The most likely token is taken each time. Nothing about training changes: random states and the modes of modules are
     put back. All processes take part, and the first one writes.
 
     Args:
-        clock: told how long it takes.
-        folder: where ``samples.jsonl`` is written; None: nowhere.
+        clock: of the run.
+        folder: of ``samples.jsonl``; None: nothing is written.
     """
 
     def __init__(self, clock: RunClock, folder: Path | None = None) -> None:
@@ -61,7 +61,7 @@ class Samples(Callback):
         self._write(trainer, pl_module, TOKENS, None if loss is None else float(loss))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write longer ones while the weights are still where training had them."""
+        """Write longer samples while the engine still streams the weights."""
         loss = next((sample.val_loss for sample in self.written if sample.step == trainer.global_step), None)
         self._write(trainer, pl_module, TOKENS_AT_END, loss)
 
@@ -97,8 +97,8 @@ class Samples(Callback):
 
     def _continue(self, trainer: Trainer, data: Any, prompt: str, tokens: int) -> str:
         batch = trainer.strategy.batch_to_device(data.prompt(prompt, max_new_tokens=tokens))
-        found: Any = trainer.strategy.predict_step(batch, 0)
-        text: str = data.tokenizer.decode(found, skip_special_tokens=True)
+        new_ids: Any = trainer.strategy.predict_step(batch, 0)
+        text: str = data.tokenizer.decode(new_ids, skip_special_tokens=True)
         return text
 
 
@@ -109,5 +109,5 @@ def is_whole(trainer: Trainer) -> bool:
 
 def prompts(data: Any) -> list[str]:
     """Return the sample prompts of a data module, none if it has none."""
-    found = getattr(data, "sample_prompt", None)
-    return [found] if isinstance(found, str) else list(found or ())
+    setting = getattr(data, "sample_prompt", None)
+    return [setting] if isinstance(setting, str) else list(setting or ())

@@ -1,4 +1,4 @@
-"""A summary of a fine-tuning run, kept as it happens and told at its end, also if that comes too early.
+"""A summary of a fine-tuning run, kept while it trains and written at its end, also after an error.
 
 Works with any strategy; one that has a plan, a profile and a trace is compared with its plan.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.profile import Profile
 
 _PATIENCE = 0.1
-"""The part of the time of training that the report may take to say what more memory would have bought ..."""
+"""The part of the time of training that planning for other machines may take for the report ..."""
 _MOST_PATIENCE = 40.0
 """... in seconds at most ..."""
 _LEAST_PATIENCE = 2.0
@@ -46,7 +46,7 @@ _LABEL = 15
 
 
 class RunSummary(Callback):
-    """Collects what the end of a run is to say, and writes ``environment.json`` and ``summary.json``.
+    """A callback that collects the summary of a run, and writes ``environment.json`` and ``summary.json``.
 
     Args:
         folder: the run folder; None: nothing is written.
@@ -60,9 +60,9 @@ class RunSummary(Callback):
         self.losses: list[tuple[int, float]] = []
         """(step, validation loss) of every complete evaluation; step 0 is before training."""
         self.first_step: int | None = None
-        """At which this part of the run began to train; None: it has not come so far."""
+        """The step at which this part of the run began to train; None: it has not begun."""
         self.processes: list[ProcessTimes] = []
-        """Of several that wait for each other, at the end of the training."""
+        """Times of several processes that wait for each other, at the end of the training."""
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -70,13 +70,13 @@ class RunSummary(Callback):
         return [self.samples, self.metrics, self]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where and in what surroundings training begins."""
+        """Note the first step, and write the environment."""
         self.first_step = trainer.global_step
         if self.folder is not None and trainer.is_global_zero:
             write_environment(self.folder)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask all processes how long they took, and waited."""
+        """Gather times and waiting of all processes."""
         ranks, waited = getattr(trainer.strategy, "ranks", None), self.clock.waited
         if ranks is None or not waited:
             return
@@ -98,14 +98,14 @@ class RunSummary(Callback):
             rank_zero_info(f"held-out loss before training: {float(loss):.4f}")
 
     def end(self, trainer: Trainer, error: BaseException | None = None) -> Path | None:
-        """Write how this part of the run ended, and the report; return its path.
+        """Write the end of this part of the run, and the report; return the report's path.
 
         Nothing is written about a run that has not begun to train, and only the first of several processes writes.
         After an error this raises none of its own.
 
         Args:
             trainer: of the run.
-            error: what ended it early.
+            error: the one that ended it early.
         """
         if self.folder is None or self.first_step is None or not trainer.is_global_zero:
             return None
@@ -149,7 +149,7 @@ class RunSummary(Callback):
         )
 
     def facts(self, trainer: Trainer) -> dict[str, str]:
-        """Return what is known about the finished run, as a person reads it."""
+        """Return the facts about the finished run, for people, by their titles."""
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
         seconds, peaks = self.clock.seconds, dict(self.metrics.peaks)
         if "host_peak_bytes" in peaks and trainer.strategy.root_device.type == "cuda":  # else the device is in RAM, too
@@ -186,7 +186,7 @@ class RunSummary(Callback):
 
     @property
     def broken(self) -> str | None:
-        """Tells what is not finite at the end of the training; None if all losses are finite."""
+        """A description of a loss that is not finite at the end of the training; None if all are finite."""
         if not self.metrics.loss.is_finite:
             return f"not finite since step {self.metrics.loss.first}"
         return None if not self.losses or math.isfinite(self.losses[-1][1]) else "not finite on held-out data"
@@ -211,9 +211,9 @@ def write_report(folder: Path, gains: Sequence[Gain] = ()) -> Path:
 
 
 def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
-    """Return what more memory and faster links would have bought; nothing after a run too short to be worth the wait.
+    """Return the gains of more memory and faster links; nothing after a run too short to be worth the wait.
 
-    A few plans are made for that, in a small part of the time that training took.
+    They take a few plans, in a small part of the time of the training.
     """
     strategy: Any = trainer.strategy
     # Four changes are planned (what_if.gains), each in a fourth of the time.
@@ -244,7 +244,7 @@ def print_summary(summary: RunSummary, trainer: Trainer, report: Path | None) ->
 
 
 def _written(summary: RunSummary, trainer: Trainer, report: Path | None) -> Iterator[tuple[str, str]]:
-    """Yield what the model wrote in the end, where files are, and how to go on from there."""
+    """Yield the last samples, the paths of files, and a command to go on with."""
     for sample in summary.samples.written:
         if sample.step == trainer.global_step:
             text = " ".join(f"{sample.prompt}{sample.text}".split())

@@ -13,7 +13,7 @@ from lt_offload.suggest import nearest
 
 
 def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> None:
-    """Let only those parameters of ``model`` be trained that ``train_only`` names, or all, without those of ``freeze``.
+    """Train only the parameters of ``model`` that ``train_only`` names, or all, without those that ``freeze`` names.
 
     A name is that of a parameter or of a module that it is in, with ``*`` for anything, or a regular expression that
     matches all of it. A tensor that has several names (tied embeddings) is meant by each of them.
@@ -43,7 +43,7 @@ def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[in
     """Return the ids of the parameters that one of ``patterns`` names."""
     # Every name of a tensor counts: tied embeddings are named once otherwise, and a pattern may mean the other name.
     named = list(model.named_parameters(remove_duplicate=False))
-    found: set[int] = set()
+    chosen: set[int] = set()
     for pattern in patterns:
         ids = {id(parameter) for name, parameter in named if _matches(name, pattern)}
         if not ids:
@@ -52,8 +52,8 @@ def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[in
                 f"model.{setting}={list(patterns)!r}: no parameter is called {pattern!r}; "
                 f"{_nearest(pattern, names)}; a pattern is a name, a name with *, or a regular expression for all of it"
             )
-        found |= ids
-    return found
+        chosen |= ids
+    return chosen
 
 
 def _matches(name: str, pattern: str) -> bool:

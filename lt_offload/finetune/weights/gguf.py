@@ -20,7 +20,7 @@ _MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether the file at ``path`` is called one of GGUF."""
+    """Return whether ``path`` has the suffix of GGUF files."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -51,10 +51,10 @@ def converted(source: Path) -> Path:
                 f"model {str(source)!r} is no GGUF file, whatever its name says; copy or download it again"
             )
     # Path, size and time tell whether it is the same file: a digest would have to read gigabytes at every start.
-    there = source.resolve()
-    seen = there.stat()
-    key = hashlib.sha256(f"{there}|{seen.st_size}|{seen.st_mtime_ns}".encode()).hexdigest()[:12]
-    return _converted(there, str(source), user_cache("models") / f"{source.stem}-{key}")
+    file_path = source.resolve()
+    seen = file_path.stat()
+    key = hashlib.sha256(f"{file_path}|{seen.st_size}|{seen.st_mtime_ns}".encode()).hexdigest()[:12]
+    return _converted(file_path, str(source), user_cache("models") / f"{source.stem}-{key}")
 
 
 def _converted(source: Path, name: str, target: Path) -> Path:
@@ -101,7 +101,7 @@ def _read(source: Path) -> tuple[Any, Any]:
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     where["trust_remote_code"] = False
     model = AutoModelForCausalLM.from_pretrained(**where, dtype="auto")
-    # What says that the weights are something else would make save_pretrained refuse.
+    # With these marks of quantized weights save_pretrained would refuse.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if attribute in vars(model):
             delattr(model, attribute)

@@ -1,4 +1,4 @@
-"""The files of a model by its name, in a folder or on the hub, and what can go wrong on the way to them in words."""
+"""The files of a model by its name, in a folder or on the hub, and the errors on the way to them in plain words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"
 
 @contextmanager
 def in_words(name: str) -> Iterator[None]:
-    """Raise ``ConfigError`` for what goes wrong inside on the way to the model ``name``."""
+    """Raise ``ConfigError`` for errors within the context on the way to the model ``name``."""
     try:
         yield
     except ConfigError:
@@ -72,7 +72,7 @@ def _explained(name: str, error: BaseException) -> str:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Keep transformers from logging what an error of ours says, or nobody can act on, about a model that it makes."""
+    """Keep transformers from logging advice about models: our errors say it better, or no user can follow it."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def nothing(record: logging.LogRecord) -> bool:
@@ -104,13 +104,10 @@ def _cache() -> str:
 
 
 def safetensors_of(where: str) -> list[Path]:
-    """Return the safetensors files with the weights of the model at ``where``, which are downloaded if it is a name.
-
-    Returns:
-        None of them if the model has its weights in other files.
+    """Return the safetensors files of the model at ``where``, downloaded if it is a name; none if it has other files.
 
     Raises:
-        ConfigError: if one of those that its index names is missing.
+        ConfigError: if a file that its index names is missing.
     """
     single = _file(where, SINGLE)
     if single is not None:
@@ -118,14 +115,14 @@ def safetensors_of(where: str) -> list[Path]:
     index = _file(where, INDEX)
     if index is None:
         return []
-    found = {name: _file(where, name) for name in _named(index)}
-    absent = [name for name, path in found.items() if path is None]
+    files = {name: _file(where, name) for name in _named(index)}
+    absent = [name for name, path in files.items() if path is None]
     if absent:
         raise ConfigError(
-            f"model {where!r} is incomplete: {absent[0]} is missing ({len(absent)} of {len(found)} files that {INDEX} "
+            f"model {where!r} is incomplete: {absent[0]} is missing ({len(absent)} of {len(files)} files that {INDEX} "
             "names); copy or download it again"
         )
-    return [path for path in found.values() if path is not None]
+    return [path for path in files.values() if path is not None]
 
 
 def _named(index: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Checkpoints of adapters without the frozen model under them, which the recipe loads anyway.
 
-A checkpoint says what it leaves out: names, dtypes, shapes and a digest of a few numbers of each tensor. Whatever reads
-it takes these tensors from the model that is loaded, which must be the same one.
+A checkpoint names the tensors that it leaves out, with dtypes, shapes and a digest of a few numbers of each. Loading it
+takes them from the model, which must be the same one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.vocabulary import has_grown
 
 KEY = "frozen_base"
-"""In a checkpoint."""
+"""The key of the left-out tensors in a checkpoint."""
 _PREFIX = "model."
-"""Beginning of names in a checkpoint: where the module has its model."""
+"""Beginning of names in a checkpoint: the module's attribute of its model."""
 _SAMPLES = 64
 
 Description = tuple[str, tuple[int, ...], str | None]
@@ -29,7 +29,7 @@ Description = tuple[str, tuple[int, ...], str | None]
 
 
 def describe(tensor: Tensor) -> Description:
-    """Return what tells ``tensor`` from another of the same name."""
+    """Return the properties that tell ``tensor`` from another of the same name."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _digest(tensor)
 
 
@@ -43,9 +43,9 @@ def _digest(tensor: Tensor) -> str | None:
 
 
 def frozen_base(model: Any) -> dict[str, Description]:
-    """Return what is frozen under the adapters of ``model``, which was just built, by names as in a checkpoint.
+    """Return the frozen tensors under the adapters of ``model``, which was just built, by names as in a checkpoint.
 
-    Embeddings that have grown are none of it: the new rows are drawn at random.
+    Embeddings that have grown are left out: the new rows are drawn at random, and no other run has them.
     """
     base = model.get_base_model()
     drawn: set[int] = set()
@@ -67,14 +67,14 @@ def leave_out(
     name: str,
     optimizers: Iterable[Optimizer],
 ) -> None:
-    """Take those tensors of ``base`` out of ``checkpoint`` that are what they were, and write down which.
+    """Take the unchanged tensors of ``base`` out of ``checkpoint``, and note which.
 
     Args:
         checkpoint: with a state dictionary of its own.
         model: with the adapters.
         base: see :func:`frozen_base`.
         name: of the model.
-        optimizers: what they train, or have trained, stays in the checkpoint.
+        optimizers: tensors that they train, or have trained, stay in the checkpoint.
     """
     state = checkpoint["state_dict"]
     # Parameters that an optimizer holds count as trained: a callback may have trained
@@ -95,18 +95,17 @@ def leave_out(
 
 
 def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> MutableMapping[str, Tensor]:
-    """Return the state dictionary of ``checkpoint`` with what was left out, as it is in ``model``; no copies are made.
+    """Return the state dictionary of ``checkpoint`` with the left-out tensors of ``model``; no copies are made.
 
     Raises:
-        ConfigError: if ``model``, which is called ``name``, has something else there. On meta only shapes are looked
-            at.
+        ConfigError: if the tensors of ``model``, which is called ``name``, differ; on meta only shapes are compared.
     """
     state: MutableMapping[str, Tensor] = checkpoint["state_dict"]
     if KEY not in checkpoint:
         return state
-    theirs, tensors = checkpoint[KEY]["model"], checkpoint[KEY]["tensors"]
+    base, tensors = checkpoint[KEY]["model"], checkpoint[KEY]["tensors"]
     mine = {_PREFIX + key: tensor for key, tensor in model.state_dict().items()}
-    has = f"the checkpoint holds adapters without the model under them, model.name={theirs!r}"
+    has = f"the checkpoint holds adapters without the model under them, model.name={base!r}"
     for key, (_, shape, _) in tensors.items():
         if key not in mine:
             raise ConfigError(
@@ -115,7 +114,7 @@ def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> Mu
             )
         here = tuple(mine[key].shape)
         if here != tuple(shape):
-            raise _another(has, f"{key} has shape {tuple(shape)} there and {here} in model.name={name!r}", theirs)
+            raise _another(has, f"{key} has shape {tuple(shape)} there and {here} in model.name={name!r}", base)
     for key, (dtype, _, digest) in tensors.items():
         if mine[key].is_meta:  # some models have tensors in float32 whatever is asked for, which meta knows not
             continue
@@ -125,18 +124,18 @@ def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> Mu
                 f"{has}; {key} is {dtype} there and {my_dtype} here; set model.dtype and model.quantize as in that run"
             )
         if digest != my_digest:
-            raise _another(has, f"{key} has other numbers there than in model.name={name!r}", theirs)
+            raise _another(has, f"{key} has other numbers there than in model.name={name!r}", base)
     missing = {key: tensor for key, tensor in mine.items() if key not in state and _belongs(key, tensors)}
     whole = copy(state)  # with its attributes, which torch reads
     whole.update(missing)
     return whole
 
 
-def _another(has: str, what: str, theirs: str) -> ConfigError:
-    return ConfigError(f"{has}; {what}; set model.name to the model that they were trained on ({theirs!r})")
+def _another(has: str, what: str, base: str) -> ConfigError:
+    return ConfigError(f"{has}; {what}; set model.name to the model that they were trained on ({base!r})")
 
 
 def _belongs(key: str, tensors: Mapping[str, Any]) -> bool:
-    """Return whether ``key`` is one of ``tensors``, or of what belongs to one: the scales of four bits."""
+    """Return whether ``key`` names one of ``tensors``, or the scales of one in four bits."""
     parts = key.split(".")
     return any(".".join(parts[:n]) in tensors for n in range(1, len(parts) + 1))

@@ -63,7 +63,7 @@ class _File:
 
 
 class LazyTensor:
-    """A tensor of a file, read when it is asked for with ``[...]``: what transformers takes for one of safetensors."""
+    """A tensor of a file that is read by ``[...]``, in the form of a lazy tensor of safetensors."""
 
     def __init__(self, file: _File, start: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._file, self._start, self._shape, self._dtype = file, start, tuple(shape), dtype
@@ -92,10 +92,10 @@ def lazy_tensors(files: Sequence[Path]) -> dict[str, LazyTensor]:
     Raises:
         ConfigError: if a file is damaged or cut short, or holds weights that are no floating-point numbers.
     """
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for path in files:
-        found.update(_contents(path))
-    return found
+        tensors.update(_contents(path))
+    return tensors
 
 
 def _contents(path: Path) -> dict[str, LazyTensor]:

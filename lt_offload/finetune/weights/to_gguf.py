@@ -1,7 +1,7 @@
-"""Writes a model as one GGUF file, tensor by tensor, with its tokenizer.
+"""A model as one GGUF file, written tensor by tensor, with its tokenizer.
 
-The package ``gguf`` knows the format and the names of tensors. This file has what llama.cpp computes for each family of
-models without being told: whatever a configuration says otherwise is refused.
+The package ``gguf`` knows the format and the names of tensors. This file holds the computations that llama.cpp has
+built in for each family of models: a configuration that says otherwise is refused.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _GEMMA3_LOCAL_BASE = 10000.0
 
 
 class Family(NamedTuple):
-    """How models of one type of transformers are written."""
+    """The form of one type of transformers' models in GGUF."""
 
     architecture: str
-    """As the package ``gguf`` calls it."""
+    """Name in the package ``gguf``."""
     activation: str
-    """What llama.cpp computes between the matrices of an MLP."""
+    """The activation of the MLP in llama.cpp."""
     ropes: tuple[str, ...] = ("default",)
     """Types of rotary embeddings."""
     full_every: int = 0
-    """Every layer of this number attends to everything, those in between to a window; 0: no windows."""
+    """Number of layers after which one attends to everything, the others to a window; 0: no windows."""
 
 
 FAMILIES = {
@@ -53,7 +53,7 @@ FAMILIES = {
     "gemma3_text": Family("gemma3", "gelu_pytorch_tanh", ("default", "linear"), full_every=6),
     "bloom": Family("bloom", "gelu_new"),
 }
-"""By their type in transformers. SmolLM2 is a llama."""
+"""Families by their type in transformers. SmolLM2 is a llama."""
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {
@@ -61,9 +61,9 @@ _SPLITS = {
     _LETTERS + r"\p{N}" + _REST: "qwen2",
     r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",
 }
-"""What llama.cpp calls byte-level tokenizers that split text by these expressions first."""
+"""Names in llama.cpp of byte-level tokenizers, by the expressions that split text first."""
 _SPACE = "\u2581"
-"""What stands for a space in SentencePiece's tokens."""
+"""The space in SentencePiece's tokens."""
 
 
 def check_writable(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -163,7 +163,7 @@ def _gguf() -> Any:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return what ``config`` says about rotary embeddings: of the layers that attend to everything."""
+    """Return the settings of rotary embeddings in ``config``, for layers that attend to everything."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     full: dict[str, Any] = rope.get("full_attention", rope)
     return full
@@ -174,7 +174,7 @@ def _head(config: Any) -> int:
 
 
 def _odd(config: Any, family: Family) -> Iterator[str]:
-    """Yield what a configuration asks for and llama.cpp does not compute, each in a few words."""
+    """Yield the settings of ``config`` that llama.cpp does not compute, each in a few words."""
     rope = _rope(config).get("rope_type", "default")
     if rope not in family.ropes:
         yield f"rope of type {rope}"
@@ -200,7 +200,7 @@ def _odd(config: Any, family: Family) -> Iterator[str]:
 
 
 def _described(config: Any, family: Family) -> dict[str, int | float | None]:
-    """Return the shapes of a model of ``config``, and what else its architecture leaves open, in GGUF's words."""
+    """Return the shapes and other figures of a model of ``config`` by GGUF's keys."""
 
     def first(*names: str) -> Any:
         return next(filter(None, (getattr(config, name, None) for name in names)), None)
@@ -232,7 +232,7 @@ def _described(config: Any, family: Family) -> dict[str, int | float | None]:
 
 
 def _rope_factors(config: Any) -> Tensor:
-    """Return the tensor that a file has and the model has not: what Llama 3 divides its rotary frequencies by."""
+    """Return the divisors of Llama 3's rotary frequencies, a tensor of the file that the model has not."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     size = _head(config)
@@ -260,17 +260,17 @@ def _stored(name: str, tensor: Tensor, config: Any) -> Tensor:
 
 
 def _content(tokenizer: Any) -> dict[str, Any]:
-    """Return what a fast tokenizer says of itself."""
+    """Return the description of a fast tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content: dict[str, Any] = {"model": {"type": ""}} if backend is None else json.loads(backend.to_str())
     return content
 
 
 def _splitting(tokenizer: Any) -> str:
-    """Return what llama.cpp calls a tokenizer whose text is split like that; ``default``: SentencePiece's.
+    """Return llama.cpp's name for the way in which ``tokenizer`` splits text; ``default``: SentencePiece's.
 
     Raises:
-        ConfigError: if it is none that is known here.
+        ConfigError: if it is not known here.
     """
     content = _content(tokenizer)
     first = content.get("pre_tokenizer") or {}
@@ -279,17 +279,17 @@ def _splitting(tokenizer: Any) -> str:
     if content["model"]["type"] == "BPE" and content["model"].get("byte_fallback"):
         return "default"
     plain = content["model"]["type"] == "BPE" and (content["normalizer"] or {"type": "NFC"})["type"] == "NFC"
-    found = None
+    name = None
     if plain and not any(step.get("add_prefix_space") for step in steps if step["type"] == "ByteLevel"):
         if kinds == ["ByteLevel"]:
-            found = "gpt-2"
+            name = "gpt-2"
         elif kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
-            found = "smollm"
+            name = "smollm"
         elif kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]:
-            found = _SPLITS.get(steps[0]["pattern"].get("Regex"))
-    if found is None:
+            name = _SPLITS.get(steps[0]["pattern"].get("Regex"))
+    if name is None:
         raise ConfigError(f"--format gguf does not know a tokenizer like this model's; {CONVERTER}")
-    return found
+    return name
 
 
 def _write_tokenizer(writer: Any, tokenizer: Any, rows: int, stops: list[int]) -> None:

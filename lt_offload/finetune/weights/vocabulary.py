@@ -1,4 +1,4 @@
-"""As many rows of the embeddings as the tokenizer has tokens."""
+"""Rows of the embeddings for all tokens of the tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Return ``tokenizer`` with those of ``tokens`` that it does not have, in this order, behind its own.
+    """Return ``tokenizer`` with the new ones of ``tokens``, in this order, behind its own.
 
     Raises:
         ConfigError: if one of them is empty or there twice.
@@ -26,7 +26,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Pre
 
 
 def check_tokens(tokens: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for new tokens that cannot be."""
+    """Raise ``ConfigError`` for new tokens that are empty or doubled."""
     for token in tokens:
         if not token.strip():
             raise ConfigError(f"model.new_tokens={list(tokens)!r}: {token!r} is no token; leave it out")
@@ -35,16 +35,16 @@ def check_tokens(tokens: Sequence[str]) -> None:
         raise ConfigError(f"model.new_tokens={list(tokens)!r} has {twice[0]!r} twice; leave one out")
 
 
-def check_rows(rows: int, tokens: int, *, asked: int, tokenizer: str) -> None:
-    """Raise ``ConfigError`` if a model of ``rows`` embeddings would get more random ones than were ``asked`` for.
+def check_rows(rows: int, tokens: int, *, added: int, tokenizer: str) -> None:
+    """Raise ``ConfigError`` if a model would get more random embeddings than tokens were ``added`` on purpose.
 
     Args:
-        rows: embeddings that the model has.
-        tokens: of the tokenizer, new ones included.
-        asked: how many new ones there are to be.
-        tokenizer: where it comes from, for the error.
+        rows: embeddings of the model.
+        tokens: of the tokenizer, with the added ones.
+        added: number of tokens in ``model.new_tokens``.
+        tokenizer: its name, for the error.
     """
-    more = tokens - rows - asked
+    more = tokens - rows - added
     if more > 0:
         raise ConfigError(
             f"the tokenizer of {tokenizer} has {tokens:,} tokens, and the model {rows:,} embeddings: {more:,} would be "
@@ -71,7 +71,7 @@ def resize(model: Any, tokens: int) -> bool:
 
 
 def has_grown(model: Any) -> bool:
-    """Return whether ``model`` has got embeddings here."""
+    """Return whether :func:`resize` has added embeddings to ``model``."""
     return bool(getattr(model, "_lt_offload_grown", False))
 
 

@@ -1,1 +1,1 @@
-"""From tokenised documents to batches: what goes into a row, in which order rows come, and where a run goes on."""
+"""Batches of tokenised documents: the content of rows, their order, and the position at which a run goes on."""

@@ -20,7 +20,7 @@ PACKABLE = frozenset(
         "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
     }
 )  # fmt: skip
-"""Model types of which a document's logits were found not to change by a bit with the tokens of another.
+"""Model types with which a test found a document's logits equal, bit for bit, whatever the other documents are.
 
 In a mixture of experts logits change by the rounding of the experts' batches, as with any other row of a batch.
 """

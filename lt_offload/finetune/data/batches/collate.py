@@ -12,7 +12,7 @@ from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.units import round_up
 
 _PAD_MULTIPLE = 8
-"""Padded batches have a multiple of this many columns: few different shapes, and friendly ones."""
+"""The divisor of a padded batch's columns: few different shapes, and efficient ones."""
 
 
 def padded_width(longest: int, most: int) -> int:
@@ -26,7 +26,7 @@ class Fill:
     Nothing is masked, so that models find the documents by their positions. The rest of a row is a document of its own.
 
     Args:
-        pad_id: token in what is left of a row.
+        pad_id: token in the rest of a row.
         length: of a full row.
         positions: whether batches have ``position_ids``, which begin again with each document.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Tokens = NDArray[Any]
 _AT_ONCE = 1000
-"""Documents that are worked on at a time."""
+"""Documents that are read at a time."""
 
 
 class Documents:
@@ -36,7 +36,7 @@ class Documents:
 
     @classmethod
     def from_examples(cls, examples: Iterable[Example]) -> Documents:
-        """Return the documents that ``examples`` are."""
+        """Return ``examples`` as documents."""
         from datasets import Dataset, Features, List, Value, concatenate_datasets
 
         rest = iter(examples)
@@ -57,9 +57,9 @@ class Documents:
         return list(zip(*columns, strict=True))
 
     def trained(self, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how many tokens of each document are learned: in all, and of the first ``most`` tokens.
+        """Return the number of learned tokens of each document: in all, and of the first ``most`` tokens.
 
-        The first token never is: nothing comes before it.
+        The first token is never learned, as nothing comes before it.
         """
         whole, cut = [], []
         for lengths, labels in self._labels():

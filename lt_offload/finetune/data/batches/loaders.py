@@ -1,4 +1,4 @@
-"""The loaders of rows: that of training follows an order and keeps the position in it; held-out ones just come."""
+"""The loaders of rows: the training loader keeps its position in a seeded order; held-out rows come in their own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Collate = Callable[[Sequence[Row]], Batch]
 class ResumableLoader:
     """A loader whose position in the epoch Lightning saves and restores with its checkpoints.
 
-    The position counts the batches that training was given: workers may be ahead of it, and so are the other batches of
-    an update of which the tokens are counted. It is no DataLoader, into which Lightning would put an order of its own
+    The position counts the batches that training has taken: workers may be ahead of it, and so are the other batches of
+    an update of which the tokens are counted. It is no DataLoader, as Lightning would put an order of its own into one
     where there are several processes.
     """
 
@@ -61,7 +61,7 @@ class ResumableLoader:
 
     @property
     def moved(self) -> int:
-        """By how many batches the position that was loaded is another one here, with more or fewer processes."""
+        """Difference, in batches, between the position here and the loaded one of another number of processes."""
         return self.batch_sampler.moved
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ResumableLoader:
 
 
 class EvenBatches(Dataset[Batch]):
-    """The batches of ``rows`` one after the other, a multiple of ``processes``: those that are missing have no loss.
+    """The batches of ``rows`` in their order, filled up to a multiple of ``processes`` by batches without loss.
 
     Processes that evaluate together must all take as many batches, and none may count twice.
     """

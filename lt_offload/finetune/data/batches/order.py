@@ -1,4 +1,4 @@
-"""The order of batches: it depends on seed and epoch only, and can be taken up in the middle of an epoch."""
+"""The order of batches, which depends on seed and epoch only, and can be taken up in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import Share
 
 _BATCHES_TO_SORT = 50
-"""Batches whose rows are sorted by length together: rows of like lengths meet, and chance still says which of them."""
+"""Batches whose rows are sorted by length together: rows of like lengths meet, and still at random."""
 
 
 class ResumableBatches(Sampler[list[int]]):
     """Indices of batches, in another order in each epoch.
 
     Lightning calls ``set_epoch`` before each epoch. Where a run goes on, epochs are counted from its own: Lightning
-    takes that for over if the run ended there by ``max_steps``. The last batch has the rows that are left; which ones
-    is up to chance, in each epoch anew. All processes have the same order, and each takes its share of the batches,
-    every one as many as the others, so that at the end some may be without one: see ``silent``.
+    takes that for over if the run ended there by ``max_steps``. The last batch has the rows that are left, drawn anew
+    in each epoch. All processes have the same order, and each takes its share of the batches, every one as many as the
+    others, so that at the end some may be without one: see ``silent``.
 
     A run may go on with another number of processes in the middle of an epoch: rows keep the order that they have, and
-    those that nobody was given yet are shared out anew, so that none comes twice or not at all. Batches are counted as
-    if the epoch had been divided among these processes from its beginning.
+    rows that no process has taken yet are shared out anew, so that none comes twice or not at all. Batches are counted
+    as if the epoch had been divided among these processes from its beginning.
 
     Args:
         count: rows.
         batch_size: rows of a batch.
         seed: of the order.
         lengths: of the rows, if batches shall have rows of like lengths.
-        tokens: of all rows, by which other data are noticed.
+        tokens: of all rows, to notice other data when a run goes on.
         share: the batches of this process.
         reshuffled: whether epochs have orders of their own; if false, all have that of the first.
-        silent: whether a process for which no batch is left takes one without loss, a row with a number below 0 (see
-            :class:`Silenced`), so that all have the batches of one that takes them in turn. If not, they share the
-            rows that are left, and do without where these are fewer than processes.
+        silent: whether a process without a batch at the end takes one without loss, a row with a number below 0 (see
+            :class:`Silenced`), so that all take as many. If not, they share the rows that are left, and leave them out
+            where these are fewer than processes.
     """
 
     def __init__(
@@ -67,29 +67,28 @@ class ResumableBatches(Sampler[list[int]]):
         self.silent = silent
         self.epoch = 0
         self.position = 0
-        """Batches that training in this process has been given in this epoch; the loader counts them."""
+        """Batches that training in this process has taken in this epoch; the loader counts them."""
         self.moved = 0
-        """By how many batches the position is another one than that of the process that saved it."""
+        """Difference, in batches, between the position here and the saved one of another number of processes."""
         self._arranged_for = share.of
         """The number of processes with which this epoch began."""
         self._taken = self._skipped = 0
-        """Rows that other numbers of processes were given in it, and of how many batches of this one that takes the
-        place."""
+        """Rows of this epoch that other numbers of processes have taken, and the batches here that they stand for."""
         self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self._resume = False
         self._counts = False
-        """Whether epochs are counted here, as a run goes on."""
+        """True if epochs are counted here, as the run goes on from a checkpoint."""
 
     @property
     def sampler(self) -> ResumableBatches:
-        """Itself: Lightning tells the epoch to the sampler of a batch sampler."""
+        """This object: Lightning sets the epoch of a batch sampler's sampler."""
         return self
 
     def __len__(self) -> int:
         return self._rounds(self.count, self.share.of)
 
     def _rounds(self, rows: int, processes: int) -> int:
-        """Return how many batches each of some processes gets of ``rows``."""
+        """Return the number of batches of each of ``processes``."""
         full, left = divmod(rows, self.batch_size * processes)
         return full + (left >= (1 if self.silent else processes))
 
@@ -100,7 +99,7 @@ class ResumableBatches(Sampler[list[int]]):
         yield from self.batches()[self.share.first :: self.share.of][begin:end]
 
     def begin(self) -> None:
-        """Begin an epoch: at the position that was loaded, if it was and the epoch had not come to its end."""
+        """Begin an epoch: at the loaded position, if there is one and its epoch had not ended."""
         # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
         if not self._resume or self.position >= len(self):
             self.position = self._taken = self._skipped = 0
@@ -109,13 +108,13 @@ class ResumableBatches(Sampler[list[int]]):
         self._resume = False
 
     def batches(self) -> list[list[int]]:
-        """Return all batches of what these processes have of the epoch, those of other processes, too."""
+        """Return all batches of all processes in this epoch, without the rows taken by other numbers of processes."""
         order = self._order()[self._taken :]
         # Only rounds in which every process gets a batch; what is left is divided in its own way.
         full = len(order) // (self.batch_size * self.share.of) * self.share.of
         order, left = order[: full * self.batch_size], order[full * self.batch_size :]
-        found: list[list[int]] = order.view(-1, self.batch_size).tolist()
-        return found + self._last(left)
+        whole: list[list[int]] = order.view(-1, self.batch_size).tolist()
+        return whole + self._last(left)
 
     def _order(self) -> Tensor:
         """Return all rows of the epoch, in the order in which they come."""
@@ -135,7 +134,7 @@ class ResumableBatches(Sampler[list[int]]):
         return torch.cat([order.view(-1), left])
 
     def _last(self, left: Tensor) -> list[list[int]]:
-        """Return a batch of each process with what is left, none if there is too little."""
+        """Return a batch of each process with the rows that are ``left``, none if there are too few."""
         rows: list[int] = left.tolist()
         if not self.silent:
             return [part.tolist() for part in left.tensor_split(self.share.of)] if len(rows) >= self.share.of else []
@@ -143,12 +142,12 @@ class ResumableBatches(Sampler[list[int]]):
         return batches + [[~rows[0]]] * (self.share.of - len(batches)) if rows else []
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next epoch, unless the run goes on from a checkpoint, which says it."""
+        """Choose the order of the next epoch, unless the run goes on from a checkpoint, which holds the epoch."""
         if not self._counts:
             self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far this epoch has come, and what the order depends on."""
+        """Return the position in this epoch, and the settings that the order depends on."""
         known = {key: getattr(self, key) for key in _DEPENDS_ON}
         before = {"arranged_for": self._arranged_for, "taken": self._taken, "skipped": self._skipped}
         ended = {"processes": self.share.of, "ended": self.position >= len(self)}
@@ -167,9 +166,9 @@ class ResumableBatches(Sampler[list[int]]):
         self._arranged_for = state.get("arranged_for", before)
         self._taken, self._skipped = state.get("taken", 0), state.get("skipped", 0)
         if before != self.share.of:
-            given = (position - self._skipped) * before * self.batch_size
+            taken = (position - self._skipped) * before * self.batch_size
             over = state.get("ended", position >= self._rounds(self.count, before))
-            self._taken = self.count if over else min(self.count, self._taken + given)
+            self._taken = self.count if over else min(self.count, self._taken + taken)
             self._skipped = len(self) - self._rounds(self.count - self._taken, self.share.of)
             position = self._skipped
             rank_zero_warn(self._other_processes(before))
@@ -204,7 +203,7 @@ _DEPENDS_ON = ("count", "batch_size", "seed", "grouped", "tokens")
 
 
 def check_continues(state: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` if one of the settings that an order depends on is not what it was in ``state``."""
+    """Raise ``ConfigError`` if a setting that the order depends on had another value in ``state``."""
     for key, value in now.items():
         before = state.get(key, value)
         if before != value:

@@ -43,7 +43,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """Documents and tokens that do not come into rows, as they are longer than a row or have nothing to learn."""
+    """Counts of documents and tokens that are left out of rows: too long for a row, or nothing to learn."""
 
     cut: int = 0
     """Documents whose end is missing."""
@@ -60,7 +60,7 @@ class Losses:
         return self.empty + self.behind
 
     def said(self, length: int) -> list[str]:
-        """Return what is lost with sequences of ``length`` tokens, in a few words each."""
+        """Return the losses with sequences of ``length`` tokens, in a few words each."""
         parts = []
         if self.cut:
             parts.append(f"data.max_length={length} cuts {self.cut:,} rows, and loses {self.tokens:,} tokens to learn")
@@ -72,7 +72,7 @@ class Losses:
 
 
 def pieces_of(documents: Documents, selected: Integers, length: int) -> tuple[Pieces, Losses]:
-    """Return the pieces of the ``selected`` documents, and what is not in any.
+    """Return the pieces of the ``selected`` documents, and the losses.
 
     A document whose tokens are all learned is split if it is longer than ``length``. Each piece but the first begins
     with the last token of the piece before: so every token of the document is predicted once. Where only responses are
@@ -130,9 +130,9 @@ class Sequences(Dataset[Row]):
     """Rows of pieces, put together when they are asked for: item ``i`` is ``(ids, labels, positions)``.
 
     Args:
-        documents: where the tokens are.
+        documents: source of the tokens.
         pieces: in the order of the rows.
-        ends: how many pieces the rows up to each one have together.
+        ends: number of pieces up to the end of each row.
         apart: whether a piece begins anew: with position 0, and with a token that is not predicted from the one before.
     """
 
@@ -220,5 +220,5 @@ def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
 
 
 def bins_of(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Return which of the documents with these ``lengths``, none longer than ``length``, share a row when packed."""
+    """Return the documents of each packed row, by their ``lengths``, none of them longer than ``length``."""
     return best_fit(np.asarray(lengths, np.int64), length)

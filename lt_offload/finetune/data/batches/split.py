@@ -11,12 +11,12 @@ Numbers = NDArray[np.int64]
 
 
 def held_out(count: int, *, share: float, rows: int | None = None, seed: int | None = None) -> tuple[Numbers, Numbers]:
-    """Return which of ``count`` rows are trained and which are held out, both in the order of the data.
+    """Return the trained and the held-out ones of ``count`` rows, both in the order of the data.
 
     Args:
         count: rows in all.
         share: of them that is held out; at least one row, unless it is 0.
-        rows: how many are held out, instead.
+        rows: number that is held out, instead.
         seed: draws them at random; None: they are the last ones.
 
     Raises:

@@ -1,7 +1,7 @@
 """Batches of data that are read while training: shuffled and packed in stretches, and taken up where a run stopped.
 
-A stretch is a number of examples one after the other. Its batches depend on these, the seed and the number of the
-stretch only. So a position is the place where its stretch begins, and how many of the sequences in it are used.
+A stretch is a number of consecutive examples. Its batches depend on these, the seed and the number of the stretch only.
+So a position is the beginning of its stretch, and the number of used sequences in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lt_offload.finetune.data.formats import Example
 from lt_offload.finetune.processes import Share
 
 Place = tuple[int, int]
-"""Number of a source, and how many of its rows have been read."""
+"""Number of a source, and number of its rows that have been read."""
 Placed = tuple[Place, Example]
 """An example, and the place after it."""
 Position = dict[str, Any]
@@ -59,19 +59,19 @@ class Reader:
 class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
     """Batches without end, each with the position after it: when the data are over, they begin again.
 
-    Several processes all read everything and take their batches of it. The position is that after the last one of
-    them, where a run goes on with whatever number of processes.
+    All processes read everything and take their share of the batches. The position is that after the last of their
+    batches, so that a run may go on with any number of processes.
 
     Args:
         source: of examples.
-        begin: where training data begin; what is before is held out.
+        begin: place of the first training data; examples before it are held out.
         buffer: examples of a stretch.
         batch_size: sequences of a batch.
         sequences: puts the documents of a stretch into sequences.
         collate: makes a batch of sequences.
         seed: of the order within stretches, which is another one in each pass over the data.
         name: of the data, for errors.
-        settings: what else decides about what comes, by name.
+        settings: other settings that decide about the batches, by name.
         share: the batches of this process.
     """
 
@@ -99,9 +99,9 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         self.depends_on: dict[str, Any] = {
             "seed": seed, "batch_size": batch_size, "stream_buffer": buffer, "begin": list(begin), **settings
         }  # fmt: skip
-        """Settings that decide what comes."""
+        """Settings that decide about the batches."""
         self.start: Position = self._whole(0)
-        """Where the next pass over this object begins."""
+        """The position at which the next iteration of this object begins."""
 
     def __iter__(self) -> Iterator[tuple[Position, Batch]]:
         rows = self._rows(self.start)
@@ -132,15 +132,15 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         place: Place = tuple(position["place"])
         examples = self._source.read(place)
         while some := list(islice(examples, self._buffer)):
-            found = self._sequences(Documents.from_examples(example for _, example in some))
+            sequences = self._sequences(Documents.from_examples(example for _, example in some))
             after = some[-1][0]
-            order = np.random.default_rng([self._seed, epoch, stretch]).permutation(len(found))
+            order = np.random.default_rng([self._seed, epoch, stretch]).permutation(len(sequences))
             for number in range(used, len(order)):
                 here = {"epoch": epoch, _STRETCH: stretch, "place": list(place), "used": number + 1}
                 # After the last of its sequences the position is where the next
                 # stretch begins: to go on, nothing is read twice.
                 done = {"epoch": epoch, _STRETCH: stretch + 1, "place": list(after), "used": 0}
-                yield (done if number + 1 == len(order) else here), found[int(order[number])]
+                yield (done if number + 1 == len(order) else here), sequences[int(order[number])]
             place, stretch, used = after, stretch + 1, 0
 
     def _whole(self, epoch: int) -> Position:
@@ -151,8 +151,8 @@ class StreamLoader:
     """A loader of streamed batches whose position Lightning saves and restores with its checkpoints.
 
     Args:
-        batches: what it gives.
-        count: how many batches Lightning shall take for an epoch; the next epoch goes on where it ends.
+        batches: the source.
+        count: number of batches that Lightning shall take for an epoch; the next epoch goes on where it ends.
         num_workers: 1 prepares batches in a process of its own.
         sizes: of updates, whose tokens are counted; None: they are not.
     """
@@ -179,13 +179,13 @@ class StreamLoader:
             collate_fn=_unchanged,
             generator=torch.Generator(),
         )
-        given = islice(loader, self._count)
-        for position, batch in with_tokens(given, self._sizes, lambda pair: pair[1]):
+        epoch = islice(loader, self._count)
+        for position, batch in with_tokens(epoch, self._sizes, lambda pair: pair[1]):
             self._position = position
             yield batch
 
     def state_dict(self) -> Position:
-        """Return the position after the last batch that was given, and what the order depends on."""
+        """Return the position after the last batch that was taken, and the settings that the order depends on."""
         return self._position | {"depends_on": self._batches.depends_on}
 
     def load_state_dict(self, state: Position) -> None:
@@ -201,7 +201,7 @@ class StreamLoader:
 
 
 def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool, validation_seed: int | None) -> None:
-    """Raise ``ConfigError`` for settings that do not go with data that are read while training."""
+    """Raise ``ConfigError`` for settings that exclude data that are read while training."""
     if group_by_length:
         raise ConfigError(
             "data.group_by_length=true needs the lengths of all sequences, which data.streaming=true does not know; "
@@ -231,7 +231,7 @@ def check_end(trainer: Any) -> None:
 
 
 def batches_of(trainer: Any) -> int:
-    """Return how many batches ``trainer`` takes until it has made all of its steps."""
+    """Return the number of batches that ``trainer`` takes for all of its steps."""
     # The largest number that a callback will set: too many batches are no matter, as steps end the run, too few are.
     factors = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:

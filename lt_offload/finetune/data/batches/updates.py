@@ -1,4 +1,4 @@
-"""The batches of an update: how many tokens are trained in all of them is known when the first one comes."""
+"""The batches of an update, the first of which has the number of tokens that are trained in all of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOKENS = "num_items_in_batch"
 
 Batch = dict[str, Tensor]
 Sizes = Callable[[], Iterator[int]]
-"""Returns how many batches the next updates take, one after the other; asked when an epoch's first batch is."""
+"""A function that yields the number of batches of each of the next updates; called for an epoch's first batch."""
 Item = TypeVar("Item")
 
 
 def sizes_for(trainer: Any) -> Sizes | None:
-    """Return the sizes of updates of ``trainer``, None if it does not ask for the tokens of an update.
+    """Return the sizes of updates of ``trainer``, None if the tokens of an update are not needed.
 
-    It does if an update may have several batches, one after the other or in several processes, and the module wants
+    They are if an update may have several batches, one after the other or in several processes, and the module wants
     their tokens to count alike. An update ends where Lightning ends it: after as many batches of the epoch as are a
     multiple of ``accumulate_grad_batches``, and with the last one.
     """
@@ -44,7 +44,7 @@ def sizes_for(trainer: Any) -> Sizes | None:
 
 
 def trained_tokens(batch: Batch) -> int:
-    """Return of how many tokens there is a loss: the first one of a row is never predicted."""
+    """Return the number of tokens with a loss: the first one of a row is never predicted."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 

@@ -1,1 +1,1 @@
-"""Conversations: from rows to messages, through a chat template to text, and which part of it is the assistant's."""
+"""Conversations: from rows to messages, through a chat template to text, and the assistant's part of it."""

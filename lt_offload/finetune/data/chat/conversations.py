@@ -50,7 +50,7 @@ class Conversation:
     Args:
         messages: each with a ``role``; ``content`` is text.
         tools: JSON schemas of functions.
-        context: so many messages in front are a prompt, and never learned.
+        context: number of messages in front that are a prompt, and never learned.
     """
 
     messages: list[Message]
@@ -63,7 +63,7 @@ class Conversation:
         return [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i >= self.context]
 
     def learned(self, last_only: bool) -> list[int]:
-        """Return the messages of the assistant that are learned: those that say something, or the last of them.
+        """Return the messages of the assistant that are learned: all with words in them, or only the last one.
 
         An empty answer would teach the model to say nothing, and a ``weight`` of 0 says that an answer is no example.
         """
@@ -72,18 +72,18 @@ class Conversation:
 
 
 def oddities(conversation: Conversation) -> list[str]:
-    """Return what is unusual about a conversation and may be a mistake of its data."""
+    """Return notes on unusual features of a conversation, which may be mistakes in the data."""
     messages = [m for m in conversation.messages if m["role"] not in ("system", "developer")]
     roles = [message["role"] for message in messages]
-    found = []
+    notes = []
     if roles[:1] == ["assistant"]:
-        found.append("a conversation begins with an answer, which nothing asks for")
+        notes.append("a conversation begins with an answer, which nothing asks for")
     if any(one == other and one in ("user", "assistant") for one, other in itertools.pairwise(roles)):
-        found.append("two messages of one side follow each other")
+        notes.append("two messages of one side follow each other")
     answers = [conversation.messages[number] for number in conversation.answers]
     if len(answers) > 1 and not all(a.get("weight", 1) == 0 or says_something(a) for a in answers):
-        found.append("one answer of several is empty")
-    return found
+        notes.append("one answer of several is empty")
+    return notes
 
 
 def says_something(message: Message) -> bool:
@@ -96,7 +96,7 @@ def from_chat(row: Row, layout: Columns, *, from_table: bool) -> Conversation:
 
     Args:
         row: see ``layout``.
-        layout: where its parts are.
+        layout: columns of its parts.
         from_table: whether it comes from a table, in which a missing key is null.
 
     Raises:
@@ -158,7 +158,7 @@ def parse_messages(
 
     Args:
         value: a list, or JSON of one.
-        column: what it is called, for errors.
+        column: its name, for errors.
         keys: names of the keys that hold ``role`` and ``content``, if they are none of the usual ones.
         from_table: whether a missing key is null.
 
@@ -184,13 +184,13 @@ def parse_messages(
 
 
 def other_keys(row: Row, layout: Columns, *, from_table: bool = False) -> dict[str, str] | None:
-    """Return the ``role`` and ``content`` of ``data.columns`` with which a row can be used that cannot be without.
+    """Return keys for ``role`` and ``content`` in ``data.columns`` with which an unusable ``row`` can be used.
 
     None if there are none, or they are named already.
 
     Args:
         row: see ``layout``.
-        layout: where its parts are.
+        layout: columns of its parts.
         from_table: whether a missing key is null.
     """
     column = layout.columns.get("messages")

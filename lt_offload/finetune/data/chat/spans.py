@@ -21,19 +21,19 @@ from lt_offload.finetune.data.rows import RowFault
 _FIRST_MARK = 0xF0000
 _MARKS = re.compile("[\U000f0000-\U000fffff]")
 _MORE = {"tool_calls", "reasoning_content", "thinking", "reasoning"}
-"""Keys of messages that say more than their content."""
+"""Keys of messages with more words than those of their content."""
 _OTHER = "\U00100001"
-"""A character that no text has, in a message that is changed."""
+"""A character that no text has, the content of changed messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a template writes around the words of the assistant, in a turn that others follow.
+    """The text of a template around the assistant's words, in a turn that is not the last.
 
     Args:
-        header: what asks for the turn.
-        opening: what follows that before the words.
-        closing: what ends the turn.
+        header: text that asks for the turn.
+        opening: text between the header and the words.
+        closing: text that ends the turn.
         next_ends: whether nothing ends a turn but the token that begins the next one.
     """
 
@@ -44,13 +44,13 @@ class Surroundings:
 
 
 class Locator:
-    """Finds the turns of the assistant in conversations of one template."""
+    """A search for the turns of the assistant in conversations of one template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
 
     def locate(self, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
-        """Return the text of ``conversation``, and where the messages ``turns``, which are the assistant's, are in it.
+        """Return the text of ``conversation``, and the spans of the assistant's messages ``turns`` in it.
 
         Raises:
             RowFault: if the template refuses it, leaves out a message, or cannot be understood.
@@ -60,7 +60,7 @@ class Locator:
             text, generated = self.template.render_with_spans(messages, conversation.tools)
         except RowFault as fault:
             raise self.template.blame(conversation, fault) from None
-        # Marks do not say that all is there: a template with marks can leave out a message like any other.
+        # Checked with marks, too: a template with marks can leave out a message like any other.
         if generated is not None:
             self._check_complete(conversation, text)
             if (spans := _of_turns(generated, messages, turns)) is not None:
@@ -96,7 +96,7 @@ class Locator:
         return Surroundings(header, text[begin:start], closing, not closing and self._token_at(text, end) > 0)
 
     def _places(self, conversation: Conversation, text: str) -> dict[int, Span] | None:
-        """Return where the words of each message are, without white space around them; None if that cannot be told.
+        """Return the spans of the words of each message, without white space around them; None if they are unclear.
 
         Raises:
             RowFault: if a message is left out.
@@ -122,23 +122,23 @@ class Locator:
             written = self.template.render(marked, conversation.tools)
         except RowFault:
             return None
-        found: dict[int, list[int]] = {}
+        marks: dict[int, list[int]] = {}
         plain = []
         position = last = 0
         for mark in _MARKS.finditer(written):
             plain.append(written[last : mark.start()])
             position += mark.start() - last
             last = mark.end()
-            found.setdefault((ord(mark[0]) - _FIRST_MARK) // 2, []).append(position)
+            marks.setdefault((ord(mark[0]) - _FIRST_MARK) // 2, []).append(position)
         # The marks have changed what is written (a template may look at how a message begins): they tell nothing.
         if "".join([*plain, written[last:]]) != text:
             self._check_complete(conversation, text)
             return None
         for number in expected:
-            if number not in found:
+            if number not in marks:
                 raise _left_out(messages, number, self.template)
         # A message that is written twice, or in part, has no place.
-        return {n: (at[0], at[1]) for n, at in found.items() if len(at) == 2 and at[1] - at[0] == expected[n]}
+        return {n: (at[0], at[1]) for n, at in marks.items() if len(at) == 2 and at[1] - at[0] == expected[n]}
 
     def _span(self, conversation: Conversation, text: str, turn: int, places: dict[int, Span] | None) -> Span:
         around = self.surroundings
@@ -163,7 +163,7 @@ class Locator:
         return self._compared(conversation, text, turn, around)
 
     def _compared(self, conversation: Conversation, text: str, turn: int, around: Surroundings) -> Span:
-        """Return where a turn is, from texts of shorter conversations, or of one in which it says something else."""
+        """Return the span of a turn, from texts of shorter conversations, or of one with other words in the turn."""
         messages, tools = conversation.messages, conversation.tools
         begin = self._asked(messages, tools, turn, text) if turn else None
         end = len(text) if turn == len(messages) - 1 else None
@@ -182,9 +182,9 @@ class Locator:
             begin = self._partly_asked(messages, tools, turn, text, words[0])
         if begin is None:
             before = self._changed(messages, tools, turn - 1, text)[1] if turn else 0
-            found = text.rfind(around.header, before, words[0]) if around.header else -1
-            begin = found + len(around.header) if found >= 0 else words[0]
-            if found < 0 and around.opening and text.endswith(around.opening, before, words[0]):
+            header = text.rfind(around.header, before, words[0]) if around.header else -1
+            begin = header + len(around.header) if header >= 0 else words[0]
+            if header < 0 and around.opening and text.endswith(around.opening, before, words[0]):
                 begin -= len(around.opening)
         if end is None:
             if until is None:
@@ -206,17 +206,16 @@ class Locator:
         return begin, end
 
     def _asked(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> int | None:
-        """Return where the prompt that asks for a turn ends in ``text``, None if ``text`` does not begin with it."""
+        """Return the end of the prompt that asks for a turn in ``text``, None if ``text`` does not begin with it."""
         asking = self._rendered(messages[:turn], tools, ask=True)
         return len(asking) if asking is not None and text.startswith(asking) else None
 
     def _partly_asked(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str, words: int
     ) -> int | None:
-        """Return where what a prompt and ``text`` both say ends, before ``words``, if earlier turns are the same.
+        """Return the end of the common part of a prompt and ``text``, before ``words``, if earlier turns are the same.
 
-        The prompt may say more than the conversation, as an opening of thoughts where those of earlier turns are left
-        out.
+        The prompt may be longer than the conversation: it opens thoughts that are left out in earlier turns.
         """
         before, asking = self._rendered(messages[:turn], tools), self._rendered(messages[:turn], tools, ask=True)
         if before is None or asking is None or not (asking.startswith(before) and text.startswith(before)):
@@ -230,7 +229,7 @@ class Locator:
         return max((len(token) for token in self.template.tokens if text.startswith(token, position)), default=0)
 
     def _whole_tokens(self, text: str, start: int, end: int) -> int:
-        """Return ``end``, or where a special token begins that lies on both sides of it."""
+        """Return ``end``, or the beginning of a special token that lies on both sides of it."""
         for token in self.template.tokens:
             for begin in range(max(start, end - len(token) + 1), end):
                 if text.startswith(token, begin):
@@ -238,7 +237,7 @@ class Locator:
         return end
 
     def _changed(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> Span:
-        """Return which part of ``text`` is another one if the message ``turn`` says something else."""
+        """Return the span of ``text`` that changes with the content of the message ``turn``."""
         message = messages[turn]
         others = [{key: value for key, value in message.items() if key != "tool_calls"} | {"content": _OTHER}]
         if message.get("tool_calls"):  # a result without a call may be refused, or written in another way

@@ -1,4 +1,4 @@
-"""Chat templates: the tokenizer's own, a shipped one or a file; what one can show, and the rest written as text."""
+"""Chat templates: the tokenizer's own, a shipped one or a file; functions that one cannot write become text."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """How much about functions a template can write.
+    """The ability of a template to write about functions.
 
     Args:
-        tools: descriptions of functions.
-        calls: calls, whose arguments it wants as an ``object`` or as ``text``; None if it writes none.
-        results: messages with the role ``tool``.
+        tools: True if it writes descriptions of functions.
+        calls: form of the arguments in calls, ``object`` or ``text``; None if it writes no calls.
+        results: True if it writes messages with the role ``tool``.
     """
 
     tools: bool
@@ -84,7 +84,7 @@ class ChatTemplate:
     """A chat template and the special tokens that it writes.
 
     Args:
-        name: what it is called in messages.
+        name: its name in messages.
         text: in Jinja.
         special: names and texts of the tokenizer's special tokens.
         tokens: texts that are one token each wherever they stand.
@@ -111,7 +111,7 @@ class ChatTemplate:
     def render_with_spans(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """Return the text, and where the assistant's words are in it if the template marks them.
+        """Return the text, and the spans of the assistant's words in it if the template marks them.
 
         Raises:
             RowFault: if the template refuses the conversation.
@@ -167,7 +167,7 @@ class ChatTemplate:
         return fault
 
     def fit(self, conversation: Conversation) -> tuple[Conversation, str | None]:
-        """Return ``conversation`` as this template can write it, and what was changed, if anything."""
+        """Return ``conversation`` in a form that this template can write, and a note if functions became text."""
         messages = conversation.messages
         # A template that does not name this role refuses it or leaves it out.
         if "developer" not in self.text and any(message["role"] == "developer" for message in messages):
@@ -185,7 +185,7 @@ class ChatTemplate:
 
     @cached_property
     def abilities(self) -> Abilities:
-        """How much about functions it can write, tried out."""
+        """The ability of this template to write about functions, tried out."""
         # No template writes words with a 7 of itself: those that are found were handed through.
         parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
         function = {"name": "name7", "description": "some function", "parameters": parameters}
@@ -193,11 +193,11 @@ class ChatTemplate:
         user = {"role": "user", "content": "question"}
         call: Message = {"type": "function", "id": "call00007"}
         call["function"] = {"name": "name7", "arguments": {"key7": "value7"}}
-        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
         answer = {"role": "assistant", "content": "answer"}
-        of_object = self._try([user, asked, result, answer], tools)
-        of_text = self._try([user, _with_text_arguments(asked), result, answer], tools)
+        of_object = self._try([user, calling, result, answer], tools)
+        of_text = self._try([user, _with_text_arguments(calling), result, answer], tools)
         calls: Literal["object", "text"] | None = None
         # A template that wants text prints an object in Python's way, which no model has been trained on.
         if "value7" in of_object and "{'key7'" not in of_object:
@@ -256,7 +256,7 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[ChatTemplate | None, list[str]]:
-    """Return the chat template that ``data.template`` names, and what has to be said about it.
+    """Return the chat template that ``data.template`` names, and notes for the user.
 
     Args:
         setting: null for the tokenizer's own, name of a shipped one, or a file.
@@ -295,7 +295,7 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """Return a shipped template with the tokens that ``tokenizer`` has, and what was changed."""
+    """Return a shipped template with the tokens that ``tokenizer`` has, and notes on the changes."""
     notes = []
     vocabulary, end = tokenizer.get_vocab(), _END_OF_TURN.get(name)
     if end is not None and end not in vocabulary and tokenizer.eos_token is not None:
@@ -323,7 +323,7 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def _tags(text: str) -> set[str]:
-    """Return what looks like XML, with an end for each beginning: no tokens are meant."""
+    """Return XML tags, with an end for each beginning, in ``text``: no tokens are meant."""
     return {f"<{name}>" for name in re.findall(r"</(\w+)>", text)}
 
 
