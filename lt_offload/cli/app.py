@@ -1,6 +1,6 @@
 """Lightning's command line for fine-tuning: from files and flags to settings, and errors that name the wrong one.
 
-``verbs/`` does something with them, which :func:`run` begins and ends.
+:func:`run` carries out a verb of ``verbs/`` with the settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNLIMITED = {"max_steps": "-1", "max_epochs": "null"}
 
 
 class Parser(LightningArgumentParser):
-    """Raises instead of printing its usage and leaving, and writes configs that are recipes for every verb."""
+    """A parser that raises instead of exiting, and writes configs that are recipes for every verb."""
 
     transient: Sequence[str] = ()
     """Keys that belong to one call and not to the settings."""
@@ -60,11 +60,11 @@ class Parser(LightningArgumentParser):
 
 
 class App(LightningCLI):
-    """Parses a chain of recipe files and flags into a module, a data module and a trainer; runs nothing.
+    """The module, data module and trainer of a chain of recipe files and flags; nothing runs yet.
 
     Args:
         verb: function of ``verbs`` that will be called; its parameters are flags of their own.
-        recipe: the file that was asked for.
+        recipe: the recipe's own file.
         files: all files that make it up, each one overriding the ones before.
         args: flags, overriding the files.
     """
@@ -72,12 +72,12 @@ class App(LightningCLI):
     def __init__(self, verb: Callable[..., int], recipe: Path, files: Sequence[Path], args: Sequence[str]) -> None:
         self.verb = verb
         self.recipe = recipe
-        # The flags are asked: once they are parsed, nothing tells them from what the recipe says.
+        # Read before parsing: after it, nothing tells a flag from a setting of the recipe.
         self._names_data = any(arg.startswith("--data.path") for arg in args)
         self.options: dict[str, Any] = {}
         self.summary = RunSummary()
         self.resumed: Path | None = None
-        """The checkpoint that ``--resume`` takes up."""
+        """The checkpoint from which ``--resume`` goes on."""
         super().__init__(
             FineTune,
             FineTuneData,
@@ -140,10 +140,10 @@ class App(LightningCLI):
             raise ConfigError(misconfigured(first_line(error), self.config_init["trainer"])) from error
 
     def choose_weights(self, *, of_run: bool) -> None:
-        """Let a verb that loads a checkpoint, and was told none, take the newest complete one of a run folder.
+        """Let a verb that loads a checkpoint, and has none named, take the newest complete one of a run folder.
 
-        If a recipe was given, and not a run folder, its pretrained weights are meant, and that is said where the recipe
-        has been trained.
+        With a recipe in place of a run folder the pretrained weights are used; a line says so if the recipe has been
+        trained.
 
         Raises:
             ConfigError: if a run folder has none.
@@ -217,10 +217,10 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     """Carry out ``verb`` with the settings of ``files`` and flags, and return the exit code.
 
     Args:
-        verb: what to do.
+        verb: the one to carry out.
         files: recipe and what it builds on, later ones override.
         args: flags.
-        of_run: whether the recipe was given as the folder of a run, whose newest checkpoint is then meant, too.
+        of_run: whether the recipe was named by the folder of a run, which then has the checkpoint, too.
     """
     messages.install()
     # A plan for a card that is named is one on a GPU, whatever this machine has.
@@ -250,7 +250,7 @@ def _check_length(config: Namespace) -> None:
 
 
 def _check_precision(config: Namespace) -> None:
-    """Raise ``ConfigError`` for a precision that Lightning silently makes another one of without a GPU."""
+    """Raise ``ConfigError`` for a precision that Lightning silently replaces without a GPU."""
     precision, strategy = str(config.get("precision")), config.get("strategy")
     if precision in ("16", "16-mixed") and (isinstance(strategy, Processes) or strategy == STRATEGY_NAME):
         raise ConfigError(
@@ -279,7 +279,7 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
 
 
 def _check_same_data(run: Path, recipe: Path, path: object) -> None:
-    """Raise ``ConfigError`` if ``run`` had other data than ``path``, where nobody has named them by a flag now."""
+    """Raise ``ConfigError`` if ``run`` had other data than ``path``, which the recipe names."""
     saved = run / "config.yaml"
     before = recipes.read(saved).get("data", {}).get("path", path) if saved.exists() else path
     if before != path:
@@ -299,7 +299,7 @@ def _keep_metrics(folder: Path) -> None:
 
 
 def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return ``callbacks`` with the last one of those that a Trainer takes once: one's own replace the recipe's."""
+    """Return ``callbacks`` with only the last of those that a Trainer takes once: the user's replace the recipe's."""
     last: dict[object, Callback] = {}
     for callback in callbacks:
         once = {ProgressBar: "progress bar", Checkpoint: callback.state_key}

@@ -1,4 +1,4 @@
-"""Makes one list of arguments from recipe files and flags.
+"""One list of arguments, made of recipe files and flags.
 
 The parser lets every file replace what the ones before it say. Two settings add to each other instead: one's own
 callbacks join the recipe's, and adapters bring the learning rate that adapters need. An architecture is looked for
@@ -18,7 +18,7 @@ from lt_offload.resources import is_file, shipped_files, shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
 _PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
-"""By setting of the model: the shipped piece with what suits it."""
+"""Shipped files with settings that suit a setting of the model, by that setting."""
 
 
 def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
@@ -49,17 +49,17 @@ def _architecture(file: Path) -> list[str]:
 
 
 def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: str) -> list[Path]:
-    """Put the shipped piece for adapters before what switches them on; what comes later overrides it as usual."""
+    """Put the shipped piece for adapters before the file that switches them on; later files override it as usual."""
     piece = shipped_root() / "configs" / name
-    given = [*files]
-    for index, file in enumerate(given):
+    chain = [*files]
+    for index, file in enumerate(chain):
         if _group(file, "model").get(setting) is not None:
             # The piece comes before that file, whose learning rate has to win, as those of all later files do.
-            return [*given] if file.resolve() == piece.resolve() else [*given[:index], piece, *given[index:]]
+            return [*chain] if file.resolve() == piece.resolve() else [*chain[:index], piece, *chain[index:]]
     if any(_switches_on(arg, setting) for arg in args):
         # A flag switches it on, so it comes behind all files: flags override it anyway.
-        return [*given, piece]
-    return given
+        return [*chain, piece]
+    return chain
 
 
 def _switches_on(arg: str, setting: str) -> bool:
@@ -73,7 +73,7 @@ def _switches_on(arg: str, setting: str) -> bool:
 def _callbacks(files: Sequence[Path]) -> list[Any] | None:
     """Return the callbacks of all ``files`` in their order; None where the parser's own rule gives the same."""
     merged: list[Any] = []
-    asked = 0
+    mentions = 0
     for file in files:
         group = _group(file, "trainer")
         if "callbacks" not in group:
@@ -81,14 +81,14 @@ def _callbacks(files: Sequence[Path]) -> list[Any] | None:
         callbacks = group["callbacks"]
         if not isinstance(callbacks, dict | list | str | None):
             return None  # the parser says what is wrong with it
-        asked += 1
+        mentions += 1
         # null empties the list, as it does for the parser: a recipe can get rid of its bases' callbacks.
         if callbacks is None:
             merged = []
             continue
         merged += [one for one in (callbacks if isinstance(callbacks, list) else [callbacks]) if one not in merged]
     # One file's list is what the parser makes of it, and its errors name that file.
-    return merged if asked > 1 else None
+    return merged if mentions > 1 else None
 
 
 def _group(file: Path, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool
     """Return the loggers of a run.
 
     Args:
-        chosen: the setting ``trainer.logger``; None and True: those that every run has.
+        chosen: the setting ``trainer.logger``; None and True: the default ones.
         folder: the run folder.
         wandb: project on Weights & Biases; None: none.
 
@@ -24,25 +24,25 @@ def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool
         ConfigError: if its package is not installed, or all logging is switched off.
     """
     if chosen in (None, True):
-        found: list[Logger] = [
+        wanted: list[Logger] = [
             # Empty names: else each logger puts folders of its own between. Flushed at every
             # record, which comes seldom, so that a run that is killed has its curve.
             CSVLogger(str(folder), name="", version="", flush_logs_every_n_steps=1),
             TensorBoardLogger(str(folder / "tensorboard"), name="", version=""),
         ]
     elif chosen is False:
-        found = []
+        wanted = []
     else:
-        found = list(chosen) if isinstance(chosen, list) else [chosen]
+        wanted = list(chosen) if isinstance(chosen, list) else [chosen]
     if wandb is None:
-        return found or False
-    if not found:
+        return wanted or False
+    if not wanted:
         raise ConfigError(f"--wandb {wandb} logs, and trainer.logger=false does not; leave one of them out")
-    return [*found, _wandb(wandb, folder)]
+    return [*wanted, _wandb(wandb, folder)]
 
 
 def _wandb(project: str, folder: Path) -> Logger:
-    """Return the logger; with WANDB_MODE=offline it asks no network, and what it writes can be sent later."""
+    """Return the logger; with WANDB_MODE=offline it needs no network, and its files can be sent later."""
     if not project.strip():
         raise ConfigError("--wandb: the name of the project is empty; give one, or --wandb alone")
     if find_spec("wandb") is None:

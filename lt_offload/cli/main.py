@@ -1,6 +1,6 @@
-"""``lt-finetune``: finds out what is asked for, and answers at once what needs no torch.
+"""The entry point of ``lt-finetune``, which carries out verbs without torch at once.
 
-The other verbs are Lightning's command line, which takes seconds to import: see ``app.py``.
+The other verbs need Lightning's command line, which takes seconds to import: see ``app.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lt_offload.suggest import did_you_mean
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    ``static/pages/lt-finetune.txt``, which ``--help`` shows, says what the codes mean.
+    The codes are explained in ``static/pages/lt-finetune.txt``, which ``--help`` shows.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     # This comes first: a shell waits at every press of the tab key, and takes whatever is printed for an answer.

@@ -17,10 +17,10 @@ _TOLD = (
     "lightning.fabric.utilities.rank_zero",
     "lightning.fabric.utilities.seed",
 )
-"""Loggers that Lightning and our own modules tell things."""
+"""Loggers of Lightning that our own modules use, too."""
 _PREFIX = "offmate: "
 _PASSING = ("measuring", "running", "planning", "profiling", "estimating", "writing", "loading", "trying")
-"""First words of messages about what goes on now."""
+"""First words of messages about the present activity."""
 _ADVICE = (
     r".*does not have many workers.*",  # batches are cut from memory; workers would only cost
     r"Experiment logs directory .* exists and is not empty",  # it is the run folder, with config.yaml in it
@@ -35,9 +35,9 @@ _ADVICE = (
 
 
 class Messages(logging.Handler):
-    """Writes what our own modules tell, and warnings of others; what other libraries tell about themselves is left out.
+    """A handler that writes messages of our own modules and warnings of all; other messages of libraries are left out.
 
-    Messages about what goes on now replace each other on a terminal, the rest stays.
+    Messages about the present activity replace each other on a terminal, the others stay.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

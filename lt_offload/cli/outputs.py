@@ -1,4 +1,4 @@
-"""Checks that files and folders can be written where they are asked for, before anything slow."""
+"""Checks that files and folders can be written, before anything slow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
 
     Args:
         path: the file.
-        setting: what asked for it, for the error.
+        setting: name of its flag or setting, for the error.
         make: whether its folder will be made where there is none.
     """
     target = user_path(path)

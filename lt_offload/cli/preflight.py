@@ -1,4 +1,4 @@
-"""Checks the files and folders that settings name, before data are read, models loaded or machines measured."""
+"""Checks of the files and folders in the settings, before data are read, models loaded or machines measured."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False, reads_data: bool = True) -> None:
-    """Raise ``ConfigError`` for files and folders that are not what the settings say they are.
+    """Raise ``ConfigError`` for files and folders that do not fit the settings.
 
     Args:
         app: the settings.
         ckpt_path: checkpoint that will be loaded.
         resume: whether training goes on from it.
-        reads_data: whether there must be data; a run may have been carried away from those it was trained on.
+        reads_data: whether there must be data; a run folder may have been copied to a machine without them.
     """
     data = app.datamodule
     if isinstance(settings := getattr(app.trainer.strategy, "settings", None), Settings):

@@ -14,7 +14,7 @@ from typing import TextIO
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 _ERASE = "\r\033[2K"
 _state = {"drawn": False, "phase": ""}
-"""Whether a line of :func:`status` is on the terminal, and the first word of the last one that was written."""
+"""State of :func:`status`: a line of it is on the terminal, and the first word of the last line in a log."""
 
 
 def quiet() -> bool:
@@ -24,7 +24,7 @@ def quiet() -> bool:
 
 @contextmanager
 def keeping_quiet(on: bool) -> Iterator[None]:
-    """Say nothing inside if ``on``."""
+    """Print nothing within the context if ``on``."""
     token = _quiet.set(on)
     try:
         yield
@@ -35,18 +35,18 @@ def keeping_quiet(on: bool) -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Tell something that stays."""
+    """Print a message that stays."""
     if not quiet():
         clear()
         print(wrapped(message), file=sys.stderr, flush=True)
 
 
 def status(message: str) -> None:
-    """Tell what goes on now.
+    """Show a message about the present activity.
 
     On a terminal the next message takes the place of this one; nothing is said while a line of progress is drawn there.
-    Elsewhere it is a line, unless the one before it began with the same word: one line for all that is measured, one
-    for all that is planned.
+    Elsewhere it is a line, unless the one before it began with the same word: one line for all measurements, one
+    for all planning.
     """
     if quiet():
         return

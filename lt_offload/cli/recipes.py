@@ -32,7 +32,7 @@ _OTHER_VERBS = {
     "merge": "adapters are merged into the model by lt-finetune export RUN",
     "preprocess": "what is trained on is shown by lt-finetune data RECIPE",
 }
-"""For verbs of other tools, what is called here instead."""
+"""The equivalents of other tools' verbs."""
 _GROUPS = ("model", "data", "trainer")
 
 
@@ -144,15 +144,15 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def gigabytes(recipe: Path) -> int:
-    """Return how many GB of GPU memory a recipe is for; 0 if it says nothing, or less than one."""
+    """Return the GB of GPU memory of a recipe; 0 if it has none, or less than one."""
     memory = dict(dotted(read(recipe))).get("trainer.strategy.memory")
     return 0 if memory is None else parse_bytes(memory) // 10**9
 
 
 def ram_gigabytes(recipe: Path) -> int:
-    """Return how many GB of RAM the plan in a recipe's header takes; 0 if it says nothing."""
-    found = re.search(r"\((\d+) GB of RAM\)", describe(recipe))
-    return int(found[1]) if found else 0
+    """Return the GB of RAM of the plan in a recipe's header; 0 if it has none."""
+    match = re.search(r"\((\d+) GB of RAM\)", describe(recipe))
+    return int(match[1]) if match else 0
 
 
 def largest_within(device_bytes: int, ram_bytes: int) -> str | None:
@@ -170,7 +170,7 @@ def describe(recipe: Path) -> str:
 
 
 def run_name(recipe: Path) -> str:
-    """Return what runs of ``recipe`` are called: by its folder if its name is that of the settings of a run."""
+    """Return the name of runs of ``recipe``: its own, or its folder's if it is the ``config.yaml`` of a run."""
     folder = recipe.resolve().parent.name
     if recipe.name != "config.yaml" or not folder:
         return recipe.stem

@@ -3,7 +3,7 @@
 A function with the verb's name carries it out: its docstring is the help, its parameters are words and flags.
 With ``recipe`` the first word is a recipe, and the function gets its settings as an :class:`~lt_offload.cli.app.App`,
 made by Lightning's command line. Without, it gets words and flags: positional parameters are words, the others flags.
-Functions are imported when they are called, so that only those are slow that need something slow.
+Functions are imported when they are called, so that a verb without torch never waits for its import.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from types import ModuleType
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """What one verb needs and where it is."""
+    """One verb: its needs, and the place of its function."""
 
     name: str
     recipe: bool = True
-    """Whether its first word is a recipe, whose settings it needs, and with them Lightning."""
+    """True if its first word is a recipe; the verb then needs the settings, and with them Lightning."""
     module: str = ""
-    """Below ``lt_offload.cli``; its own file in ``verbs`` if not given."""
+    """The module below ``lt_offload.cli``; empty: its own file in ``verbs``."""
 
     def load(self) -> Callable[..., int]:
         """Import it, and return its function, which returns the exit code."""

@@ -11,7 +11,7 @@ from lt_offload.cli.static.settings import unknown
 
 
 def misconfigured(first: str, settings: Namespace) -> str:
-    """Return the ``first`` line of what Lightning says of a Trainer's settings as one sentence with the way out."""
+    """Return the ``first`` line of Lightning's error about a Trainer's settings as one sentence with the way out."""
     accelerator = settings.get("accelerator")
     if "backend found" in first or "accelerator" in first.lower():
         return (

@@ -1,1 +1,1 @@
-"""Recipes that are made by planning: for which model, trained in which way, with which comment at the top."""
+"""Recipes that are made by planning: the model, the way to train it, the comment at the top."""

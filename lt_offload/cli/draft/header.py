@@ -1,4 +1,4 @@
-"""The comment at the top of a recipe: what it trains, how it is run and planned, and what its plan says."""
+"""The comment at the top of a recipe: the model, commands to run and plan it, and figures of its plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAM = re.compile(r" \(\d+ GB of RAM\)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedStep:
-    """What a plan says about one update."""
+    """Figures of a plan for one update."""
 
     samples: int
     """Sequences per update, of all processes."""
@@ -32,15 +32,15 @@ class SimulatedStep:
 
     @classmethod
     def of(cls, plan: Plan) -> SimulatedStep:
-        """Return what ``plan`` says."""
-        found = plan.predicted
+        """Return the figures of ``plan``."""
+        predicted = plan.predicted
         return cls(
             samples=plan.processes * plan.batch_size * plan.accumulate,
             sequence_length=plan.sequence_length,
-            iteration_s=found.iteration_s,
-            no_offload_s=found.no_offload_s,
-            device_peak_bytes=found.device_peak_bytes,
-            host_peak_bytes=found.host_peak_bytes,
+            iteration_s=predicted.iteration_s,
+            no_offload_s=predicted.no_offload_s,
+            device_peak_bytes=predicted.device_peak_bytes,
+            host_peak_bytes=predicted.host_peak_bytes,
         )
 
     @property
@@ -66,12 +66,12 @@ def header(
     """Return the lines of the comment.
 
     Args:
-        title: the model, and what of it is trained how; may have the RAM of an earlier plan at its end.
+        title: the model, and the way it is trained; may have the RAM of an earlier plan at its end.
         recipe: its name, or its file.
-        hardware: the machine that was planned for, as ``--hardware`` takes it; None: this one.
+        hardware: the machine of the plan, as ``--hardware`` takes it; None: this one.
         figures: of the plan.
-        flags: with which it is run.
-        made: when it was planned, and with what.
+        flags: of the command that runs it.
+        made: date of the plan, and version.
     """
     step, enough = format_seconds(figures.iteration_s), format_seconds(figures.no_offload_s)
     device, host = format_bytes(figures.device_peak_bytes), format_bytes(figures.host_peak_bytes)

@@ -1,4 +1,4 @@
-"""A model by the name that was given: on the hub, in a folder, in a file, or a shipped architecture."""
+"""A model by its name: on the hub, in a folder, in a file, or a shipped architecture."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _VARIANT = re.compile(r"(-chat|-instruct|-base|-hf|-it|-pt)+$")
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model by the name that was given."""
+    """A model and its name."""
 
     name: str
-    """What ``model.name`` says."""
+    """The value of ``model.name``."""
     architecture: str
-    """The name of a shipped architecture, or of the file that is to be written."""
+    """The name of a shipped architecture, or of the file to write."""
     config: PreTrainedConfig
     shipped: bool
 
     def save_architecture(self, path: Path) -> None:
-        """Write the configuration to ``path``, without what all models of its type have."""
+        """Write the configuration to ``path``, without the defaults of its type."""
         values = self.config.to_diff_dict()
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -46,7 +46,7 @@ class NamedModel:
 
 
 def _shape(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what ``config`` says of the model, as a file has it, without its name."""
+    """Return the values of ``config`` as in a file, without the model's name."""
     values = json.loads(json.dumps(config.to_diff_dict()))
     return {key: value for key, value in values.items() if key != NAME}
 
@@ -57,12 +57,12 @@ def named(model: str) -> NamedModel:
     Raises:
         ConfigError: if there is none, or it is another kind of model.
     """
-    found = _found(model)
-    _check_causal(model, found.config)
-    return found
+    located = _located(model)
+    _check_causal(model, located.config)
+    return located
 
 
-def _found(model: str) -> NamedModel:
+def _located(model: str) -> NamedModel:
     path = user_path(model)
     if is_dir(path) or (is_file(path) and is_gguf(path)):
         return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
@@ -93,7 +93,7 @@ def _found(model: str) -> NamedModel:
 
 
 def _without_variant(name: str) -> str:
-    """Return a name on the hub without what says how the model was trained, which its shape does not depend on."""
+    """Return a name on the hub without endings about training, on which the shape does not depend."""
     return _VARIANT.sub("", name.lower())
 
 
@@ -108,9 +108,9 @@ def _check_causal(model: str, config: PreTrainedConfig) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     # The mapping alone is not enough: encoders such as BERT are in it, with a head that is not among their weights.
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    auto_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     stated = config.architectures or []
-    if found is None or (stated and found.__name__ not in stated):
+    if auto_class is None or (stated and auto_class.__name__ not in stated):
         raise ConfigError(
             f"new: {model} is not a causal language model but {' or '.join(stated) or f'of type {config.model_type}'}; "
             "this package fine-tunes models that continue a text"

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from lt_offload.schema.profile import HardwareProfile, Profile
 
 BATCH = 16
-"""Sequences per update of every recipe written here: what people take for a few thousand examples."""
+"""Sequences per update of every recipe written here, as usual for a few thousand examples."""
 _LENGTHS = (1024, 512, 256, 128)
 _PRICE_SECONDS = 4.0
 """Seconds for a plan that is only compared with others."""
 _GOOD = 1.05
-"""A plan this close to a GPU with enough memory is not compared with others."""
+"""The factor on the time with enough memory up to which a plan is not compared with others."""
 _WORTH = 0.5
-"""The most exact method is taken that trains at least this part of the tokens per second of the fastest one."""
+"""The least part of the fastest method's tokens per second with which a more exact method is taken."""
 _PLAIN_TEXT = (".txt", ".md")
 
 
@@ -43,7 +43,7 @@ class Method:
     """A way to train."""
 
     name: str
-    """As ``--method`` says it."""
+    """The value of ``--method``."""
     title: str
     pieces: tuple[str, ...] = ()
     """Files of ``configs`` that it builds on."""
@@ -69,18 +69,18 @@ METHODS = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that is planned for."""
+    """The machine of the plans."""
 
     profile: HardwareProfile
     hardware: str | None
-    """As ``--hardware`` takes it; None: this machine."""
+    """The value of ``--hardware``; None: this machine."""
     memory: str
     host_memory: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """How the sequences of an update go through the model."""
+    """The division of an update's sequences into batches and parts."""
 
     parts: int = 1
     """Parts of a batch, which go through each layer in turn."""
@@ -94,7 +94,7 @@ _SPLITS = (BatchSplit(parts=4), BatchSplit(parts=16), BatchSplit(), BatchSplit(a
 
 @dataclass(frozen=True, slots=True)
 class WayToTrain:
-    """A method, and what its plan says, or why there is none."""
+    """A method with its plan, or with the error that stands in its way."""
 
     method: Method
     length: int
@@ -117,7 +117,7 @@ class WayToTrain:
 
     @property
     def good(self) -> bool:
-        """Whether it is nearly as fast as on a GPU with enough memory."""
+        """True if it is nearly as fast as on a GPU with enough memory."""
         predicted = self.plan.predicted if self.plan else None
         return predicted is not None and predicted.iteration_s <= _GOOD * predicted.no_offload_s
 
@@ -135,7 +135,7 @@ class Drafts:
 
         Raises:
             InfeasibleError: if none fits.
-            Exception: what the first one has failed with, if none is possible, however much memory there is.
+            Exception: the first one's, if none is possible, however much memory there is.
         """
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
@@ -155,7 +155,7 @@ class Drafts:
         )
 
     def _at(self, length: int, methods: Sequence[Method]) -> list[WayToTrain]:
-        """Return the ways with sequences of ``length`` tokens; raises what the first has failed with if all have."""
+        """Return the ways with sequences of ``length`` tokens; raises the error of the first if all have failed."""
         ways = []
         for method in methods:
             status(f"planning {method.title}, {BATCH} x {length} tokens")
@@ -166,11 +166,11 @@ class Drafts:
         return ways
 
     def way(self, method: Method, length: int) -> WayToTrain:
-        """Return how fast ``method`` is, in the best of a few numbers of parts or batches: at a glance."""
+        """Return a rough plan of ``method`` with the best of a few divisions of its batch."""
         way, errors = WayToTrain(method, length), list[Exception]()
         try:
             whole = self._profile(way)
-        except Exception as error:  # whatever it is, the other methods may do
+        except Exception as error:  # raised here, any error of one method would hide the others
             return replace(way, error=error)
         for split in _SPLITS:
             # Batches one after the other read all weights once for each of them: not worth a plan where parts fit.
@@ -195,7 +195,7 @@ class Drafts:
         """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
 
         Raises:
-            Exception: what the best one has failed with, if all that looked well at a glance do not work.
+            Exception: the best one's, if no way with a rough plan works.
         """
         left, errors = [*ways], list[Exception]()
         # A plan at a glance may be of a profile that was scaled. If
@@ -213,7 +213,7 @@ class Drafts:
         """Return ``way`` with the plan of the very recipe that will be written.
 
         Raises:
-            OffloadError: if what looked well at a glance does not work.
+            OffloadError: if the way does not work, in spite of its rough plan.
         """
         status(f"planning {way.method.title} at length")
         seconds = Settings().time_limit
@@ -229,7 +229,7 @@ class Drafts:
         raise AssertionError("the last one is returned, or raises")
 
     def text(self, way: WayToTrain) -> str:
-        """Return the recipe without its header, for the folder that the architecture is in."""
+        """Return the recipe without its header, for the folder of the architecture."""
         source = self.source
         name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
         pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]

@@ -1,1 +1,1 @@
-"""Plans from settings alone, without weights: what verbs ask the planner, and with which profile."""
+"""Plans from settings alone, without weights: the verbs' profiles and requests to the planner."""

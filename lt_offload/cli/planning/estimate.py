@@ -90,25 +90,25 @@ def configuration(app: App) -> PreTrainedConfig:
 
 
 def model_name(app: App) -> str:
-    """Return what people call the model: the name of its configuration, or of the folder that holds it."""
+    """Return the short name of the model: that of its configuration, or of the folder that holds it."""
     path = Path(app.model.architecture or app.model.name)
     return path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
 def parts_of(app: App) -> int | Literal["auto"]:
-    """Return in how many micro-batches the strategy takes a batch."""
-    found: int | Literal["auto"] = getattr(app.trainer.strategy, "micro_batches", 1)
-    return found
+    """Return the strategy's number of micro-batches per batch."""
+    parts: int | Literal["auto"] = getattr(app.trainer.strategy, "micro_batches", 1)
+    return parts
 
 
 def settings_of(app: App) -> Settings:
-    """Return what the strategy plans with, and the Trainer's batches per update; the defaults without offmate."""
+    """Return the strategy's settings of plans with the Trainer's batches per update; defaults without offmate."""
     settings = getattr(app.trainer.strategy, "settings", None)
     return settings_from_trainer(settings if isinstance(settings, Settings) else Settings(), app.trainer)
 
 
 def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> Settings:
-    """Return ``settings`` with the device budget that was asked for, else the recipe's as far as ``machine`` has it."""
+    """Return ``settings`` with the device budget ``memory``, else the recipe's as far as ``machine`` has it."""
     has = machine.device_bytes
     if memory.nbytes is not None:
         settings = replace(settings, memory=memory)
@@ -123,7 +123,7 @@ def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> 
 
 
 def solver(app: App, seconds: float) -> Solver:
-    """Return what plans with the strategy's settings, each plan in ``seconds`` at most; for all cards of a profile."""
+    """Return a solver with the strategy's settings, for plans in ``seconds`` each; for all cards of a profile."""
     settings = settings_of(app)
     # Never more time than the user allows for a single plan.
     settings = replace(settings, time_limit=min(settings.time_limit, seconds))

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _SECONDS = 90.0
 """Seconds for all plans of a sweep together ..."""
 _LEAST_SECONDS = 4.0
-"""... unless each of them has less than this."""
+"""... but at least this for each of them."""
 
 
 def plan_sweep(
     app: App,
-    asked: SweepRange,
+    wanted: SweepRange,
     memory: str | None,
     hardware: str | None,
     cards: tuple[int, int],
@@ -37,26 +37,26 @@ def plan_sweep(
 ) -> int:
     """Plan for a row of sizes, machines, numbers of cards or of machines and print a table.
 
-    ``cards``: of each machine, and how many machines, where the sweep is not over them.
+    ``cards`` are those of each machine, and the number of machines, where the sweep is not over them.
     """
     budget, (devices, nodes) = Budget.of(memory), cards
-    if asked.axis in ("devices", "nodes"):
-        for count in asked.sizes:
-            check_cards(*((count, nodes) if asked.axis == "devices" else (devices, count)))
+    if wanted.axis in ("devices", "nodes"):
+        for count in wanted.sizes:
+            check_cards(*((count, nodes) if wanted.axis == "devices" else (devices, count)))
     for name in ("batch_size", "micro_batches"):
         if getattr(app.trainer.strategy, name, None) == "auto":
             raise ConfigError(f"trainer.strategy.{name}='auto' cannot be combined with a sweep; give a number")
     named = {"memory": memory, "hardware": hardware, "devices": devices, "nodes": nodes}
-    given = named.get(asked.axis)
-    if given not in (None, 1):
-        raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
+    fixed = named.get(wanted.axis)
+    if fixed not in (None, 1):
+        raise ConfigError(f"{wanted.axis}={fixed!r} cannot be combined with a sweep over {wanted.axis}; leave one out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     # Divided by the points, so that a sweep takes about as long whatever it goes over.
-    seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
+    seconds = max(_LEAST_SECONDS, _SECONDS / len(wanted.sizes or wanted.names))
     swept = run_sweep(
-        asked.axis,
-        list(_questions(app, asked, budget, hardware, solver(app, seconds), cards)),
+        wanted.axis,
+        list(_questions(app, wanted, budget, hardware, solver(app, seconds), cards)),
         model=model_name(app),
         dtype=app.model.model_dtype,
         sequence_length=app.datamodule.max_length,
@@ -70,10 +70,10 @@ def plan_sweep(
 
 
 def _questions(
-    app: App, asked: SweepRange, memory: Budget, hardware: str | None, solve: Solver, cards: tuple[int, int]
+    app: App, wanted: SweepRange, memory: Budget, hardware: str | None, solve: Solver, cards: tuple[int, int]
 ) -> Iterator[Question]:
     """Yield the points of a sweep, on ``cards`` of so many machines; the model is profiled once per machine."""
-    settings, axis = settings_of(app), asked.axis
+    settings, axis = settings_of(app), wanted.axis
 
     def question(profile: Profile | None, machine: HardwareProfile, budget: int, ram: int, size: int = 0) -> Question:
         devices = size if axis == "devices" else cards[0]
@@ -96,7 +96,7 @@ def _questions(
             nodes=nodes,
         )
 
-    for machine in [load_hardware(name) for name in asked.names]:
+    for machine in [load_hardware(name) for name in wanted.names]:
         rated = app.model.model_dtype in machine.flops_per_s  # its description has figures for this dtype
         budget = machine.device_bytes if memory.nbytes is None else min(memory.nbytes, machine.device_bytes)
         yield question(estimate(app, machine) if rated else None, machine, budget, settings.host_budget(machine))
@@ -105,6 +105,6 @@ def _questions(
     profile = estimate(app, hardware)
     machine = profile.hardware
     budget = 0 if axis == "memory" else on_machine(settings, memory, machine).device_budget(machine)
-    for size in asked.sizes:
+    for size in wanted.sizes:
         ram = size if axis == "host_memory" else settings.host_budget(machine)
         yield question(profile, machine, size if axis == "memory" else budget, ram, size)

@@ -1,1 +1,1 @@
-"""Settings and verbs of the command line, known from their source alone: nothing that is slow is imported."""
+"""Settings and verbs of the command line, known from text files: nothing that is slow is imported."""

@@ -1,4 +1,4 @@
-"""``lt-finetune completion``: what a shell needs to complete verbs, recipes, flags and their values.
+"""``lt-finetune completion``: scripts for shells to complete verbs, recipes, flags and their values.
 
 The scripts ask ``lt-finetune`` itself, which answers from static tables in about a tenth of a second; so they know the
 user's own recipes and the values that settings can have, and never grow old.
@@ -18,7 +18,7 @@ from lt_offload.resources import shipped_files
 
 Shell = Literal["bash", "zsh", "fish"]
 ASK = "--complete"
-"""The first argument of a question: what follows is the line so far, its last word being the one to complete."""
+"""The first argument of a question; the line so far follows, and its last word is the one to complete."""
 FILES = ":files"
 """An answer: complete names of files, too."""
 OPTIONS = ("--help", "--version", "--quiet", "--debug")
@@ -95,8 +95,8 @@ def completion(shell: Shell) -> int:
 def answers(words: Sequence[str]) -> list[str]:
     """Return what the last of ``words``, an empty one if nothing is typed yet, can become; ``FILES`` for files."""
     *before, last = words or [""]
-    found = [*_candidates(before, last)]
-    return [word for word in found if word == FILES or word.startswith(last)]
+    candidates = [*_candidates(before, last)]
+    return [word for word in candidates if word == FILES or word.startswith(last)]
 
 
 def _candidates(before: Sequence[str], last: str) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Words and flags as they are typed: names and values, and which flags need none."""
+"""Words and flags as they are typed: names and values, and the flags that need none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 
 WANDB_PROJECT = "lt-offload"
-"""What ``--wandb`` alone stands for."""
+"""The value of ``--wandb`` alone."""
 _END = "--"
 Flags = list[tuple[str, str | None]]
 """Names, without dashes, and values; None: the flag stands alone."""
@@ -19,7 +19,7 @@ Flags = list[tuple[str, str | None]]
 
 @cache
 def standing_alone() -> dict[str, str | None]:
-    """Return the flags that need no value, with what they stand for alone; None: they never have one."""
+    """Return the flags that need no value, with their value alone; None: they never have one."""
     switches = [entry.key for verb in VERBS for entry in pages.entries(verb).values() if entry.is_switch]
     of_every_verb = [entry.key for entry in pages.entries("every-verb").values() if entry.is_switch]
     return {**dict.fromkeys(switches, "true"), "wandb": WANDB_PROJECT, **dict.fromkeys([*of_every_verb, "help"])}

@@ -22,7 +22,7 @@ from lt_offload.suggest import did_you_mean
 
 FOLDER = Path(__file__).with_name("pages")
 PROGRAM, SETTINGS = "lt-finetune", "settings"
-"""Pages that are not of a verb."""
+"""Names of the pages that are not of a verb."""
 _NARROWEST, _WIDEST = 40, 100
 _ENTRY = re.compile(r"^  ((?:--)?[\w.]+)(?: (?!= )(\S+))?(?: = (.*))?\n      (.*)$", re.MULTILINE)
 _COLUMNS = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
@@ -48,12 +48,12 @@ class HelpEntry:
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is no word."""
+        """True for a flag, False for a word."""
         return self.name.startswith("--")
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is a flag that needs no value."""
+        """True for a flag that needs no value."""
         return self.is_flag and not self.takes
 
     @property
@@ -63,7 +63,7 @@ class HelpEntry:
 
     @property
     def only_choices(self) -> bool:
-        """Whether there are no other values."""
+        """True if there are no other values than the listed ones."""
         return bool(self.choices) and len(self.choices) == len(self.takes.split("|"))
 
     @property
@@ -82,23 +82,23 @@ def page(name: str) -> str:
 @cache
 def entries(name: str) -> dict[str, HelpEntry]:
     """Return the entries of a page by their keys."""
-    found = (HelpEntry(match[1], match[2] or "", match[3], match[4]) for match in _ENTRY.finditer(page(name)))
-    return {entry.key: entry for entry in found}
+    listed = (HelpEntry(match[1], match[2] or "", match[3], match[4]) for match in _ENTRY.finditer(page(name)))
+    return {entry.key: entry for entry in listed}
 
 
 @cache
 def groups() -> dict[str, str]:
-    """Return what is said of each group of settings before its entries."""
+    """Return the text of each group of settings before its entries."""
     parts = re.split(r"^(?=[\w.]+: )", page(SETTINGS), flags=re.MULTILINE)
     return {name: text.partition("\n  --")[0] for name, _, text in (part.partition(": ") for part in parts if part)}
 
 
 def of_group(key: str) -> list[HelpEntry]:
     """Return a setting and all below it; those of the strategy are no part of the Trainer's."""
-    found = [entry for name, entry in entries(SETTINGS).items() if name == key or name.startswith(f"{key}.")]
+    group = [entry for name, entry in entries(SETTINGS).items() if name == key or name.startswith(f"{key}.")]
     if key in groups():
-        found = [entry for entry in found if entry.key != key]
-    return [entry for entry in found if key != "trainer" or not entry.key.startswith("trainer.strategy.")]
+        group = [entry for entry in group if entry.key != key]
+    return [entry for entry in group if key != "trainer" or not entry.key.startswith("trainer.strategy.")]
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Settings and flags that do not exist, found seconds before Lightning's command line could say so."""
+"""The search for settings and flags that do not exist, seconds before Lightning's command line could report them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lt_offload.suggest import did_you_mean, nearest
 from lt_offload.yaml_files import read_yaml
 
 STRATEGY_NAMES = ("lt_offload.OffmateStrategy", "OffmateStrategy", "offmate")
-"""What recipes call the class whose settings are those of ``trainer.strategy``."""
+"""Names in recipes of the class with the settings of ``trainer.strategy``."""
 OF_FILES = ("base", "gpu", "seed_everything")
 """Keys of recipes outside the groups."""
 LINKED = {"data.model": "model.name", "data.new_tokens": "model.new_tokens", "model.tokenizer": "data.tokenizer"}
@@ -36,7 +36,7 @@ def lightning_version() -> str:
 
 
 def values(files: Sequence[Path], args: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what ``files``, later ones first in rank, and the flags ``args`` set, by key."""
+    """Return the values that ``files``, later ones first in rank, and the flags ``args`` set, by key."""
     return {key: value for content in (*map(read, files), *_contents(args)) for key, value in dotted(content)}
 
 
@@ -63,7 +63,7 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
     Args:
         files: recipe and what it builds on.
         args: flags.
-        verb: whose own flags are settings, too.
+        verb: its own flags are settings, too.
 
     Raises:
         ConfigError: names the first one, and those that may have been meant.

@@ -24,7 +24,7 @@ from lt_offload.finetune.unused import default_of
 _COMMANDS = ("/reset", "/system TEXT", "/exit")
 _MOST_TURNS = 2**31
 _ENOUGH = 0.25
-"""Turns are forgotten where an answer would get less than this part of the model's context."""
+"""The part of the model's context for an answer below which the oldest turns are forgotten."""
 
 
 def chat(
@@ -57,7 +57,7 @@ def chat(
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
     if temperature == 0 and top_p == default_of(chat, "top_p"):
-        top_p = 1.0  # nobody has asked for it
+        top_p = 1.0  # the default, which Sampler would refuse beside temperature=0
     sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     check_early(app, ckpt_path, reads_data=False)
     session = ChatSession(app, sampler, system=system, max_new_tokens=max_new_tokens)
@@ -73,10 +73,9 @@ def chat(
 
 
 class ChatSession:
-    """Reads messages and is, as a loader of batches, what a single prediction runs on from the first turn to the last.
+    """A loader whose batches are messages, for a single prediction from the first turn to the last.
 
-    So the engine, its plan and the weights that it has brought stay where they are between turns, and so do the keys
-    and values of everything said before.
+    So the engine and the weights on the device stay between turns, and so do the keys and values of earlier turns.
     """
 
     def __init__(self, app: App, sampler: Sampler, *, system: str | None, max_new_tokens: int) -> None:
@@ -98,7 +97,7 @@ class ChatSession:
         return _MOST_TURNS
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield what the model is to answer, one message at a time, and print its answers."""
+        """Yield a batch for each message, and print the answers."""
         clear()
         if self.terminal:
             say("/reset forgets, /system TEXT sets the system message, /exit ends, Ctrl-C stops")
@@ -142,20 +141,20 @@ class ChatSession:
         }
 
     def _ends(self) -> frozenset[int]:
-        """Return the tokens that end an answer: those of its training, and those with which the model was published."""
+        """Return the tokens that end an answer: those of its training, and those of its generation settings."""
         config = getattr(self._app.model.model, "generation_config", None)
-        found = getattr(config, "eos_token_id", None)
-        listed = found if isinstance(found, list) else [] if found is None else [found]
+        published = getattr(config, "eos_token_id", None)
+        listed = published if isinstance(published, list) else [] if published is None else [published]
         return frozenset([*self._app.datamodule.encoder.ends, *listed])
 
     def _leave_out(self, why: str) -> None:
-        """Say why the last message is not answered; the conversation is as it was before."""
+        """Report that the last message is not answered; the conversation stays as it was."""
         self.unanswered += 1
         clear()
         print(f"not answered: {why}", file=sys.stderr, flush=True)
 
     def _fitting(self, messages: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
-        """Return ``messages``, their tokens, and how many may follow; without the oldest turns if that would be few.
+        """Return ``messages``, their tokens, and the room for an answer; without the oldest turns if that is small.
 
         Raises:
             ConfigError: if the model's context is too short for the last message alone, or the chat template refuses
@@ -231,12 +230,12 @@ class ChatSession:
 
 
 class _Answer:
-    """Prints an answer while it comes."""
+    """An answer that is printed while it comes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokens: list[int] = []
         self.refused: str | None = None
-        """Why there is none."""
+        """The reason why there is no answer."""
         self._tokenizer = tokenizer
         self._streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
 
@@ -251,7 +250,7 @@ class _Answer:
         self.refused = first_line(error)
 
     def close(self) -> str:
-        """End the line, and return what was said."""
+        """End the line, and return the answer."""
         self._streamer.end()
         return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
 

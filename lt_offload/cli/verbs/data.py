@@ -1,4 +1,4 @@
-"""``lt-finetune data``: what the model will be trained on, before it is."""
+"""``lt-finetune data``: a preview of the training data."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
         if Path(save).suffix.lower() not in _ENDINGS:
             raise ConfigError(f"save={save!r}: end the name with one of {', '.join(_ENDINGS)}")
     check_early(app)
-    found = look_at(app.datamodule)
+    preview = look_at(app.datamodule)
     console = Console(highlight=False, markup=False)
-    shown = list(render(app.datamodule, found, samples=samples, color=console.color_system is not None))
+    shown = list(render(app.datamodule, preview, samples=samples, color=console.color_system is not None))
     for part in shown:
         console.print(part)
     if save is not None:
-        print(f"saved: {_save(app, found, samples, save)}")
+        print(f"saved: {_save(app, preview, samples, save)}")
     return 0
 
 
-def _save(app: App, found: DataPreview, samples: int, save: str) -> Path:
+def _save(app: App, preview: DataPreview, samples: int, save: str) -> Path:
     target = user_path(save)
     color = target.suffix.lower() != ".txt"
     paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)
     # Rendered anew: a page has colours, a text has none, whatever the terminal has.
-    for part in render(app.datamodule, found, samples=samples, color=color):
+    for part in render(app.datamodule, preview, samples=samples, color=color):
         paper.print(part)
     if target.suffix.lower() == ".html":
         paper.save_html(str(target))

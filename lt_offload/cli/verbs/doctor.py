@@ -1,4 +1,4 @@
-"""``lt-finetune doctor``: what this machine can do, as numbers that plans depend on."""
+"""``lt-finetune doctor``: measurements of this machine, on which plans depend."""
 
 from __future__ import annotations
 

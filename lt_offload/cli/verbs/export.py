@@ -29,7 +29,7 @@ _LOADED = {
     "adapter": "adapters, {size}; load them with PeftModel.from_pretrained(model, {path})",
     "gguf": "GGUF file, {size}; load it with llama-cli -m {file}",
 }
-"""How what was written is loaded."""
+"""Messages about the written files, by their kind."""
 
 
 def export(
@@ -107,20 +107,20 @@ def export(
 
 
 def _default_output(app: App, kind: str) -> Path:
-    """Return where the model goes if nobody says: into its run folder, or beside the recipe's runs."""
+    """Return the default path of the model: in its run folder, or named after the recipe in the working folder."""
     name = _NAMES[kind]
     folder = app.recipe.parent
     return folder / name if (folder / "checkpoints").is_dir() else Path(f"{recipes.run_name(app.recipe)}-{name}")
 
 
 def _size(path: Path) -> str:
-    """Return how large a file is, or all files of a folder."""
+    """Return the size of a file, or of all files of a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return format_bytes(sum(file.stat().st_size for file in files))
 
 
 def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module:
-    """Return the model whose weights are those of a whole checkpoint; those that it began with are not needed."""
+    """Return the model with the weights of a whole checkpoint; the pretrained ones are not loaded."""
     with torch.device("meta"):
         model = module.build(init="random")
     state = {name.removeprefix("model."): tensor for name, tensor in content["state_dict"].items()}

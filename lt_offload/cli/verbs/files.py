@@ -23,12 +23,12 @@ def ls(*, json: bool = False) -> int:
     """
     known = recipes.shipped()
     if json:
-        found = [
+        listed = [
             {"name": name, "gpu_gb": recipes.gigabytes(path), "ram_gb": recipes.ram_gigabytes(path)}
             | {"about": recipes.describe(path), "file": str(path)}
             for name, path in known.items()
         ]
-        print(json_format.dumps(found, indent=1))
+        print(json_format.dumps(listed, indent=1))
         return 0
     width = max(map(len, known))
     ram = psutil.virtual_memory().total

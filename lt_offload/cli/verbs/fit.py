@@ -1,4 +1,4 @@
-"""``lt-finetune RECIPE``: train, and say how it went."""
+"""``lt-finetune RECIPE``: training, with a summary at its end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def fit(
 
 
 def _check_unused(folder: Path) -> None:
-    """Raise ``ConfigError`` if ``folder`` has a run that got as far as a step: its files would be overwritten."""
+    """Raise ``ConfigError`` if ``folder`` has a run with a step or a checkpoint: its files would be overwritten."""
     if (folder / "metrics.csv").exists() or any(folder.glob("checkpoints/*")):
         raise ConfigError(
             f"trainer.default_root_dir={str(folder)!r} has a run already, which would be overwritten; go on with it by "
@@ -110,6 +110,6 @@ def _check_unused(folder: Path) -> None:
 
 
 def _put_back(app: App, config: bytes | None) -> None:
-    """Keep the settings of a run with which it could not be continued out of its folder."""
+    """Restore the earlier ``config.yaml`` of a run that could not be continued with the present settings."""
     if config is not None and app.summary.first_step is None:
         (app.run_dir / "config.yaml").write_bytes(config)

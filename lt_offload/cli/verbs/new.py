@@ -71,7 +71,7 @@ def new(
 
 
 def _machine(memory: str | None, host_memory: str | None, hardware: str | None) -> Machine:
-    """Return the machine to plan for: the one that was named, this one, or a card with as much memory."""
+    """Return the machine to plan for: the named one, this one, or a card with as much memory."""
     device = Budget.of(memory).nbytes
     Budget.of(host_memory, setting="host_memory")  # a slip is noticed here
     if hardware is None and torch.cuda.is_available():
@@ -124,14 +124,14 @@ def _check_free(target: Path) -> None:
 
 
 def _check_architecture(source: NamedModel, folder: Path) -> None:
-    """Raise ``ConfigError`` if the architecture of another model is where this one's would be."""
-    there = folder / source.architecture
-    if not source.shipped and is_file(there) and not source.has_architecture_of(there):
-        raise ConfigError(f"new: {there} exists already and is of another model; choose another folder")
+    """Raise ``ConfigError`` if ``folder`` has the architecture of another model under this one's name."""
+    file = folder / source.architecture
+    if not source.shipped and is_file(file) and not source.has_architecture_of(file):
+        raise ConfigError(f"new: {file} exists already and is of another model; choose another folder")
 
 
 def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, *, text: str, has_data: bool) -> None:
-    """Write the recipe, and the architecture beside it where that does not come with the package."""
+    """Write the recipe, and the architecture beside it unless it comes with the package."""
     assert way.plan is not None
     if not source.shipped:
         architecture = target.parent / source.architecture
@@ -145,7 +145,7 @@ def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, 
 
 
 def _explanation(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> list[str]:
-    """Return the table of what was planned, and why one was taken, in 80 columns."""
+    """Return the table of the plans, and the reason for the choice, in 80 columns."""
     width = max(len(way.method.title) for way in ways)
     about = (
         f"{source.name} on {machine.profile.name} with {machine.memory} on the GPU and "
@@ -162,14 +162,14 @@ def _explanation(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain
             row = f"{way.method.title:{width}}  {way.why}"
             lines += textwrap.wrap(row, _WIDTH, subsequent_indent=" " * (width + 2))
             continue
-        found = shown.plan.predicted
+        predicted = shown.plan.predicted
         lines.append(
-            f"{way.method.title:{width}}  {format_seconds(found.iteration_s):>8}  {shown.tokens_per_s:>8.0f}  "
-            f"{format_bytes(found.device_peak_bytes):>8}  {format_bytes(found.host_peak_bytes):>8}"
+            f"{way.method.title:{width}}  {format_seconds(predicted.iteration_s):>8}  {shown.tokens_per_s:>8.0f}  "
+            f"{format_bytes(predicted.device_peak_bytes):>8}  {format_bytes(predicted.host_peak_bytes):>8}"
         )
     assert chosen.plan is not None
-    found = chosen.plan.predicted
-    slower = found.iteration_s / found.no_offload_s
+    predicted = chosen.plan.predicted
+    slower = predicted.iteration_s / predicted.no_offload_s
     why = f"{chosen.method.title}, {_because(ways, chosen)}"
     reasons = f"Chosen: {why}; its step takes {slower:.2f} times as long as with enough memory."
     return [*lines, *textwrap.wrap(reasons, _WIDTH)]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.profile import Profile
 
 _GAIN_SECONDS = 8.0
-"""Seconds for each of the plans with which a report says what more memory would buy."""
+"""Seconds for each of the plans in a report that show the gains of a better machine."""
 
 
 def plan(
@@ -78,8 +78,8 @@ def plan(
         )
     budget = Budget.of(memory)  # a slip is noticed here, before all that is slow
     if sweep is not None:
-        for flag, asked in ((f"trace={trace!r}", trace), ("--explain", explain)):
-            if asked:
+        for flag, value in ((f"trace={trace!r}", trace), ("--explain", explain)):
+            if value:
                 raise ConfigError(f"{flag} shows one plan and a sweep makes many; leave one of them out")
         if report is not None:
             raise ConfigError(
@@ -106,7 +106,7 @@ def plan(
 
 
 def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> InfeasibleError:
-    """Return ``error`` with a recipe that the machine has the RAM for, if that is what is short."""
+    """Return ``error`` with a recipe that fits the machine, if its RAM is too small."""
     if error.needed_host_bytes is None or hardware is None:
         return error
     machine = load_hardware(hardware)
@@ -116,7 +116,7 @@ def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> Infe
 
 
 def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str:
-    """Return what the cards of ``profile`` buy beside one, and how that was planned."""
+    """Return the gain of the cards of ``profile`` over one card, as a sentence."""
     count = profile.processes * profile.machines
     one = estimate(app, hardware, profile.batch_size, profile.parts)
     status("planning for one card")
@@ -130,9 +130,9 @@ def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str
 
 
 def _planned(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
-    """Return the profile and the plan of the batch as the strategy says, or of the size or the parts that are fastest.
+    """Return the profile and the plan of the strategy's batch, or of the fastest size or number of parts.
 
-    ``cards``: of each machine, and how many machines.
+    ``cards`` are those of each machine, and the number of machines.
     """
     best, parts = getattr(app.trainer.strategy, "batch_size", None) == "auto", parts_of(app)
     # The machine is measured once: others are estimated for what it has shown the first time.

@@ -21,12 +21,12 @@ def validate(app: App, *, ckpt_path: str | None = None) -> int:
     check_early(app, ckpt_path)
     status("reading data, loading the model")
     # Lightning returns no list of results at all where there is nothing to validate on.
-    [found] = app.trainer.validate(
+    [metrics] = app.trainer.validate(
         app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False
     ) or [{}]
     clear()
-    if "val_loss" not in found:
+    if "val_loss" not in metrics:
         raise ConfigError("there is nothing to validate on; set data.validation_path, or data.validation_share above 0")
     if is_first():
-        print(f"val_loss {found['val_loss']:.6f}  (perplexity {math.exp(min(found['val_loss'], 700.0)):.4g})")
+        print(f"val_loss {metrics['val_loss']:.6f}  (perplexity {math.exp(min(metrics['val_loss'], 700.0)):.4g})")
     return 0
