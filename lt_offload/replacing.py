@@ -18,6 +18,7 @@ def replacing(target: Path) -> Iterator[Path]:
         OSError: if there is no room beside ``target``, or it is a folder that is not empty.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target: a file cannot be renamed into another file system.
     with tempfile.TemporaryDirectory(
         prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
     ) as folder:

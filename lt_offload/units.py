@@ -41,7 +41,7 @@ def parse_bytes(value: str | int | float, *, setting: str = "memory", least: int
 
 
 def _meant(text: str, match: re.Match[str] | None, least: int) -> str:
-    """Return what to write instead of ``text``, as the rest of a sentence."""
+    """Return the correction of ``text`` as the rest of a sentence."""
     if match is not None and not match[2] and 0 < float(match[1]) < least:
         return f' but {text.strip()} bytes; did you mean "{match[1]}GB"? (else "10GB", "10GiB" or a number of bytes)'
     if match is not None and match[2].upper() in _FACTORS and float(match[1]) > 0:

@@ -19,7 +19,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Return what ``node`` says; a value that is not of its kind, such as ``!!timestamp x``, is named."""
+        """Return the value of ``node``; a value that is not of its kind, such as ``!!timestamp x``, is an error."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError) as error:

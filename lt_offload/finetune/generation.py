@@ -125,6 +125,7 @@ def _cut(cache: Any, length: int) -> None:
             for name in ("keys", "values"):
                 tensor = getattr(layer, name)
                 if tensor.shape[-2] > length:
+                    # A clone: a view would keep the memory of all tokens.
                     setattr(layer, name, tensor[..., :length, :].clone())
 
 

@@ -190,7 +190,7 @@ class Run:
         return self.settings.planning(self.trainer.args.gradient_accumulation_steps)
 
     def known(self) -> Profile | None:
-        """Return what has been measured of the machine: states are in RAM by now if the run goes on from others."""
+        """Return an earlier profile: measuring the machine anew takes RAM that a resumed run's states have by now."""
         return self.profile or self.before.measured(self.device, processes=1, machines=1)
 
     def expect(self, coming: Sequence[Any]) -> None:
@@ -223,7 +223,7 @@ class Run:
             saved_plan(self)  # refused before anything is trained
 
     def _outdated(self, coming: Sequence[Any]) -> str | None:
-        """Return why the present plan does not serve the micro-batches that are ``coming``; None if it does."""
+        """Return the reason why the present plan does not serve the ``coming`` micro-batches; None if it does."""
         assert self.engine is not None and self.plan is not None
         change = self.engine.handover.changed(self.optimizer)
         if self.settings.plan is not None:

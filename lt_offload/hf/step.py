@@ -51,6 +51,7 @@ def at_backward(run: Instead) -> Iterator[None]:
 @wraps(Tensor.backward)
 def _backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
     backward = partial(_open[-1], tensor, *args, **kwargs)
+    # Popped before it runs: a further backward within ``run`` is an ordinary one, and would else call ``run`` again.
     run = _instead.pop(threading.get_ident(), None)
     backward() if run is None else run(tensor, backward)
 

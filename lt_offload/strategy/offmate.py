@@ -349,7 +349,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self.profile, self.plan = correction.profile, correction.plan
             engine.plan = correction.plan
             if correction.takes_over:
-                del engine
+                del engine  # or this frame would keep the old engine, with its weights, beside the new one
                 self._take_over(correction.plan)
         self._save_plan(self._folder(self._trainer))
 

@@ -93,7 +93,7 @@ def completion(shell: Shell) -> int:
 
 
 def answers(words: Sequence[str]) -> list[str]:
-    """Return what the last of ``words``, an empty one if nothing is typed yet, can become; ``FILES`` for files."""
+    """Return the completions of the last of ``words``, which is empty if nothing is typed yet; ``FILES`` for files."""
     *before, last = words or [""]
     candidates = [*_candidates(before, last)]
     return [word for word in candidates if word == FILES or word.startswith(last)]

@@ -317,11 +317,7 @@ def _share_anew(trainer: Any, before: int, *, draws: bool) -> None:
 
     A loader with ``moved`` shares out the rest of the epoch itself. A sampler of ``torch.distributed`` deals one order
     to any number of processes: the batches of the run before are fetched and dropped.
-
-    Args:
-        trainer: with loaders that are about to begin.
-        before: the number of processes.
-        draws: whether the order of data is ours.
+    ``draws``: the random states are kept, and with them the order of data.
     """
     fit_loop, now = trainer.fit_loop, trainer.world_size
     kept = take_up_states(fit_loop)

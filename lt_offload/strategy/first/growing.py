@@ -38,7 +38,7 @@ class Growth:
         return largest([before, profile])
 
     def outgrown(self, plan: Plan, batch: object, padded: bool | None = None) -> str | None:
-        """Return why ``plan`` may have no room for ``batch``; None if it should have.
+        """Return the reason why ``plan`` may have no room for ``batch``; None if it should have.
 
         Args:
             plan: for the sizes so far.

@@ -166,7 +166,7 @@ class FirstPlanning(Processes):
         return self.plan is None and self._first is not None and not self._aside
 
     def _outgrown(self, batch: Any) -> str | None:
-        """Return why the present plan may have no room for ``batch``, if it was made for smaller ones."""
+        """Return the reason why the present plan may have no room for ``batch``; None if it should have."""
         if self.plan is None or self.plan_path is not None or self.is_distributed:
             return None
         return self._growth.outgrown(self.plan, batch, self._padded)

@@ -131,7 +131,7 @@ class FirstIteration:
         self.over = False
         """True once the forward has ended."""
         self.watch = ExitStack()
-        """Holds the budget between iterations, too."""
+        """A context that holds the budget between iterations, too."""
         self.watch.enter_context(self.device.between())
 
     @contextmanager
