@@ -1,4 +1,4 @@
-"""The tables of docs/several-gpus.md."""
+"""The tables of several processes in docs/gpu.md."""
 
 from __future__ import annotations
 
