@@ -1,9 +1,9 @@
 """The state of an iteration, which everything that comes to the engine passes through.
 
-A method per thing that comes: ``check_...`` raises where it is refused, the others say what has happened. Docs list
-them (``docs/architecture.md``, made by ``python -m scripts.tables``). The engine keeps no flags of this but asks here:
-whether a backward has run, whether weights are of two steps (:attr:`Iteration.halfway`), whether gradients wait in
-sums. How many micro-batches there were is the window's to count (``updates/window.py``).
+A method per thing that comes: ``check_...`` raises where it is refused, the others say what has happened. The engine
+keeps no flags of this but asks here: whether a backward has run, whether weights are of two steps
+(:attr:`Iteration.halfway`), whether gradients wait in sums. How many micro-batches there were is the window's to count
+(``updates/window.py``).
 """
 
 from __future__ import annotations

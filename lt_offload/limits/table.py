@@ -73,11 +73,11 @@ _HEADINGS: dict[Scope, str] = {
 
 
 def markdown() -> str:
-    """Return the table for people: what is refused, why, and what works instead."""
+    """Return the table for people: what is refused and what works instead; errors say why, too."""
     parts = []
     for scope, heading in _HEADINGS.items():
-        rows = [f"| {row.name} | {row.why} | {row.instead} |" for row in LIMITS if row.scope == scope]
-        parts += [f"## {heading}", "", "| not supported | why | instead |", "|---|---|---|", *rows, ""]
+        rows = [f"| {row.name} | {row.instead} |" for row in LIMITS if row.scope == scope]
+        parts += [f"## {heading}", "", "| not supported | instead |", "|---|---|", *rows, ""]
     return "\n".join(parts).rstrip()
 
 

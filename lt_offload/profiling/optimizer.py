@@ -72,7 +72,7 @@ _CORE_BYTES_PER_S = 12e9
 
 _CODING_SHARE = 0.5
 """For estimates: as much of that traffic a core has while it codes states of eight bits, an assumption, too; measured
-figures of the cores that there were are in docs/benchmarks.md."""
+figures of the cores that there were are in ``results/bench-update.json``."""
 
 
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:

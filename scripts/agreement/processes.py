@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from scripts.agreement import tables
 from scripts.common import arguments, save
 from scripts.compare import largest_difference
 from tests.parity.several import runs, training
@@ -91,9 +90,23 @@ def main() -> None:
     rows = []
     for row in chain(of_engines(), of_trainers()):
         rows.append(row)
-        print(" | ".join(tables.of_processes(row)), flush=True)
+        print(" | ".join(line(row)), flush=True)
     if options.save:
         print(save("processes", "processes", {"steps": training.STEPS}, {"rows": rows}, options.results))
+
+
+def line(row: Row) -> list[str]:
+    """Return a row in words: equal, or the largest difference, where it was compared."""
+    machines = row.get("machines", 1)
+    count = f"{row['processes']}{f' on {machines} machines' if machines > 1 else ''}"
+    return [row["case"], count, *(_difference(row, other) for other in ("one", "stock"))]
+
+
+def _difference(row: Row, other: str) -> str:
+    if other not in row:
+        return ""
+    value = row[other]
+    return "not comparable" if value is None else f"{value:.1e}" if value else "equal"
 
 
 def of_engines() -> Iterator[Row]:

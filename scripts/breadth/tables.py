@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import shorten
 from typing import Any
 
 NAME = "breadth"
@@ -17,7 +16,7 @@ _GOOD = ("equal", "planned")
 
 
 def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many kinds of models train, and what is said of each that does not, made by ``section``."""
+    """Return how many kinds of models train, made by ``section``, and the names of those that do not."""
     rows, said = [], []
     for result in results:
         family, kinds = result["settings"]["family"], result["figures"]["rows"]
@@ -28,23 +27,14 @@ def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> 
         counts = [str(sum(goods)) if goods else "" for goods in among]
         worst, best = (sum(how(found.values()) for found in plainly) for how in (all, any))
         rows.append([family, f"{len(plainly)} of {len(kinds)}", *counts, str(worst), str(best)])
-        said += [
-            f"- {family}, `{kind['name']}`: {says}"
-            for kind in kinds
-            if kind["name"] not in left and (says := _said(kind["runs"]))
-        ]
-        names = ", ".join(f"`{name}`" for name in left)
-        said += [f"- {family}, not trained by plain PyTorch in such sizes either: {names}"] * bool(left)
+        refused = [kind["name"] for kind in kinds if kind["name"] not in left and not all(ends[kind["name"]].values())]
+        said += [f"- {family}, refused in one of these at least: {_listed(refused)}"] * bool(refused)
+        said += [f"- {family}, not trained by plain PyTorch in such sizes either: {_listed(left)}"] * bool(left)
     if not rows:
         return ""
     title = f"Architectures of transformers {results[0]['versions']['transformers']}, those with equal numbers"
     return "\n\n".join([section(title, "scripts.breadth --family FAMILY", results, HEAD, rows), "\n".join(said)])
 
 
-def _said(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is said of the first run that is not good; "" if all are."""
-    for run in runs:
-        if run["outcome"] not in _GOOD:
-            says = shorten(run["says"].replace("|", "\\|"), 260, placeholder=" ...")
-            return f"{run['outcome']}, {RUNS.get(run['budget'], run['budget'])}: {says}"
-    return ""
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

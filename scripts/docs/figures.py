@@ -28,14 +28,6 @@ def _machine(result: Result) -> str:
     return f"{where}, torch {result['versions']['torch']}"
 
 
-def by_processor(results: Sequence[Result]) -> list[list[Result]]:
-    """Return ``results`` with those of one processor together."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result["machine"]["processor"], []).append(result)
-    return list(groups.values())
-
-
 def headline(results: Results) -> str:
     """Return the figures that matter most, the worst beside the best, with where they were made."""
     rows = [row for make in (_same, _memory, _time, _predicted, _simulated, _bound) for row in make(results)]
@@ -177,18 +169,27 @@ BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
 
 
-def mutants(results: Sequence[Result]) -> str:
-    """Faults that were put into what speaks to CUDA, those that no test noticed first."""
-    parts = []
+def quality(section: Callable[..., str], results: Sequence[Result]) -> str:
+    """Return a table, made by ``section``, of trainings on whole files, with and without the strategy."""
+    if not results:
+        return ""
+    rows = []
     for result in results:
-        found = sorted(result["figures"]["mutants"], key=lambda one: bool(one["caught"]))
-        caught = result["figures"]["caught"]
-        head = f"**{caught} of {len(found)} faults are noticed** (`python -m scripts.gpu.mutants`; "
-        rows = [f"| {one['name']} | {one['order'] if one['caught'] else '**not**'} |" for one in found]
-        parts.append(
-            "\n".join([f"{head}{origins([result])})", "", "| fault | noticed, in order |", "|---|---|", *rows])
+        settings, runs = result["settings"], result["figures"]
+        ours, stock = runs["offmate"], runs["stock"]
+        unequal = [name for name, same in runs["equal"].items() if not same]
+        rows.append(
+            [
+                f"`{settings['data']}`",
+                settings["method"],
+                str(ours["steps"]),
+                *(f"{ours['val_loss'][at][1]:.3f}" for at in (0, -1)),
+                f"not in {', '.join(unequal)}" if unequal else "yes",
+                f"{ours['step_s'] / stock['step_s']:.2f}",
+            ]
         )
-    return "\n\n".join(parts)
+    head = ["data", "trained", "steps", "held-out loss before", "after", "all equal to plain Lightning's", "time ratio"]
+    return section("SmolLM2-135M trained on whole files", "scripts.data.quality NAME=FILE", results, head, rows)
 
 
 def optimizers(results: Sequence[Result]) -> str:

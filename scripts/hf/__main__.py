@@ -2,7 +2,7 @@
 
     python -m scripts.hf transformers         every case of a library at every budget (five minutes of processor time)
     python -m scripts.hf TRL SFT "DPO, LoRA"  some cases
-    python -m scripts.hf TRL --save           write results/hf-trl.json, of which docs/benchmarks.md shows a table;
+    python -m scripts.hf TRL --save           write results/hf-trl.json, a row for each case;
                                               with names of cases, those of them anew
     python -m scripts.hf TRL --device fake    on the fake GPU of the tests, whose results have a file of their own
 

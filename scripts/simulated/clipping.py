@@ -2,7 +2,6 @@
 
     python -m scripts.simulated.clipping [--seconds S] [--output results]
 
-With one micro-batch per update, which pays for it, also what it would take if updates did not wait (``early.py``).
 ``python -m scripts.bench.emulated --clipping`` measures the same on the emulated device, whose updates and computations
 share the processor.
 """
@@ -11,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lt_offload import Profile, profile_config
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.iteration.durations import norm_s
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.units import format_seconds
 from scripts.common import RESULTS, save
-from scripts.simulated import early
 
 CARD, LENGTH = "rtx-3060-12gb", 512
 ADAPTERS = {"r": 16, "target_modules": "all-linear"}
@@ -33,9 +31,6 @@ MODELS: tuple[tuple[str, str, int, dict[str, Any] | None], ...] = (
 WINDOWS = (1, 4)
 """Micro-batches per update."""
 
-_GOOD = 1.02
-"""A ratio that is hardly worth improving."""
-
 Result = dict[str, Any]
 
 
@@ -44,9 +39,6 @@ def cases(profile: Profile, seconds: float) -> Iterator[Result]:
     for window in WINDOWS:
         settings = Settings(accumulate=window, delayed=True, time_limit=seconds)
         free, waiting = make_plan(profile, replace(settings, delayed=False)), make_plan(profile, settings)
-        # Waiting hardly costs anything elsewhere.
-        costs = window == 1 and waiting.predicted.iteration_s > _GOOD * free.predicted.iteration_s
-        found = early.figures(profile, waiting, settings) if costs else {}
         yield {
             "window": window,
             "free_s": free.predicted.iteration_s,
@@ -54,35 +46,13 @@ def cases(profile: Profile, seconds: float) -> Iterator[Result]:
             "norm_s": norm_s(waiting, profile),
             "host_peak_bytes": waiting.predicted.host_peak_bytes,
             "planners": [free.planner, waiting.planner],
-            "early": {how: asdict(plan) for how, plan in found.items()},
         }
 
 
-def tables(section: Callable[..., str], results: Sequence[Result]) -> str:
-    """Return the tables of ``results``, which ``section`` puts under titles."""
-    return f"{_of_plans(section, results)}\n\n{_on_paper(section, results)}"
-
-
-def _on_paper(section: Callable[..., str], results: Sequence[Result]) -> str:
-    """Return what it would take if updates did not wait."""
-    cases = [case for result in results for case in result["figures"]["cases"] if case["early"]]
-    ways = list(dict.fromkeys(how for case in cases for how in case["early"]))
-    rows = [
-        [
-            case["model"],
-            format_seconds(case["free_s"]),
-            format_seconds(case["clipped_s"]),
-            *(f"{format_seconds(plan['seconds'])}, {format_bytes(plan['ram'])}" for plan in case["early"].values()),
-        ]
-        for case in cases
-    ]
-    head = ["model, batch", "without clipping", "updates wait", *ways]
-    title = "The same where nothing is clipped, if updates did not wait and old values were kept in RAM: not built"
-    return section(title, "scripts.simulated.clipping", results, head, rows)
-
-
-def _of_plans(section: Callable[..., str], results: Sequence[Result]) -> str:
-    """Return what plans take with clipping and without."""
+def table(section: Callable[..., str], results: Sequence[Result]) -> str:
+    """Return the table of ``results``, which ``section`` puts under a title; empty if there are none."""
+    if not results:
+        return ""
     rows = [
         [
             case["model"],

@@ -113,7 +113,9 @@ def cases(card: str, size: str, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def table(section: Callable[..., str], results: Sequence[Result]) -> str:
-    """Return the table of ``results``, which ``section`` puts under a title."""
+    """Return the table of ``results``, which ``section`` puts under a title; empty if there are none."""
+    if not results:
+        return ""
     rows = []
     for result in results:
         cases, measured = result["figures"]["cases"], result["figures"]["measured"]
@@ -134,7 +136,7 @@ def table(section: Callable[..., str], results: Sequence[Result]) -> str:
     made = section(
         "Tokens per second by size of update, simulated", "scripts.simulated.large_updates", results, head, rows
     )
-    return f"{made}\n\n{CONDITIONS}" if results else made
+    return f"{made}\n\n{CONDITIONS}"
 
 
 def _rate_and_share(case: Result) -> str:

@@ -14,7 +14,6 @@ python -m scripts.simulated.near_floor [--models 8] [--share 1.2]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -37,13 +36,6 @@ KINDS = ("plain", "tied", "half", "lora", "frozen start")
 BRANCHING_S = 60.0
 GAP = 1e-3
 """Where branching may stop; what it has proved until then counts."""
-
-NOTE = """\
-Parts of the gap, in per cent of the bound. "The plan's" is proved by the faster plan of a search of about ten times as
-long, "the bound's" by the same program with whole options and whole tensors that the host updates, which no plan can
-beat either. Both are least values; whose the rest is, is not known. "Program in fractions" is how far the planner's own
-program is above the bound: it counts memory as schedules take it and may divide every tensor. That proves nothing, as a
-plan may be faster than it."""
 
 Result = dict[str, Any]
 
@@ -109,28 +101,6 @@ def whole_bound(profile: Profile, config: OffmateConfig) -> float:
     run(program.problem, time_limit=BRANCHING_S, gap=GAP)
     proved = float(program.problem.solverModel.getInfo().mip_dual_bound)
     return proved * program.seconds_unit if math.isfinite(proved) else 0.0
-
-
-def table(section: Callable[..., str], results: Sequence[Result]) -> str:
-    """Return the table of ``results``, which ``section`` puts under a title."""
-    rows = []
-    for found in (found for result in results for found in result["figures"]["cases"]):
-        plan, bound = found["plan_s"], found["bound_s"]
-        plans, bounds = (plan - found["finer_s"]) / bound, (found["whole_s"] - bound) / bound
-        program = found["program_s"]
-        rows.append(
-            [
-                found["name"],
-                found["planner"],
-                *(f"{100 * part:.1f}%" for part in (plan / bound - 1, plans, bounds)),
-                f"{100 * max(0.0, plan / bound - 1 - plans - bounds):.1f}%",
-                "no solution" if program is None else f"{100 * (program / bound - 1):+.1f}%",
-            ]
-        )
-    rows.sort(key=lambda row: -float(row[2].rstrip("%")))
-    head = ["random model", "planner", "gap to bound", "the plan's", "the bound's", "not known", "program in fractions"]
-    made = section("Gaps where memory is short, simulated", "scripts.simulated.near_floor", results, head, rows)
-    return f"{made}\n\n{NOTE}"
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from tests.docs import pages
 
 @cache
 def settings() -> str:
-    return hooks.on_page_markdown(pages.read("docs/settings.md"))
+    return hooks.on_page_markdown(pages.read("docs/reference.md"))
 
 
 def test_every_key_of_a_recipe_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +76,12 @@ def test_every_recipe_is_in_the_table() -> None:
 
 
 def test_every_verb_is_explained() -> None:
-    shown = hooks.on_page_markdown(pages.read("docs/cli.md"))
+    shown = hooks.on_page_markdown(pages.read("docs/reference.md"))
     assert {name for name in VERBS if f"{{#{name}}}" not in shown} == set()
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    shown = re.findall(r"^::: lt_offload\.(\w+)$", pages.read("docs/api.md"), flags=re.MULTILINE)
+    shown = re.findall(r"^::: lt_offload\.(\w+)$", pages.read("docs/reference.md"), flags=re.MULTILINE)
     assert sorted(shown) == sorted(lt_offload.__all__)
 
 

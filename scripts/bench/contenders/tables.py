@@ -1,4 +1,4 @@
-"""Rows for the tables of docs/benchmarks.md, and the curve over memory, from the result files of the suites."""
+"""Rows for the tables of docs/gpu.md, and the curve over memory, from the result files of the suites."""
 
 from __future__ import annotations
 

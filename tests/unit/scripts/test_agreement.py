@@ -12,7 +12,7 @@ import torch
 from lt_offload.finetune.data.chat.conversations import Conversation
 from lt_offload.finetune.data.formats import IGNORED, Example
 from scripts.agreement import __main__ as agreement
-from scripts.agreement import makers, processes, tables, trl
+from scripts.agreement import makers, processes, trl
 from scripts.agreement.rows import Comparison, Rows
 from tests.parity.several.cases import LATE, MORE, PAIRS
 from tests.parity.several.runs import RESUMED
@@ -93,29 +93,13 @@ def test_differences_from_an_encoder_are_told_apart(tmp_path: Path) -> None:
     assert makers._why(rows, lambda messages: None, rows.examples[0], talks[0][:1]) == [makers.REFUSED]
 
 
-def test_tables_add_up_what_was_compared() -> None:
-    found = [
-        {"tokenizer": "a", "against": "TRL", "rows": 1000, "same": 998, "documented": {"r": 2}, "undocumented": 0},
-        {"tokenizer": "a", "against": "TRL", "rows": 500, "same": 499, "documented": {}, "undocumented": 1},
-        {"tokenizer": "b", "against": "mistral-common", "rows": 2, "same": 2, "documented": {}, "undocumented": 0},
-    ]
-    documented = {"TRL": {"r": "why", "unused": "why not"}, "mistral-common": {}}
-    result = {"figures": {"comparisons": found, "documented": documented}, "settings": {"packages": {"trl": "1.16.0"}}}
-    assert tables.rows(result) == [
-        ["`a`", "1,497 of 1,500, 2 documented", "", "", "", "1"],
-        ["`b`", "", "", "", "2 of 2", "0"],
-    ]
-    assert tables.reasons(result) == [["TRL: r", "2", "why"]]
-    assert tables.packages(result) == "trl 1.16.0"
-
-
 def test_the_table_of_processes_says_what_differs_and_what_was_not_compared() -> None:
     row = {"case": "LoRA", "processes": 4, "one": 0.0, "stock": 1.19e-07}
-    assert tables.of_processes(row) == ["LoRA", "4", "equal", "1.2e-07"]
-    assert tables.of_processes(row | {"machines": 2})[1] == "4 on 2 machines"
-    assert tables.of_processes(row | {"one": None}) == ["LoRA", "4", "not comparable", "1.2e-07"]
+    assert processes.line(row) == ["LoRA", "4", "equal", "1.2e-07"]
+    assert processes.line(row | {"machines": 2})[1] == "4 on 2 machines"
+    assert processes.line(row | {"one": None}) == ["LoRA", "4", "not comparable", "1.2e-07"]
     del row["stock"]
-    assert tables.of_processes(row) == ["LoRA", "4", "equal", ""]
+    assert processes.line(row) == ["LoRA", "4", "equal", ""]
     known = {(2, 1): PAIRS | {LATE: PAIRS["tight"]}, **MORE}
     assert all(set(names.values()) <= known[count].keys() for count, names in processes.ENGINES.items())
     assert {name for _, name, *_ in processes.RUNS} == {"2", "2 on 2", "unfrozen", *RESUMED}

@@ -157,30 +157,19 @@ def test_figures_of_the_first_minute_are_printed(
     assert "device_peak: predicted 10, measured 9" in lines
 
 
-def test_runs_are_tabled_side_by_side() -> None:
+def test_budgets_are_tabled_beside_what_the_driver_showed() -> None:
     def run(*parts: dict[str, Any]) -> dict[str, Any]:
         machine = {"gpu": "GPU X", "processor": "CPU Y", "cores": 4}
         when = {"date": "2026-01-01", "commit": "abc1234"}
         return {"machine": machine, "versions": {"torch": "2.11"}, **when, "figures": {"parts": parts}}
 
-    def part(name: str, passed: int | None, status: str = "ok", **found: Any) -> dict[str, Any]:
-        return {"name": name, "status": status, "passed": passed} | found
-
     peak = {"budget": 2 * 10**9, "predicted": 19 * 10**8, "peak": 18 * 10**8}
     seconds = {"predicted_s": 0.5, "measured_s": 0.4}
     figures = {f"{gpu_runs.PEAK}[tight]": peak, f"{gpu_runs.TIME}[tight]": seconds}
-    results = [
-        run(part("smoke", 3, failures={"one": "why"}), part("memory", 2, figures=figures)),
-        run(part("smoke", 4, "time limit"), part("cards", 0, skipped={"all": "why"}), part("update", None)),
-    ]
-    table = gpu_runs.runs(results)
-    assert f"| smoke | {gpu_runs.WHAT['smoke']} | 3 passed, 1 failed | 4 passed, out of time |" in table
-    assert f"| cards | {gpu_runs.WHAT['cards']} |  | not run: one card |" in table
-    assert f"| update | {gpu_runs.WHAT['update']} |  | ok |" in table
-    assert "| parity |" not in table
+    table = gpu_runs.table([run({"name": "smoke"}, {"name": "memory", "figures": figures}), run({"name": "cards"})])
+    assert "| 2 GB | 1.9 GB | 1.8 GB | 500 ms | 400 ms |" in table
     assert "(GPU X, torch 2.11, 2026-01-01 at commit abc1234)" in table
-    assert "| 2 GB | 1.9 GB | 1.8 GB | 500 ms | 400 ms |" in gpu_runs.budgets(results)
-    assert gpu_runs.runs([]) == gpu_runs.budgets([]) == ""
+    assert gpu_runs.table([]) == ""
 
 
 def test_parts_that_may_run_beside_each_other_do(gpu: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/several-gpus.md."""
+"""The tables of several processes in docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def machine(number: int, name: str) -> dict[str, Any]:
     return {"settings": settings, "figures": {"cards": rows, "machines": several_machines}}
 
 
-def test_machines_stand_in_their_order_with_both_ways_side_by_side() -> None:
-    found = several.blocks(section, {"bench-cards": [machine(1, "slow"), machine(0, "fast")]})
-    assert found["links"] == ""
-    first, alone, two, *_ = found["cards"].splitlines()
+def test_machines_stand_in_their_order_with_one_host_copy_each() -> None:
+    results = [machine(1, "slow"), machine(0, "fast")]
+    first, alone, two, slow, *_ = several.cards(section, results).splitlines()
     assert first == "Cards, simulated (scripts.cards, 2)"
-    assert alone.split(" | ")[:5] == ["fast", "1", "", "4 s", "1.5 s"]
-    assert two.split(" | ")[5] == "2.75 s"
-    assert two.split(" | ")[:4] == ["fast", "2", "3 s", "2.5 s"]
-    assert "1.60 | computations, 2 s | 2 x 8 in 2 parts | 3 GB | 3 GB" in two
-    _, fast, slow = found["machines"].splitlines()
-    assert fast == "fast | 10 Gbit/s | 1.6 | 3.2 | 6.4 | 3.5 s to 6.5 s | 500 ms to 500 ms"
+    assert alone == "fast | 1 | 4 s | 100 | 1.00 | computations | 3 GB"
+    assert two == "fast | 2 | 2.5 s | 160 | 1.60 | computations | 3 GB"
+    assert slow.startswith("slow | 1 | ")
+    _, fast, slow = several.machines(section, results).splitlines()
+    assert fast == "fast | 10 Gbit/s | 1.6 | 3.2 | 6.4"
     assert slow.startswith("slow | ")
 
 
-def test_links_are_compared_with_the_goal() -> None:
-    figures = {"rows": [], "goal": 1.6}
-    figures["rows"] = [
-        {"processes": count, "step_s": 2.0, "h2d_s": 1.5, "d2h_s": 1.0, "tokens_per_s": rate}
-        for count, rate in ((1, 50.0), (2, 85.0))
+def test_processes_are_counted_by_what_they_are_equal_to() -> None:
+    rows = [
+        {"processes": 2, "one": 0.0, "stock": 0.0},
+        {"processes": 4, "one": 0.0, "stock": 2.5e-7},
+        {"processes": 1, "one": 1.0},
     ]
-    text = several.blocks(section, {"bench-links": [{"figures": figures}]})["links"]
-    assert text.splitlines()[1:] == [
-        "1 | 2 s | 1.5 s | 1 s | 50 | 1.00 | ",
-        "2 | 2 s | 1.5 s | 1 s | 85 | 1.70 | 1.60",
-    ]
+    made = {"machine": {"gpu": "GPU X"}, "versions": {"torch": "2.11"}, "date": "2026-01-01", "commit": "abc1234"}
+    text = several.processes([made | {"figures": {"rows": rows}}])
+    assert text.startswith(
+        "2 of 3 cases are equal to one process that accumulates as many batches. With two processes 1 of 1"
+    )
+    assert "with more, 0 of 1, and the largest difference is 2.5e-07" in text
+    assert several.processes([]) == several.cards(section, []) == ""
