@@ -12,7 +12,6 @@ import torch
 
 import lt_offload
 from lt_offload.errors import PlanError
-from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.activations import WeightAlias
 from lt_offload.plan import check
@@ -23,7 +22,6 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
 from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
-from tests.support.gpu_model import Gpu
 from tests.support.hostile.device import HostileDevice
 from tests.support.hostile.races import Race
 from tests.support.profiles.by_hand import built
@@ -141,14 +139,6 @@ def test_equal_to_plain_pytorch(case: Case, how: How, grad_zero_copy: bool) -> N
     assert differences(plain(case), actual) == []
     assert changed(case, actual)
     assert peak <= budget
-
-
-@pytest.mark.parametrize(("case", "how", "grad_zero_copy"), CASES[4:7])
-def test_on_a_model_of_cuda(case: Case, how: How, grad_zero_copy: bool) -> None:
-    """The order of issue on a GPU; the computations themselves run on the CPU, and nothing says what a GPU does."""
-    plan, _ = planned(case, how, grad_zero_copy=grad_zero_copy)
-    actual, _ = trained_on(CudaDevice(1 << 29, runtime=Gpu(free=1 << 30)), case, plan)
-    assert differences(plain(case), actual) == []
 
 
 @pytest.mark.parametrize(("how", "in_host_memory"), [(forwards, {False}), (everything, {True}), (nothing, {False})])
