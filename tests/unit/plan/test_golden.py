@@ -15,9 +15,9 @@ CASES = [(seed, planner) for seed in SEEDS for planner in PLANNERS]
 
 def test_every_case_is_written() -> None:
     assert list(ROWS) == [f"{seed} {planner}" for seed, planner in CASES]
-    assert sum("digest" in row for row in ROWS.values()) > 90
+    assert sum("digest" in row for row in ROWS.values()) >= 25
 
 
-@pytest.mark.parametrize(("seed", "planner"), CASES if sampling.FULL else CASES[::17])
+@pytest.mark.parametrize(("seed", "planner"), CASES if sampling.FULL else CASES[::5])
 def test_plan_is_as_it_was(seed: int, planner: str) -> None:
     assert row(seed, planner) == ROWS[f"{seed} {planner}"]
