@@ -199,6 +199,3 @@ def test_blocks_that_are_left_out_at_random_are_measured_when_they_are_there() -
         for layer in (Layer, LeftOut)
     ]
     assert saved[0] == saved[1]
-
-
-WAVERS = False
