@@ -13,7 +13,6 @@ import torch
 import lt_offload
 from lt_offload.errors import PlanError
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.memory.activations import WeightAlias
 from lt_offload.plan import check
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
 from lt_offload.plan.iteration.memory import device_bytes
@@ -139,25 +138,6 @@ def test_equal_to_plain_pytorch(case: Case, how: How, grad_zero_copy: bool) -> N
     assert differences(plain(case), actual) == []
     assert changed(case, actual)
     assert peak <= budget
-
-
-@pytest.mark.parametrize(("how", "in_host_memory"), [(forwards, {False}), (everything, {True}), (nothing, {False})])
-def test_the_backward_finds_a_saved_weight_where_its_own_step_has_it(
-    how: How, in_host_memory: set[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the forward has read: what it saved is no reference to that memory."""
-    case, found = Case(places=HOST), set()
-    restore = WeightAlias.unpack
-
-    def spy(alias: WeightAlias) -> torch.Tensor:
-        tensor = restore(alias)
-        found.add(tensor.untyped_storage().data_ptr() == alias.weight.host.untyped_storage().data_ptr())
-        return tensor
-
-    monkeypatch.setattr(WeightAlias, "unpack", spy)
-    plan, budget = planned(case, how)
-    trained(case, plan, budget)
-    assert found == in_host_memory
 
 
 def test_what_is_read_in_host_memory_takes_none_on_the_device() -> None:
