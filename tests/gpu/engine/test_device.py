@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lt_offload
-from tests.gpu.engine.runs import SOMEWHERE, on, trainer
+from tests.gpu.engine.runs import SOMEWHERE, fit, on, trainer, travelling
 from tests.gpu.target import ROOM, Target
 from tests.support import trainers
 
@@ -35,6 +36,34 @@ class Module(trainers.Module):
         if self.host_inputs:
             batch = on(torch.device("cpu"), batch)
         self.validation.append(self.model(**batch).logits.clone())
+
+
+class Generates(L.Callback):
+    def __init__(self) -> None:
+        self.tokens: list[Tensor] = []
+        self.devices: set[torch.device] = set()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.devices |= {module.device, module.model.device, module.model.get_decoder().device}
+        ids = torch.tensor([[3, 4, 5]], device=module.model.device)
+        module.eval()
+        self.tokens.append(module.model.generate(ids, max_new_tokens=3, do_sample=False))
+        module.train()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_models_generate_in_validation_and_callbacks(lora: bool, target: Target) -> None:
+    runs, calls = [], []
+    for strategy in ("auto", travelling()):
+        module = Module(lora=lora)
+        module.host_inputs = strategy != "auto"  # in plain PyTorch they would have to be there
+        calls.append(Generates())
+        runs.append(fit(target, strategy, module, callbacks=[calls[-1]]))
+    assert trainers.differences(*runs) == []
+    assert len(calls[0].tokens) == 2 * trainers.BATCHES
+    assert all(map(torch.equal, calls[0].tokens, calls[1].tokens))
+    assert calls[0].devices == calls[1].devices == {target.torch_device}
+    assert runs[1].module.model.device == torch.device("cpu")
 
 
 def test_forwards_alone(target: Target) -> None:
