@@ -14,7 +14,7 @@ from tests.recomputing import Recomputing
 
 gc.disable()  # until all is imported: looking for garbage meanwhile takes longer than many an import
 
-DEVICES = ("cuda", "fake", "cpu", "model")
+DEVICES = ("cuda", "fake", "cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,8 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device",
         choices=DEVICES,
-        help="run all of tests/gpu: on a GPU, on a fake one, on the emulated device, or on the model of CUDA that unit "
-        "tests use; without it a few of its tests run on the emulated device",
+        help="run all of tests/gpu: on a GPU, on a fake one, or on the emulated device; without it a few of its tests "
+        "run on the emulated device",
     )
     group.addoption(
         "--order",

@@ -1,4 +1,4 @@
-"""Where a test runs: on a GPU, on the fake one, on the emulated device, or on a model of CUDA's calls.
+"""Where a test runs: on a GPU, on the fake one, or on the emulated device.
 
 Knows how to open it and what it used.
 """
@@ -16,21 +16,12 @@ import torch
 
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.cuda import CudaDevice
-from tests.support.gpu_model import Gpu
 from tests.support.hostile.device import HostileDevice
 
-Kind = Literal["cuda", "fake", "cpu", "model"]
+Kind = Literal["cuda", "fake", "cpu"]
 
 ROOM = 4 << 30
 """A budget that is not what the test is about."""
-
-
-class LargeGpu(Gpu):
-    """The model of CUDA, with room for plans that streamed models need."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        self.held = nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +50,6 @@ class Target:
         """Return the device; ``emulated`` are options of the emulated one."""
         if self.cuda:
             return CudaDevice(budget)
-        if self.kind == "model":
-            return CudaDevice(budget, runtime=LargeGpu(free=budget))  # type: ignore[arg-type]
         return HostileDevice(budget, **{"mode": "thread", "check": True} | emulated)
 
     def synchronize(self) -> None:

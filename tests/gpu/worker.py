@@ -22,7 +22,6 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 
@@ -67,7 +66,7 @@ that a data centre GPU computes with them."""
 
 def call(job: str, limit_s: float = 240.0, **arguments: Any) -> dict[str, Any]:
     """Run ``job`` in a process of its own and return its answer; in this one where there is no context."""
-    if arguments["kind"] in ("cpu", "model"):
+    if arguments["kind"] == "cpu":
         return _done(job, arguments)
     if arguments["kind"] == "fake":
         try:
@@ -224,25 +223,19 @@ def sanitized(kind: Kind, fault: str | None, **case: Any) -> dict[str, Any]:
 
     race = None
     with ExitStack() as stack:
-        cuda = Target(kind=kind).cuda
-        torch.use_deterministic_algorithms(cuda)
+        torch.use_deterministic_algorithms(True)
         stack.callback(torch.use_deterministic_algorithms, False)
         stack.enter_context(sanitizer.alone())
-        handler = stack.enter_context(sanitizer.watching("cuda" if cuda else "cpu"))
-        gpu = None
-        if cuda:
-            torch._C._activate_gpu_trace()
-        else:
-            gpu = sanitizer.WatchedGpu(handler)
-            stack.enter_context(patch.object(torch.cuda, "current_stream", gpu.torch_stream))
+        handler = stack.enter_context(sanitizer.watching())
+        torch._C._activate_gpu_trace()
         try:
-            trained_on(_faulty(sanitizer.WatchedDevice, fault, gpu), made, plan)
+            trained_on(_faulty(sanitizer.WatchedDevice, fault), made, plan)
         except CUDASanitizerErrors as error:
             race = str(error.errors[0])[:3000]
     return {"race": race, "launches": handler.seq_num, "copies": handler.copies}
 
 
-def _faulty(base: type[Any], fault: str | None, gpu: Any) -> Device:
+def _faulty(base: type[Any], fault: str | None) -> Device:
     class Careless(base):  # type: ignore[misc]
         def wait(self, *events: Any, **cells: Any) -> None:
             super().wait(*(() if fault == "computations before their weights" else events), **cells)
@@ -251,7 +244,7 @@ def _faulty(base: type[Any], fault: str | None, gpu: Any) -> Device:
             careless = fault == "copies before computations" and lane == "d2h"
             return super().submit(lane, task, after=() if careless else after, **options)
 
-    device: Device = Careless(ROOM, runtime=gpu)
+    device: Device = Careless(ROOM)
     return device
 
 

@@ -15,13 +15,6 @@ ASKED: dict[str, Any] = {
     "layers": 8,
     "date": "2025-01-31",
 }
-MACHINE = {"processor": "Some CPU", "cores": 2, "ram_bytes": 1, "gpu": "Some GPU", "threads": 2, "system": "Linux"}
-HARDWARE = {
-    "machine": MACHINE,
-    "versions": {"torch": "2.11.0"},
-    "link": {"h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "how": ""},
-    "update": {"float32": {"host_bytes_per_s": 8e9, "device_bytes_per_s": 1e12}},
-}
 
 
 def measured(**values: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ class Row:
 
     def get_closest_marker(self, name: str) -> object:
         return self if name == self.mark else None
-
-
-class Seeded(Row):
-    @property
-    def callspec(self) -> Any:
-        kind, seed = self.nodeid.partition("[")[2].rstrip("]").split("-")
-        return SimpleNamespace(indices={"kind": int(kind), "seed": int(seed)})
 
 
 def rows(place: str, name: str, count: int) -> list[Any]:
@@ -50,35 +42,6 @@ def test_a_share_of_the_rows_of_every_test(monkeypatch: pytest.MonkeyPatch) -> N
     assert found() == [12, 12, 12, 1, 2]
 
 
-@pytest.mark.parametrize(("kinds", "share", "found"), [(1, 1, 5), (2, 1, 4), (9, 1, 9), (2, 2, 2)])
-def test_few_of_the_rows_that_differ_in_their_seed_only(
-    kinds: int, share: int, found: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampling, "FULL", False)
-    place = sampling.HERE / "a/test_x.py"
-    items: list[Any] = [Seeded(place, f"a::one[{kind}-{seed}]") for seed in range(20) for kind in range(kinds)]
-    chosen = sampling.of_tests(items, {"a": share})
-    assert len(chosen) == found
-    if share == 1:
-        assert {item.callspec.indices["kind"] for item in chosen} == set(range(kinds))
-    monkeypatch.setattr(sampling, "FULL", True)
-    assert sampling.of_tests(items, {"a": share}) == items
-
-
-def test_one_of_some_values_which_the_running_test_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "FULL", False)
-    monkeypatch.setattr(sampling, "EVERY_ROW", False)
-    found = []
-    for number in range(20):
-        monkeypatch.setenv("PYTEST_CURRENT_TEST", f"a::one[{number}] (call)")
-        found += sampling.one("abc")
-        assert sampling.one("abc") == found[-1:]
-    assert len(found) == 20
-    assert set(found) == set("abc")
-    monkeypatch.setattr(sampling, "EVERY_ROW", True)
-    assert sampling.one("abc") == [*"abc"]
-
-
 def test_a_row_of_few_of_the_slow_tests_of_a_folder_and_none_of_the_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "FULL", False)
     slow = ("a", 2 * sampling.SLOW, "slow"), ("b", 2, "slow")
@@ -100,18 +63,3 @@ def test_a_row_of_few_of_the_slow_tests_of_a_folder_and_none_of_the_long_ones(mo
 def test_one_row_is_run_where_it_is_asked_for() -> None:
     asked = rows("a/test_x.py", "one", 12)[5:6]
     assert sampling.of_tests(asked, {"a": 3}) == asked
-
-
-def test_a_share_of_the_tests_of_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "FULL", False)
-    files = {"a/test_x.py": 8, "a/test_y.py": 1, "c/test_z.py": 5}
-    items = [
-        item
-        for file, count in files.items()
-        for test in range(count)
-        for item in rows(file, f"test{test}", 1 + test % 3)
-    ]
-    chosen = sampling.of_files(items, {"a": 4})
-    kept = {item.nodeid.partition("[")[0] for item in chosen}
-    assert [sum(file in name for name in kept) for file in files] == [2, 1, 5]
-    assert chosen == [item for item in items if item.nodeid.partition("[")[0] in kept]

@@ -12,8 +12,7 @@ from lightning.fabric import Fabric
 import lt_offload
 from lt_offload import session
 from lt_offload.errors import ConfigError, UnsupportedError
-from lt_offload.model.blocks import find_blocks
-from tests.support import models, plans
+from tests.support import models
 
 
 class Stop(Exception):
@@ -44,20 +43,6 @@ def second_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     model = models.build()
     return model, torch.optim.AdamW(model.parameters(), fused=True), models.batch(model)
-
-
-def test_what_a_plan_says_about_its_device_reaches_it(
-    opened: list[Any], second_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its budget and GPU, the threads of the host's updates and what it leaves to the context."""
-    model, optimizer, batch = fresh()
-    plan = plans.streamed(find_blocks(model), optimizer, options=("keep",), places=("host",))
-    plan = replace(plan, budget_bytes=10**9, host_threads=3, context_bytes=77)
-    monkeypatch.setattr(session, "check_use", lambda *args, **kwargs: None)  # it runs the model on that GPU
-    monkeypatch.setattr(session, "check_memory", lambda *args: None)
-    with pytest.raises(Stop), lt_offload.offloaded(model, optimizer, batch, plan=plan, accelerator="cuda:1"):
-        pass
-    assert opened == [((10**9, "cuda:1"), {"host_threads": 3, "context": 77})]
 
 
 def test_without_memory_the_budget_is_what_is_free_on_the_device_that_is_used(

@@ -13,7 +13,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +21,6 @@ from torch._utils import CallbackRegistry
 from torch.cuda import _gpu_trace, _sanitizer
 
 from lt_offload.execute.device.cuda import CudaDevice
-from tests.gpu.target import ROOM, LargeGpu
-from tests.support.gpu_model import Event, Stream
 
 PAGE = 64
 """Nothing smaller is handed out: by the arena and on a GPU 512 bytes, by torch on the host 64."""
@@ -117,12 +114,12 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def watching(device_type: str) -> Iterator[Handler]:
+def watching() -> Iterator[Handler]:
     """Raise ``CUDASanitizerErrors`` at the first kernel or copy within the context that is not ordered."""
     plain, emptied = torch.cuda.Event.query, torch.cuda.empty_cache
     with (
         patch.object(_sanitizer, "EventHandler", Handler),
-        patch.object(_sanitizer, "ArgumentHandler", arguments_on(device_type)),
+        patch.object(_sanitizer, "ArgumentHandler", arguments_on("cuda")),
         patch.object(torch._C, "_activate_gpu_trace"),
     ):
         mode = _sanitizer.CUDASanitizerDispatchMode()
@@ -142,7 +139,7 @@ def watching(device_type: str) -> Iterator[Handler]:
     WatchedDevice.mode = mode
     try:
         with (
-            patch.object(_sanitizer, "ArgumentHandler", arguments_on(device_type)),
+            patch.object(_sanitizer, "ArgumentHandler", arguments_on("cuda")),
             patch.object(torch.cuda.Event, "query", query),
             patch.object(torch.cuda, "empty_cache", empty_cache),
             mode,
@@ -150,57 +147,3 @@ def watching(device_type: str) -> Iterator[Handler]:
             yield handler
     finally:
         WatchedDevice.mode = None
-
-
-class WatchedEvent(Event):
-    """An event of the model of CUDA that tells the sanitizer what torch tells it on a GPU."""
-
-    def record(self, stream: Any) -> None:
-        super().record(stream)
-        self.gpu.handler._handle_event_record(id(self), stream.number)
-
-    def query(self) -> bool:
-        over = bool(super().query())
-        if over:
-            self.gpu.handler._handle_event_synchronization(id(self))
-        return over
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        self.gpu.handler._handle_event_synchronization(id(self))
-
-
-class WatchedStream(Stream):
-    """The same for a stream."""
-
-    @property
-    def number(self) -> int:
-        return ("compute", "h2d", "d2h", "idle").index(self.name)
-
-    def wait_event(self, event: Any) -> None:
-        super().wait_event(event)
-        self.gpu.handler._handle_event_wait(id(event), self.number)
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        self.gpu.handler._handle_stream_synchronization(self.number)
-
-
-class WatchedGpu(LargeGpu):
-    """A model of CUDA under the sanitizer: what is launched is seen, on the stream that it would be launched to."""
-
-    def __init__(self, handler: Handler) -> None:
-        super().__init__(free=ROOM)
-        self.handler = handler
-        self.main = WatchedStream(self, "compute")
-
-    def stream(self) -> Any:
-        self.streams.append(WatchedStream(self, ("h2d", "d2h", "idle")[len(self.streams)]))
-        return self.streams[-1]
-
-    def event(self, *, timing: bool) -> Any:
-        return WatchedEvent(self, timing)
-
-    def torch_stream(self, *_: Any) -> Any:
-        """What ``torch.cuda.current_stream`` returns."""
-        return SimpleNamespace(cuda_stream=self.current_stream().number)

@@ -37,15 +37,6 @@ def test_what_is_not_ordered_is_noticed(fault: str, target: Target) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.only("cpu")
-def test_the_device_for_cuda_is_watched_without_one() -> None:
-    """On the model of CUDA that unit tests use: what is launched to which stream, and which events order it."""
-    seen = call("sanitized", kind="model", fault="copies before computations", **CASES[1])
-    assert "copy_" in seen["race"]
-    assert "Access by stream 2 " in seen["race"], "copies to the host have that number"
-
-
-@pytest.mark.quick
 def test_ranges_that_overlap_are_one_memory() -> None:
     """Wherever a tensor begins; on another stream a page may be written only behind an event."""
     slab = torch.zeros(8 * PAGE, dtype=torch.uint8)

@@ -12,9 +12,7 @@ import torch
 
 import lt_offload
 from lt_offload.errors import PlanError
-from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.memory.activations import WeightAlias
 from lt_offload.plan import check
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
 from lt_offload.plan.iteration.memory import device_bytes
@@ -23,7 +21,6 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
 from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
-from tests.support.gpu_model import Gpu
 from tests.support.hostile.device import HostileDevice
 from tests.support.hostile.races import Race
 from tests.support.profiles.by_hand import built
@@ -141,33 +138,6 @@ def test_equal_to_plain_pytorch(case: Case, how: How, grad_zero_copy: bool) -> N
     assert differences(plain(case), actual) == []
     assert changed(case, actual)
     assert peak <= budget
-
-
-@pytest.mark.parametrize(("case", "how", "grad_zero_copy"), CASES[4:7])
-def test_on_a_model_of_cuda(case: Case, how: How, grad_zero_copy: bool) -> None:
-    """The order of issue on a GPU; the computations themselves run on the CPU, and nothing says what a GPU does."""
-    plan, _ = planned(case, how, grad_zero_copy=grad_zero_copy)
-    actual, _ = trained_on(CudaDevice(1 << 29, runtime=Gpu(free=1 << 30)), case, plan)
-    assert differences(plain(case), actual) == []
-
-
-@pytest.mark.parametrize(("how", "in_host_memory"), [(forwards, {False}), (everything, {True}), (nothing, {False})])
-def test_the_backward_finds_a_saved_weight_where_its_own_step_has_it(
-    how: How, in_host_memory: set[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the forward has read: what it saved is no reference to that memory."""
-    case, found = Case(places=HOST), set()
-    restore = WeightAlias.unpack
-
-    def spy(alias: WeightAlias) -> torch.Tensor:
-        tensor = restore(alias)
-        found.add(tensor.untyped_storage().data_ptr() == alias.weight.host.untyped_storage().data_ptr())
-        return tensor
-
-    monkeypatch.setattr(WeightAlias, "unpack", spy)
-    plan, budget = planned(case, how)
-    trained(case, plan, budget)
-    assert found == in_host_memory
 
 
 def test_what_is_read_in_host_memory_takes_none_on_the_device() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lt_offload.plan.iteration.decisions import TensorDecision
-from lt_offload.plan.iteration.memory import framework_bytes, usage
 from lt_offload.plan.iteration.timeline import Pace
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import nearest_subset, round_tensors
@@ -27,83 +26,12 @@ from tests.support.profiles.small import (
     small_profile,
     stays,
     waits_for,
-    with_options,
-    words,
 )
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
-
-
-def test_all_resident_has_computations_and_updates_only() -> None:
-    profile = small_profile(2, frozen=(1,))
-    plan = built(resident(profile), profile)
-    assert [words(op) for op in plan.ops] == [
-        "0 forward 0",
-        "1 forward 1",
-        "2 backward 1",
-        "3 backward 0",
-        "3 update 0",
-    ]
-    start = [(plan.groups[entry.group], entry.offset) for entry in plan.initial]
-    assert [(group.payload, group.tensors, offset) for group, offset in start] == [
-        ("weight", (0,), 0),
-        ("state", (0,), 2048),
-        ("weight", (1,), 1024),
-    ], "the weights lie side by side, and so do the states"
-    assert plan.update_places == ("device", "none")
-    assert plan.arena_bytes == 4096
-    assert check(plan, profile) == []
-
-
-def test_a_streamed_block_is_issued_in_the_order_of_the_contract() -> None:
-    profile = small_profile(3)
-    decisions = changed(
-        resident(profile),
-        1,
-        TensorDecision(
-            place="paged",
-            stays=stays((1, 1), (4, 5)),
-            write_back=4,
-        ),
-    )
-    decisions = with_options(decisions, "keep", "offload", "keep")
-    plan = built(decisions, profile, lead=1, lag=1, activations={1: (2, 4)})
-    assert [words(op) for op in plan.ops] == [
-        "0 prefetch weight 1",
-        "0 forward 0",
-        "1 forward 1",
-        "1 offload activation 1",
-        "1 drop weight 1",
-        "2 forward 2",
-        "3 prefetch weight 1",
-        "3 prefetch state 1",
-        "3 backward 2",
-        "3 update 2",
-        "4 prefetch activation 1",
-        "4 backward 1",
-        "4 update 1",
-        "4 offload weight 1",
-        "4 offload state 1",
-        "5 backward 0",
-        "5 update 0",
-        "5 drop weight 1",
-    ]
-    assert "-4 offload weight 1" in waits_for(plan, "0 prefetch weight 1")
-    assert waits_for(plan, "1 forward 1") == {"0 prefetch weight 1"}
-    assert "-4 offload weight 1" in waits_for(plan, "3 prefetch weight 1")
-    assert "-4 offload state 1" in waits_for(plan, "3 prefetch state 1")
-    assert waits_for(plan, "4 prefetch activation 1") == {"1 offload activation 1", "3 update 2"}
-    assert waits_for(plan, "4 backward 1") == {"3 prefetch weight 1", "4 prefetch activation 1"}
-    assert waits_for(plan, "4 update 1") == {"3 prefetch state 1", "4 backward 1"}
-    assert waits_for(plan, "4 offload weight 1") == {"4 update 1"}
-    assert waits_for(plan, "5 drop weight 1") == {"4 offload weight 1", "5 update 0"}
-    # Activations leave until the end of step 2: what is computed next takes their memory.
-    assert waits_for(plan, "3 backward 2") == {"1 offload activation 1"}
-    assert named(plan, "4 offload state 1").release_after == 4
-    assert check(plan, profile) == []
 
 
 def test_a_range_is_written_after_its_last_users_have_gone() -> None:
@@ -114,61 +42,6 @@ def test_a_range_is_written_after_its_last_users_have_gone() -> None:
     assert named(plan, "2 prefetch weight 2").offsets == named(plan, "4 prefetch weight 1").offsets
     assert waits_for(plan, "2 prefetch weight 2") == {"-3 offload weight 2", "1 drop weight 1"}
     assert waits_for(plan, "4 prefetch weight 1") == {"-4 offload weight 1", "3 drop weight 2"}
-    assert check(plan, profile) == []
-
-
-def test_a_host_update_stands_between_gradient_and_next_fetch() -> None:
-    profile = small_profile(3)
-    decision = TensorDecision(place="host", stays=stays((1, 1), (4, 4)))
-    plan = built(changed(resident(profile), 1, decision), profile, lead=1, lag=1)
-    assert waits_for(plan, "4 offload grad 1") == {"4 backward 1"}
-    assert waits_for(plan, "4 update 1") == {"4 offload grad 1"}
-    assert named(plan, "4 update 1").lane == "host"
-    assert named(plan, "4 update 1").seconds == 1000 / profile.optimizer.host_bytes_per_s
-    assert "-4 update 1" in waits_for(plan, "0 prefetch weight 1")
-    assert "-4 offload grad 1" in waits_for(plan, "0 forward 0"), "the gradient's memory is free at the end of step 5"
-    assert check(plan, profile) == []
-
-
-def test_the_activations_a_step_needs_are_fetched_before_the_weights_it_needs() -> None:
-    profile = small_profile(4)
-    options = ("offload",) * 4
-    plan = built(streaming_decisions(profile, options, host_update=True), profile, lead=1, lag=1)
-    for step in range(4, 7):
-        payloads = [op.payload for op in plan.ops if op.step == step and op.kind == "prefetch"]
-        assert payloads == sorted(payloads, key=str)
-        assert set(payloads) == {"activation", "weight"}
-
-
-def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
-    profile = small_profile(3, tied=True)
-    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False), profile, lead=1)
-    assert plan.tensors(named(plan, "5 update 0")) == (0,)
-    assert check(plan, profile) == []
-    gradient = framework_bytes(usage(plan), profile)
-    frozen = small_profile(3, frozen=(0, 1, 2))
-    alone = framework_bytes(usage(built(resident(frozen), frozen)), frozen)
-    # Held from the head's backward on; block 1's own passes by; at last the second one is there beside it.
-    assert (gradient - alone).tolist() == [0, 0, 0, 1000, 2000, 2000]
-
-
-def test_without_states_nothing_is_paged() -> None:
-    profile = small_profile(3, states=0)
-    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False), profile)
-    assert set(plan.update_places) == {"device"}
-    assert not [op for op in plan.ops if op.payload == "state"]
-    assert check(plan, profile) == []
-
-
-def test_frozen_weights_are_never_written_back() -> None:
-    profile = small_profile(4, frozen=(0, 1, 2), no_backward=2)
-    plan = built(streaming_decisions(profile, ("keep",) * 4, host_update=True), profile)
-    assert {
-        t for op in plan.ops if op.payload in ("weight", "grad") and op.kind == "offload" for t in plan.tensors(op)
-    } == {3}
-    # Blocks without a backward need their weights in the forward only.
-    assert [op.step for op in plan.ops if op.kind == "prefetch" and plan.tensors(op) == (0,)] == [0]
-    assert [op.step for op in plan.ops if op.kind == "prefetch" and plan.tensors(op) == (2,)] == [2, 5]
     assert check(plan, profile) == []
 
 
@@ -238,24 +111,6 @@ def test_the_error_of_a_share_is_carried_to_the_next_block(share: float, counts:
     places = [decision.place for decision in decisions.tensors]
     assert [places[4 * block : 4 * block + 4].count("host") for block in (1, 2, 3)] == counts
     assert "host" not in places[:4], "the first block has no time for a host update"
-
-
-def test_updated_tensors_leave_when_the_flow_passes_their_middle() -> None:
-    profile, solution = four_tensors(0.0)
-    tau = np.arange(8)
-    # Block 1 is updated in step 6 and used again in step 1, tau 3; its backward is tau 0 = 8.
-    flows = replace(
-        solution.flows[1],
-        resident=np.where((tau == 0) | (tau == 3), 1.0, np.where(tau == 4, 0.5, np.where(tau < 3, 1.0, 0.0))),
-        prefetch=np.array([0, 0, 0, 0, 0, 0, 0.25, 0.75]),
-        write_back=np.array([0, 0, 0.5, 0.5, 0, 0, 0, 0]),
-    )
-    solution = replace(solution, flows=(solution.flows[0], flows, *solution.flows[2:]))
-    found = round_tensors(solution, profile).tensors[4:8]
-    step = [(6 + at) % 8 for at in range(8)]
-    # A copy that runs during a tau is queued after the computation before; the weights are there until then.
-    assert [decision.write_back for decision in found] == [step[1], step[1], step[2], step[2]]
-    assert [decision.stays for decision in found] == [stays((step[0], step[3]))] * 4
 
 
 # -- any solution ------------------------------------------------------------------------------------------------------

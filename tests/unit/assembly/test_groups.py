@@ -16,12 +16,11 @@ from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.ops import Draft
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.check import check
-from lt_offload.schema.packing import Packing, packing
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile
 from tests import sampling
@@ -30,7 +29,7 @@ from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import HUGE, chained, changed, resident, small_profile, stays, with_zero_copy
+from tests.support.profiles.small import HUGE, chained, resident, small_profile, with_zero_copy
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
 
@@ -136,57 +135,6 @@ def test_runs_are_in_the_same_ops_all_the_time(seed: int) -> None:
     for part in parts:
         if part.copies[0].payload == "weight" and part.stay is not None:
             assert {copy.tensor for copy in part.copies} <= set(group[part.copies[0].tensor])
-
-
-def test_runs_end_where_they_are_long_enough_and_so_is_the_rest() -> None:
-    profile = small_profile(1)
-    (one,) = profile.tensors
-    sizes = [SMALL // 2, SMALL // 2, 3 * SMALL, SMALL // 4, 2 * SMALL, SMALL // 4]
-    tensors = tuple(replace(one, name=str(at), bytes=size) for at, size in enumerate(sizes))
-    profile = replace(profile, tensors=tensors)
-    decision = TensorDecision(place="device", stays=stays((1, 0)), write_back=1)
-    decisions = Decisions(tensors=(decision,) * len(sizes), options=resident(profile).options)
-    copies = [copy for copy in device_copies(decisions, profile) if copy.payload == "weight"]
-    found = runs(copies, decisions, profile)
-    assert [[copy.tensor for copy in part.copies] for part in found] == [[0, 1], [2], [3, 4, 5]]
-
-
-def test_what_always_stays_is_one_range_of_weights_and_one_of_states() -> None:
-    profile = small_profile(4)
-    plan = built(resident(profile), profile)
-    at = {
-        (plan.groups[entry.group].payload, tensor): offset
-        for entry in plan.initial
-        for tensor, offset in plan.groups[entry.group].offsets(entry.offset)
-    }
-    weights = [at["weight", t] for t in range(4)]
-    states = [at["state", t] for t in range(4)]
-    assert weights == [1024 * t for t in range(4)]
-    assert states == [4096 + state_room(2000) * t for t in range(4)]
-
-
-def test_packing_counts_live_bytes_and_transfers() -> None:
-    profile = small_profile(3)
-    moving = TensorDecision(place="host", stays=stays((0, 0), (5, 5)))
-    decisions = changed(resident(profile), 0, moving)
-    plan = built(decisions, profile)
-    always = 2 * (1024 + state_room(2000))
-    assert plan.packing == Packing(extent=always + 1024, live_peak=always + 1024, tensors=2, transfers=2)
-    assert plan.packing.waste == 0
-    loose = replace(plan, arena_bytes=2 * plan.arena_bytes)
-    assert packing(loose).waste == pytest.approx(1.0)
-
-
-def test_tensors_side_by_side_are_one_transfer() -> None:
-    profile = small_profile(1)
-    (one,) = profile.tensors
-    profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
-    decisions = streaming_decisions(profile, ("keep",), host_update=True)
-    plan = built(decisions, profile)
-    assert travelling(plan, "weight") == [(0, 1, 2)]
-    assert travelling(plan, "state") == [(0, 1, 2)]
-    assert (plan.packing.tensors, plan.packing.transfers) == (3, 1)
-    assert [(group.payload, group.tensors) for group in plan.groups[:1]] == [("weight", (0, 1, 2))]
 
 
 def test_no_mapping_of_host_memory_is_for_more_than_one_block() -> None:

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation, TensorDecision
-from lt_offload.plan.iteration.memory import computation_bytes, device_bytes
-from lt_offload.plan.planners.baselines import option_sets, resident_decisions, streaming_decisions
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.report.perfetto import to_perfetto
 from lt_offload.schema.explain import explain
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles import by_hand
-from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.small import (
     READ,
     chained,
@@ -29,7 +26,6 @@ from tests.support.profiles.small import (
     waits_for,
     with_options,
     with_zero_copy,
-    words,
 )
 
 PROFILE = with_zero_copy(chained(small_profile(4)))
@@ -69,39 +65,6 @@ def test_a_tied_weight_costs_what_the_block_that_reads_it_needs() -> None:
     assert named(plan, "4 backward 3").bytes == 700 + 200
 
 
-def test_a_weight_that_is_read_directly_has_no_device_copy() -> None:
-    plan = built(changed(resident(PROFILE), 0, FIRST))
-    assert plan.arena_bytes == 3 * (1024 + 2048)
-    assert [words(op) for op in plan.ops if op.step == 7] == ["7 backward 0", "7 offload grad 0", "7 update 0"]
-    forward, backward = named(plan, "0 forward 0"), named(plan, "7 backward 0")
-    assert (forward.zero_copy, forward.bytes, forward.seconds) == ((0,), 100, 12)
-    assert (backward.zero_copy, backward.bytes, backward.seconds) == ((0,), 200, 23)
-    out = named(plan, "7 offload grad 0")
-    assert (out.lane, out.release_after, out.bytes, out.seconds) == ("compute", 7, 1000, 1)
-    assert waits_for(plan, "7 update 0") == {"7 offload grad 0"}
-    assert waits_for(plan, "7 offload grad 0") == {"7 backward 0"}
-    assert "-7 update 0" in waits_for(plan, "0 forward 0")
-
-
-def test_a_backward_that_runs_its_forward_again_reads_twice() -> None:
-    decisions = changed(resident(PROFILE, "recompute"), 0, FIRST)
-    backward = named(built(decisions), "7 backward 0")
-    assert (backward.bytes, backward.seconds) == (300, 30 + 2 + 3)
-
-
-def test_only_some_steps_may_read_directly() -> None:
-    decision = TensorDecision(place="host", zero_copy=(1,), stays=stays((5, 6)))
-    again = {5: (Recomputation(block=1, save="input"),)}
-    start = with_options(replace(resident(PROFILE), recomputations=again), "keep", "recompute", "keep", "keep")
-    plan = built(changed(start, 1, decision), lead=1)
-    assert [op.zero_copy for op in plan.ops if op.block == 1 and op.lane == "compute"] == [(1,), (), ()]
-    assert waits_for(plan, "5 forward 1") == {"4 prefetch weight 1"}
-    zero_copy = replace(decision, zero_copy=(1, 5), stays=stays((6, 6)))
-    plan = built(changed(start, 1, zero_copy))
-    assert named(plan, "5 forward 1").zero_copy == (1,)
-    assert "-6 update 1" in waits_for(plan, "5 forward 1")
-
-
 def test_written_back_weights_may_be_read_directly_afterwards() -> None:
     decision = TensorDecision(place="device", zero_copy=(1,), stays=stays((6, 6)), write_back=6)
     plan = built(changed(resident(PROFILE), 1, decision))
@@ -111,52 +74,7 @@ def test_written_back_weights_may_be_read_directly_afterwards() -> None:
     assert "would be lost" in violation or "outdated" in violation
 
 
-def test_gradients_written_directly_are_held_no_longer_than_on_the_device() -> None:
-    sent = replace(FIRST, grad_zero_copy=False)
-    sizes = [device_bytes(built(changed(resident(PROFILE), 0, decision)), PROFILE) for decision in (FIRST, sent)]
-    assert (sizes[0] == sizes[1]).all()
-    middle = TensorDecision(place="host", stays=stays((1, 6)), grad_zero_copy=True)
-    sent = replace(middle, grad_zero_copy=False)
-    choices = [changed(resident(PROFILE), 1, decision) for decision in (middle, sent)]
-    sizes = [device_bytes(built(decisions, lag=1), PROFILE) for decisions in choices]
-    assert (sizes[1] - sizes[0]).tolist() == [0] * 7 + [1000]
-    scratch = replace(PROFILE, optimizer=replace(PROFILE.optimizer, scratch_ratio=2.0))
-    on_device = computation_bytes(built(resident(scratch), scratch), scratch) - 4 * 3072
-    written = built(changed(resident(scratch), 1, middle), scratch)
-    gone = on_device - (computation_bytes(written, scratch) - written.arena_bytes)
-    # The host updates without scratch on the device, which comes when the activations (307 bytes) have gone.
-    assert gone.tolist() == [0] * 6 + [2000 - 307, 0]
-
-
 # -- times -----------------------------------------------------------------------------------------------------------
-
-
-def test_times_of_forwards_that_run_again() -> None:
-    recomputations = {
-        5: (
-            Recomputation(block=0, save="input"),
-            Recomputation(block=1, save="nothing"),
-            Recomputation(block=2, save="all"),
-        )
-    }
-    recomputations[6] = (Recomputation(block=0, save="all"), Recomputation(block=1, save="input"))
-    options = ("recompute", "discard", "discard", "keep")
-    decisions = with_options(replace(resident(PROFILE), recomputations=recomputations), *options)
-    found = spans(built(decisions))
-    assert found["backward 3"] == (40, 60)
-    assert found["backward 2"] == (61 + 30, 61 + 30 + 20)
-    assert found["backward 1"] == (112 + 20, 112 + 20 + 30)
-    assert found["backward 0"] == (163, 183)
-    assert found["forward 1 again"] == (122, 132)
-    events = to_perfetto(simulate(built(decisions), PROFILE))["traceEvents"]
-    assert [event["cat"] for event in events if event["name"] == "forward 1 again"] == ["forward", "forward"]
-    assert simulate(built(decisions), PROFILE).iteration_time == pytest.approx(184)
-
-
-def test_each_forward_that_runs_again_is_launched() -> None:
-    profile = chained(small_profile(3, launch_s=50.0, speed=1e9))
-    decisions = replace(resident(profile, "recompute"), recomputations={4: (Recomputation(block=0, save="input"),)})
-    assert simulate(built(decisions, profile), profile).iteration_time == pytest.approx(7 * 50)
 
 
 def test_times_of_direct_access() -> None:
@@ -227,25 +145,3 @@ def test_the_table_says_what_runs_again_and_what_is_accessed_directly() -> None:
     for word in ("discard", "again", "direct"):
         assert any(line.startswith(f"{word} ") and len(line) > 40 for line in lines), word
     assert max(len(line) for line in text.splitlines()) <= 100
-
-
-def test_a_wide_table_still_fits() -> None:
-    profile = with_zero_copy(
-        chained(llama7b_b4(12)), replace(READ, forward_bytes=123_000_000, backward_bytes=123_000_000)
-    )
-    decisions = streaming_decisions(profile, ("keep",) * 14, host_update=True)
-    tensors = list(decisions.tensors)
-    for index, tensor in enumerate(profile.tensors):
-        (block,) = tensor.blocks
-        if index % 3 == 0:
-            tensors[index] = TensorDecision(place="host", zero_copy=(block, 27 - block), grad_zero_copy=True)
-    text = explain(built(replace(decisions, tensors=tuple(tensors)), profile, lead=1, lag=1))
-    assert "direct" in text
-    assert max(len(line) for line in text.splitlines()) <= 100
-
-
-def test_planners_that_run_nothing_again_do_not_discard() -> None:
-    allowed = tuple(block.options for block in PROFILE.blocks)
-    assert all("discard" not in options for options in option_sets(PROFILE, allowed))
-    for decisions, _ in resident_decisions(PROFILE, allowed):
-        assert "discard" not in decisions.options

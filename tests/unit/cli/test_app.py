@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from lt_offload.cli.app import App
@@ -103,20 +102,6 @@ def validated(capsys: pytest.CaptureFixture[str], *args: str) -> float:
     out = capsys.readouterr().out
     [line] = [line for line in out.splitlines() if "val_loss" in line]
     return float(line.split()[1])
-
-
-def test_a_resumed_run_ends_like_an_uninterrupted_one(recipe: Path, tmp_path: Path) -> None:
-    every_third = (
-        "{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 3, save_top_k: -1, filename: 's{step}'}}"
-    )
-    shape = ["--trainer.limit_val_batches", "0", "--model.warmup_steps", "3", "--trainer.callbacks", every_third]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert main([str(recipe), *shape, "--trainer.default_root_dir", str(whole)]) == 0
-    middle = whole / "checkpoints" / "sstep=3.ckpt"
-    assert main([str(recipe), *shape, "--trainer.default_root_dir", str(resumed), "--ckpt_path", str(middle)]) == 0
-    ends = [torch.load(f / "checkpoints" / "sstep=6.ckpt", weights_only=True) for f in (whole, resumed)]
-    for name, tensor in ends[0]["state_dict"].items():
-        assert torch.equal(tensor, ends[1]["state_dict"][name]), name
 
 
 def test_data_are_shown_without_weights(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import io
 import json
 import logging
@@ -18,7 +17,6 @@ from lt_offload.cli import messages, recipes
 from lt_offload.cli.main import main
 from lt_offload.cli.messages import Messages
 from lt_offload.cli.progress import keeping_quiet, say, status
-from lt_offload.cli.table import imported
 from lt_offload.errors import OffloadError
 
 PROGRAM = [sys.executable, "-m", "lt_offload.cli.main"]
@@ -249,14 +247,3 @@ def test_a_hub_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[st
         hub.warning("Retrying in %ds [Retry %d/5].", 2**number, number)
     captured = capsys.readouterr()
     assert captured.err == "waiting for the hub, which does not answer ...\n"
-
-
-def test_nothing_looks_for_garbage_while_modules_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slow_module.py").write_text("import gc\ncollects = gc.isenabled()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert gc.isenabled()
-    assert not imported("slow_module").collects
-    assert gc.isenabled()
-    with pytest.raises(ModuleNotFoundError):
-        imported("no_such_module")
-    assert gc.isenabled()

@@ -15,8 +15,6 @@ from lt_offload.cli.draft.header import SimulatedStep, header
 from lt_offload.cli.draft.model import named
 from lt_offload.cli.draft.ways import METHODS, Drafts, Method, WayToTrain, best
 from lt_offload.cli.main import main
-from lt_offload.cli.verbs.new import _machine
-from lt_offload.errors import InfeasibleError
 from lt_offload.schema.plan import Plan
 from scripts.recipes.headers import hardware_of, lines_of, title_of, with_header
 from tests.support.commands import fails
@@ -197,27 +195,6 @@ def test_too_little_memory_names_the_least_that_works(capsys: pytest.CaptureFixt
     error = fails(capsys, "new", described(_name_or_path="a/b"), "--memory", "500MB", *CARD, "--method", "full")
     assert "a/b cannot be trained in memory=500MB with 128 GB of RAM, even with sequences of 128 tokens" in error
     assert "all weights in fp32 needs memory=5" in error
-
-
-def test_the_longest_sequences_that_fit_and_no_others_once_the_shortest_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-
-    def way(_: Drafts, method: Method, length: int) -> WayToTrain:
-        tried.append(length)
-        return WayToTrain(method, length, plan=PLAN if length <= longest else None)
-
-    monkeypatch.setattr(Drafts, "way", way)
-    source = named(described(_name_or_path="a/b", max_position_embeddings=4096))
-    drafts = Drafts(source, _machine("8GB", None, CARD[1]), None, Path())
-    for longest, lengths in ((1024, [1024]), (512, [1024, 128, 512]), (128, [1024, 128, 512, 256])):
-        tried.clear()
-        assert {way.length for way in drafts.ways("full")} == {longest}
-        assert tried == lengths
-    longest = 0
-    tried.clear()
-    with pytest.raises(InfeasibleError, match="even with sequences of 128 tokens"):
-        drafts.ways("full")
-    assert tried == [1024, 128]
 
 
 def test_what_is_there_is_not_replaced_by_another_architecture(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt_offload.cli import progress
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs import doctor
-from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run import summary
 from lt_offload.model import head
@@ -187,22 +184,6 @@ def test_a_callback_that_leaves_is_no_interrupt(
     with pytest.raises(SystemExit, match="3"):
         main([recipe, *QUICK])
     assert "interrupted" not in capsys.readouterr().err
-
-
-def test_an_interrupt_does_not_stand_behind_what_went_on(
-    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FineTuneData, "prepare_data", interrupted)
-    monkeypatch.setattr(progress, "draws", lambda: True)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        assert main([recipe, *QUICK]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
-    assert "loading the model ...\r\033[2Kinterrupted after step 0" in capsys.readouterr().err
 
 
 def test_a_run_with_windows_and_clipping(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

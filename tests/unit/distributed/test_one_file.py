@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 
 from lt_offload.compat.torch import address_of
-from lt_offload.distributed.letters import Letters
-from lt_offload.errors import CheckpointError, ProcessError
 from lt_offload.strategy.checkpoint import archive, files, sums
-from lt_offload.strategy.checkpoint.several import FilePart, NewFile, _fill
+from lt_offload.strategy.checkpoint.several import NewFile, _fill
 
 
 def by_file(path: Path, checkpoint: dict[str, Any]) -> None:
@@ -113,123 +109,3 @@ def test_more_records_than_16_bits_count(tmp_path: Path) -> None:
 
 
 # -- two processes, as two threads ------------------------------------------------------------------------------------
-
-
-class Copies:
-    """The host copies of one of two processes: the second one owns what the first one's checkpoint calls ``b``."""
-
-    def __init__(self, checkpoint: dict[str, Any], rank: int) -> None:
-        self.checkpoint, self.rank = checkpoint, rank
-
-    def saved_by_others(self) -> dict[int, tuple[int, Any]]:
-        return {address_of(self.checkpoint["b"].untyped_storage()): (1, (0, None))}
-
-    def memory(self, copy: Any) -> torch.UntypedStorage:
-        assert copy == (0, None)
-        return self.checkpoint["b"].untyped_storage()  # type: ignore[no-any-return]
-
-
-class Pair:
-    """What two threads say to each other, in the place of ``Ranks``."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, bytes] = {}
-        self.values: dict[str, Any] = {}
-        self.barrier = threading.Barrier(2, timeout=30)
-        self.failed: str | None = None
-
-    # A store
-    def clone(self) -> Pair:
-        return self
-
-    def set(self, key: str, text: str) -> None:
-        self.said[key] = text.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.said[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return keys[0] in self.said
-
-    def delete_key(self, key: str) -> None:
-        del self.said[key]
-
-
-class Side:
-    """One of the two."""
-
-    size = 2
-
-    def __init__(self, pair: Pair, rank: int) -> None:
-        self.pair, self.rank = pair, rank
-        self.letters = Letters(pair, "run", self.check)
-
-    def check(self) -> None:
-        if self.pair.failed:
-            raise ProcessError(self.pair.failed)
-
-    def together(self, work: Callable[[], Any]) -> list[Any]:
-        self.pair.values[str(self.rank)] = work()
-        self.pair.barrier.wait()
-        return [self.pair.values[str(rank)] for rank in range(2)]
-
-    def share_file(self, make: Callable[[], int], by: int) -> int:
-        if self.rank == by:
-            self.pair.values["file"] = make()
-        self.pair.barrier.wait()
-        return self.pair.values["file"] if self.rank == by else os.dup(self.pair.values["file"])
-
-
-def both(path: Path, second: Callable[[FilePart], None]) -> list[BaseException | None]:
-    """Let two threads write; return their errors."""
-    pair, errors = Pair(), [None, None]
-
-    def run(rank: int) -> None:
-        content = {"a": torch.full((10,), float(rank)), "b": torch.full((10,), 5.0 + rank)}
-        side: Any = Side(pair, rank)
-        copies: Any = Copies(content, rank)
-        try:
-            part = FilePart(side, side.letters, path, content, copies)
-            if rank == 0:
-                part.write(part.records, files._as_it_is)
-            else:
-                second(part)
-        except BaseException as error:
-            errors[rank] = error  # type: ignore[call-overload]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert pair.said == {}, "letters that nobody takes away would stay in the store"
-    return errors  # type: ignore[return-value]
-
-
-def test_each_writes_what_is_its_own(tmp_path: Path) -> None:
-    assert both(tmp_path / "of both", lambda part: part.write(part.records, files._as_it_is)) == [None, None]
-    found = torch.load(tmp_path / "of both", weights_only=True)
-    assert found["a"].tolist() == [0.0] * 10
-    assert found["b"].tolist() == [6.0] * 10
-    assert [path.name for path in tmp_path.iterdir()] == ["of both"]
-
-
-def test_what_one_cannot_write_leaves_nothing_and_is_what_both_say(tmp_path: Path) -> None:
-    def full(part: FilePart) -> None:
-        os.close(part._descriptor)  # a file that cannot be written to
-        part._descriptor = os.open("/dev/full", os.O_WRONLY)
-        part.write(part.records, files._as_it_is)
-
-    first, second = both(tmp_path / "full", full)
-    assert isinstance(second, CheckpointError)
-    assert "the disk is full" in str(second)
-    assert isinstance(first, ProcessError)
-    assert str(first) == f"process 1 failed: {second}"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_part_that_is_given_up_is_told(tmp_path: Path) -> None:
-    first, second = both(tmp_path / "given up", lambda part: part.close())
-    assert second is None
-    assert str(first) == f"process 1 failed: its part of {tmp_path / 'given up'} was given up"
-    assert list(tmp_path.iterdir()) == []

@@ -49,16 +49,6 @@ def test_two_machines_with_one_number_are_named_by_all(monkeypatch: pytest.Monke
     assert "from 0 to 1" in said[0]
 
 
-def test_processes_that_are_started_again_have_a_name_of_their_own() -> None:
-    store = library.HashStore()
-    names = []
-    for _ in range(2):
-        with ThreadPoolExecutor(3) as pool:
-            names.append(set(pool.map(lambda rank: rendezvous._start(store, rank, 3), range(3))))
-    assert [len(found) for found in names] == [1, 1]
-    assert names[0] != names[1]
-
-
 def test_who_does_not_come_is_not_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "TIMEOUT", 0 * rendezvous.TIMEOUT)
     with pytest.raises(RuntimeError, match="1 of 2 came"):

@@ -73,20 +73,6 @@ def test_of_forwards_without_gradients_as_well() -> None:
     assert slab() is None
 
 
-def test_another_engine_finds_the_arena_of_the_same_device_free() -> None:
-    model = models.build("llama")
-    device = HostileDevice(engines.BUDGET, check=True)
-    outputs = []
-    for _ in range(2):
-        engine = Engine(model, None, None, device)
-        engine.install()
-        with engine.inference(), torch.no_grad():
-            outputs.append(model(**models.batch(model)).logits)
-        engine.close()
-    device.close()
-    assert torch.equal(*outputs)
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("option", ["keep", "recompute"])
 def test_what_blocks_have_saved_is_gone_with_the_graph_and_after_the_backward(option: str, parts: int) -> None:

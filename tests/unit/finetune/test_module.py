@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lt_offload import AdamW, limits
+from lt_offload import AdamW
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora
@@ -33,15 +32,6 @@ def test_training_lowers_the_held_out_loss(folder: str, text: str) -> None:
     before, after = losses
     assert after < before - 1
     assert module.training
-
-
-@pytest.mark.parametrize("lora", [None, LoraArgs(r=2)])
-def test_layers_are_compiled_one_by_one(folder: str, lora: LoraArgs | None) -> None:
-    module = FineTune(folder, compile_blocks=True, lora=lora)
-    module.configure_model()
-    compiled = [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
-    assert [name.split("layers.")[1] for name in compiled] == ["0", "1"]
-    limits.check("model", limits.Setup(model=module))
 
 
 def test_validation_counts_tokens_not_batches(folder: str, tmp_path: Path) -> None:
@@ -411,18 +401,3 @@ def test_sequences_longer_than_the_model(folder: str, text: str, monkeypatch: py
 
 def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("weights are loaded before the settings are checked")
-
-
-def test_pieces_of_matrices_decay_as_matrices(folder: str) -> None:
-    """As FSDP cuts them: each is a vector then, in a module that is wrapped."""
-    module = FineTune(folder, weight_decay=0.1, schedule="constant")
-    module.configure_model()
-    model: Any = module.model
-    whole, layer = len(list(module.parameters())), model.model.layers[0]
-    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().flatten())
-    model.model.layers[0] = torch.nn.ModuleDict({"_fsdp_wrapped_module": layer})
-    module.trainer = SimpleNamespace(estimated_stepping_batches=1)  # type: ignore[assignment]
-    groups = module.configure_optimizers()["optimizer"].param_groups  # type: ignore[call-overload, index]
-    assert any(parameter is layer.mlp.up_proj.weight for parameter in groups[0]["params"])
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert sum(len(group["params"]) for group in groups) == whole

@@ -14,7 +14,7 @@ from rich.console import Console
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.progress import ProgressLine, fitted, of_budget
+from lt_offload.finetune.progress import ProgressLine, fitted
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.samples import Samples
 from tests.support import tiny
@@ -121,19 +121,6 @@ def test_the_loss_is_read_only_where_loggers_read_it(folder: Path) -> None:
     assert ["loss" in line for line in lines] == [False, False, True, True]
 
 
-def test_nothing_is_shown_when_it_is_switched_off() -> None:
-    line = ProgressLine()
-    line.console = Console(file=io.StringIO())
-    line.disable()
-    line._show(["step 1/2"])
-    line._say("something")
-    assert isinstance(line.console.file, io.StringIO)
-    assert line.console.file.getvalue() == ""
-    line.enable()
-    line._say("something")
-    assert line.console.file.getvalue() == "something\n"
-
-
 PARTS = ["step 12/60", "loss 2.6132", "eta 12m30s", "83 tok/s", "device 426/430 MB", "RAM 1.96/22.7 GB"]
 
 
@@ -147,8 +134,3 @@ def test_what_matters_least_goes_first() -> None:
     assert fitted(PARTS, 90).endswith("RAM 1.96/22.7 GB")
     assert fitted(PARTS, 30) == "step 12/60  loss 2.6132"
     assert fitted(PARTS, 8) == "step 12"
-
-
-def test_budgets() -> None:
-    assert of_budget(426_000_000, 430_000_000) == "426/430 MB"
-    assert of_budget(426_000_000, 12_000_000_000) == "426 MB/12 GB"

@@ -1,13 +1,11 @@
 """Where memory near a GPU is, read from a made-up sysfs."""
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 
-from lt_offload.machine.numa import MemoryNode, memory_node_near, memory_node_of
+from lt_offload.machine.numa import MemoryNode, memory_node_near
 
 GPU = "0000:65:00.0"
 
@@ -46,11 +44,6 @@ def test_a_system_that_does_not_say(sysfs: Path, node: str | None) -> None:
     assert "of 2" in place.about
 
 
-def test_unreadable_cores(sysfs: Path) -> None:
-    (sysfs / "devices/system/node/node1/cpulist").write_text("some\n")
-    assert not memory_node_near(GPU, sysfs, allowed=frozenset(range(16))).cores
-
-
 def test_one_node_or_no_sysfs(sysfs: Path, tmp_path: Path) -> None:
     assert memory_node_near(GPU, tmp_path / "none", allowed=frozenset({0})) == MemoryNode(
         about="unknown: the system does not say"
@@ -61,19 +54,6 @@ def test_one_node_or_no_sysfs(sysfs: Path, tmp_path: Path) -> None:
     assert memory_node_near(GPU, sysfs, allowed=frozenset({0})) == MemoryNode(about="one node")
 
 
-def test_no_gpu() -> None:
-    assert memory_node_of(torch.device("cpu")) == MemoryNode(about="no GPU")
-
-
-def test_an_older_torch_does_not_tell_addresses(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = type("Properties", (), {"pci_domain_id": 0, "pci_bus_id": 0x65, "pci_device_id": 0})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr("lt_offload.machine.numa._allowed", lambda: frozenset({4}))
-    assert memory_node_of(torch.device("cuda"), sysfs).about == "node 1 of 2, 1 of 1 cores"
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert memory_node_of(torch.device("cuda"), sysfs).about == "unknown: the system does not say which of 2"
-
-
 def test_work_is_done_there_and_nobody_else_is_moved() -> None:
     mine = os.sched_getaffinity(0)
     core = frozenset({max(mine)})
@@ -81,20 +61,6 @@ def test_work_is_done_there_and_nobody_else_is_moved() -> None:
     MemoryNode(cores=core).run(lambda: seen.append(os.sched_getaffinity(0)))
     assert seen == [core]
     assert os.sched_getaffinity(0) == mine
-
-
-def test_without_a_choice_the_caller_works_itself() -> None:
-    seen: list[object] = []
-    MemoryNode().run(lambda: seen.append(threading.current_thread()))
-    assert seen == [threading.current_thread()]
-
-
-def test_without_permission_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: int, cores: frozenset[int]) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    MemoryNode(cores=frozenset({0})).bind()
 
 
 def test_a_failure_reaches_the_caller() -> None:

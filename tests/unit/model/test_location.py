@@ -59,13 +59,6 @@ def test_models_and_their_parts(lora: bool) -> None:
     assert properties(cls) == before
 
 
-def test_nothing_happens_on_the_host() -> None:
-    model = models.build("llama")
-    before = properties(type(model))
-    with located(model, HOST):
-        assert properties(type(model)) == before
-
-
 @pytest.mark.parametrize("cls", [Own, Heir])
 def test_properties_of_ones_own(cls: type[Own]) -> None:
     model, before = cls(), properties(cls)
@@ -77,24 +70,6 @@ def test_properties_of_ones_own(cls: type[Own]) -> None:
         model.inner.to("meta")
     assert model.device == GPU
     assert properties(cls) == before
-
-
-def test_setters_stay() -> None:
-    model = Own()
-    with located(model, GPU):
-        model.device = "meta"  # type: ignore[assignment]
-    assert model.inner.weight.is_meta
-
-
-def test_errors_are_the_propertys_own() -> None:
-    class Empty(nn.Module):
-        @property
-        def device(self) -> torch.device:
-            return next(self.parameters()).device
-
-    model = Empty()
-    with located(model, GPU), pytest.raises(StopIteration):
-        assert model.device
 
 
 def test_several_at_a_time_in_any_order() -> None:
@@ -175,16 +150,3 @@ def test_they_are_found_in_what_arguments_hold() -> None:
     assert not cache.key.is_meta
     assert kwargs["mask"]["full"].is_meta
     assert kwargs["flag"] is True
-
-
-def test_what_is_there_is_handed_on_as_it_is() -> None:
-    args, kwargs = ([torch.zeros(2, 2, device="meta")], 3), {"x": {"y": None}}
-    found = brought(block(), args, kwargs, GPU)
-    assert found[0] is args
-    assert found[1] is kwargs
-
-
-def test_gradients_reach_what_was_brought() -> None:
-    x = torch.zeros(2, 2, requires_grad=True)
-    (found,), _ = brought(block(), (x,), {}, GPU)
-    assert found.grad_fn is not None

@@ -326,30 +326,6 @@ def test_a_plain_loop_begins_as_without_offloading() -> None:
         assert (counter.state(), generators()) == before
 
 
-class Mixed(nn.Module):
-    """Its norm is registered before the layers, and called after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(7, 4), Counting(nn.LayerNorm(4))
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x).square().mean()
-
-
-def test_finding_the_order_of_the_blocks_leaves_no_trace() -> None:
-    model = Mixed()
-    before = model.norm.state(), generators()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    profile = lt_offload.profile(model, {"ids": torch.arange(6).view(2, 3)}, optimizer=optimizer)
-    assert [block.name for block in profile.blocks] == ["embedding", "layers.0", "layers.1", "norm"]
-    assert (model.norm.state(), generators()) == before
-
-
 class Objects(collections.OrderedDict):  # type: ignore[type-arg]
     """As transformers' table of activations: holds classes, and gives objects of them."""
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lt_offload.optim import native, plain
 from lt_offload.optim.plain import Entry, Options, converted, piece, with_moments
@@ -219,27 +218,6 @@ def test_noise_is_right_on_average() -> None:
         assert pairs.abs().max() < 6 / count**0.5, "steps are correlated"
 
 
-def test_what_the_kernel_takes() -> None:
-    [*_, low] = entries(torch.bfloat16)
-    [*_, full] = entries(torch.float32)
-    assert native.Kernel.takes(low)
-    assert native.Kernel.takes(full)
-    assert not native.Kernel.takes(low._replace(grad=low.grad.float()))
-    assert not native.Kernel.takes(full._replace(exp_avg=full.exp_avg.bfloat16()))
-    assert native.Kernel.takes(with_moments(full, torch.bfloat16))
-    assert native.Kernel.takes(with_moments(low, torch.uint8))
-    assert not native.Kernel.takes(with_moments(low, torch.uint8)._replace(exp_avg_scale=None))
-    assert not native.Kernel.takes(with_moments(full, torch.float16))
-    assert not native.Kernel.takes(converted(full, Tensor.double))
-    assert native.Kernel.takes(low._replace(master=None, seed=3))
-    assert not native.Kernel.takes(full._replace(seed=3))
-    assert not native.Kernel.takes(low._replace(param=low.param.half(), grad=low.grad.half()))
-    table = entries(torch.float32)[10]
-    assert not native.Kernel.takes(converted(table, Tensor.t))
-    with FakeTensorMode() as mode:
-        assert not native.Kernel.takes(converted(full, mode.from_tensor))
-
-
 def test_layouts_and_dtypes_that_the_kernel_does_not_take_are_updated_all_the_same() -> None:
     table = entries(torch.float32)[10]
     turned = converted(table, lambda t: t.t().contiguous().t())
@@ -267,15 +245,6 @@ def test_tensors_of_all_kinds_in_one_call(kernel: native.Kernel) -> None:
     plain.update(expected, options())
     assert same(both, expected)
     assert native.update([], options()) == []
-
-
-@pytest.mark.slow
-def test_a_compiled_kernel_is_found_again(tmp_path: Path, kernel: native.Kernel, fresh: None) -> None:
-    first = native.build(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
-    made = first.stat().st_mtime_ns
-    assert native.build(tmp_path) == first
-    assert first.stat().st_mtime_ns == made
 
 
 def test_kernels_that_others_could_have_written_are_compiled_again(

@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 
-from lt_offload import OffmateStrategy, solve, units
+from lt_offload import OffmateStrategy, solve
 from lt_offload.errors import ConfigError, UnsupportedError
-from lt_offload.hf.settings import HFSettings
-from lt_offload.plan.assembly.window import UNCOUNTED
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.windows import for_one
-from lt_offload.units import Budget
 from tests.support.samples import make_profile
 
 DEFAULTS = {field.name: field.default for field in fields(Settings)}
@@ -57,32 +53,6 @@ def test_budgets_are_those_of_the_machine_unless_given() -> None:
     assert Settings().host_budget(machine) == machine.host_bytes
     asked = Settings(memory="1GB", host_memory="2GiB")
     assert (asked.device_budget(machine), asked.host_budget(machine)) == (10**9, 2 * 2**30)
-
-
-def test_a_budget_is_parsed_once_and_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[object] = []
-    parse = units.parse_bytes
-
-    def counted(value: Any, **how: Any) -> int:
-        parsed.append(value)
-        return parse(value, **how)
-
-    monkeypatch.setattr(units, "parse_bytes", counted)
-    machine = make_profile().hardware
-    written: dict[str, Any] = {"memory": "1GB", "host_memory": "2GB"}
-    for made in (
-        lambda: OffmateStrategy(**written).settings,
-        lambda: HFSettings(**written).planning(4),
-        lambda: Settings(**written),
-    ):
-        one = for_one(made().within(lambda: pytest.fail("a size was named")))
-        assert (one.device_budget(machine), one.host_budget(machine)) == (10**9, 2 * 10**9 - UNCOUNTED)
-        assert parsed == ["1GB", "2GB"]
-        parsed.clear()
-    free = Settings().within(iter([5000, 6000]).__next__)
-    assert free == Settings(memory=5000)
-    assert free.within(lambda: pytest.fail("it is resolved")).device_budget(machine) == 5000
-    assert free.host.less(1) == Budget()
 
 
 @pytest.mark.parametrize(

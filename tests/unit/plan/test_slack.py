@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lt_offload.errors import InfeasibleError
 from lt_offload.plan import check, solve
 from lt_offload.plan.iteration.memory import budget_for, computation_bytes, room_within
-from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.small import small_profile
 
@@ -49,29 +47,8 @@ def test_every_planner_leaves_it(planner: str) -> None:
     assert plan.predicted.device_peak_bytes <= budget
 
 
-def test_the_smallest_budget_that_is_named_works() -> None:
-    found = profile()
-    with pytest.raises(InfeasibleError) as error:
-        solve(found, memory=100)
-    least = error.value.needed_bytes
-    assert least is not None
-    plan = solve(found, memory=least)
-    assert plan.predicted.device_peak_bytes <= least
-    with pytest.raises(InfeasibleError):
-        solve(found, memory=int(least * 0.97))
-
-
 def test_a_plan_says_what_it_leaves_to_the_context_and_how_the_host_updates() -> None:
     found = profile()
     plan = solve(replace(found, optimizer=replace(found.optimizer, host_threads=7)), planner="resident")
     assert (plan.host_threads, plan.context_bytes) == (7, found.hardware.context_bytes + 13)
     assert any("13 B for page tables of host memory" in note and "2% of all is slack" in note for note in plan.notes)
-
-
-def test_plans_of_earlier_releases_say_nothing_about_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    import json
-
-    file = solve(profile(), planner="resident").save(tmp_path / "plan.json")
-    old = {k: v for k, v in json.loads(file.read_text()).items() if k not in ("host_threads", "context_bytes")}
-    file.write_text(json.dumps(old))
-    assert (Plan.load(file).host_threads, Plan.load(file).context_bytes) == (0, 0)

@@ -9,10 +9,9 @@ import pytest
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Settings
 from lt_offload.plan import make_plan as plans
-from lt_offload.plan.what_if import MORE_MEMORY, MORE_RAM, gains, with_faster_link, with_faster_update
+from lt_offload.plan.what_if import MORE_MEMORY, MORE_RAM, gains
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.small import small_profile, with_zero_copy
 from tests.support.samples import MB, make_plan, make_profile
 
 PROFILE = make_profile(layers=8, tensors_per_layer=2)
@@ -71,20 +70,3 @@ def test_no_change_makes_it_worse_even_if_the_planner_does() -> None:
     found = gains(plan, PROFILE, fails)
     assert {gain.iteration_s for gain in found} == {plan.predicted.iteration_s}
     assert found[0].note == "no other plan was found in time"
-
-
-def test_faster_machines() -> None:
-    profile = with_zero_copy(small_profile(tied=True))
-    fast = with_faster_link(profile, 2.0)
-    assert fast.hardware.h2d_bytes_per_s == 2 * profile.hardware.h2d_bytes_per_s
-    assert fast.hardware.d2h_bytes_per_s == 2 * profile.hardware.d2h_bytes_per_s
-    before, after = profile.tensors[0].zero_copy, fast.tensors[0].zero_copy
-    assert before is not None
-    assert after is not None
-    assert after.grad_s == before.grad_s / 2
-    for old, new in zip(before.reads, after.reads, strict=True):
-        assert (new.forward_s, new.backward_s) == (old.forward_s / 2, old.backward_s / 2)
-        assert (new.forward_bytes, new.backward_bytes) == (old.forward_bytes, old.backward_bytes)
-    assert with_faster_link(small_profile(), 2.0).tensors == small_profile().tensors
-    updates = with_faster_update(profile, 3.0).optimizer
-    assert updates == replace(profile.optimizer, host_bytes_per_s=3 * profile.optimizer.host_bytes_per_s)

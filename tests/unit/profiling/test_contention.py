@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lt_offload.profiling import contention as measured
 from lt_offload.profiling import measure
-from lt_offload.profiling.contention import SETS, SHARING, contention_of, factors, fitted, measure_contention
-from lt_offload.schema.lanes import LaneName
+from lt_offload.profiling.contention import SETS, SHARING, factors, fitted
 from lt_offload.schema.profile import Contention, Slowdown
 from tests.support import models
 from tests.support.machine import this_machine
@@ -76,55 +72,6 @@ def test_what_nothing_slows_down_shares_nothing() -> None:
     assert fitted(noisy).compute == 0.0
     scattered = [replace(s, scatter=0.5) for s in slowdowns([0.0, 0.6, 0.6, 0.0])]
     assert shares(fitted(scattered)) == [0.0] * 4, "it may be chance"
-
-
-def machine(turns: Sequence[float]) -> Iterator[Any]:
-    """A machine on which lanes run at full speed alone; beside others updates take as much longer as ``turns`` say."""
-    counts: dict[tuple[LaneName, ...], Iterator[float]] = {}
-
-    def rates(lanes: Sequence[LaneName]) -> Mapping[LaneName, float]:
-        key = tuple(lanes)
-        slow = next(counts.setdefault(key, itertools.chain(turns, itertools.repeat(turns[-1])))) if len(key) > 1 else 1
-        runs.append(key)
-        return {lane: 10.0 / slow if lane == "host" else 10.0 for lane in key}
-
-    runs: list[tuple[LaneName, ...]] = []
-    yield rates
-    yield runs
-
-
-@pytest.mark.parametrize(("turns", "factor", "scatter"), [([1.5, 1.5], 1.5, 0.0), ([1.5, 2.5], 2.0, 0.25)])
-def test_measurements_are_repeated(turns: list[float], factor: float, scatter: float) -> None:
-    rates, runs = machine(turns)
-    found = contention_of(rates)
-    assert len(runs) == 2 * (len(SHARING) + len(SETS))
-    (host,) = [s for s in found.slowdowns if s.lane == "host" and s.beside == ("h2d", "d2h")]
-    assert (host.factor, host.scatter) == (pytest.approx(factor), pytest.approx(scatter))
-    (copies,) = [s for s in found.slowdowns if s.lane == "h2d" and s.beside == ("d2h", "host")]
-    assert (copies.factor, copies.scatter) == (1.0, 0.0)
-
-
-def optimizer() -> torch.optim.Optimizer:
-    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8, 8))], fused=True)
-
-
-def test_every_lane_works_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "_SLOT_S", 0.0)
-    threads = torch.get_num_threads()
-    found = measure_contention(optimizer(), torch.device("cpu"), host_threads=1)
-    assert torch.get_num_threads() == threads
-    assert {(s.lane, s.beside) for s in found.slowdowns} == {(s.lane, s.beside) for s in slowdowns([0.0] * 4)}
-    assert all(s.factor > 0 for s in found.slowdowns)
-    assert all(0 <= share <= 1 for share in shares(found))
-
-
-def test_an_error_in_one_lane_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise ValueError("this optimizer cannot")
-
-    monkeypatch.setattr(measured, "trial_updates", lambda *_, **__: [broken])
-    with pytest.raises(ValueError, match="this optimizer cannot"):
-        measure_contention(optimizer(), torch.device("cpu"))
 
 
 def test_a_profile_with_contention_has_the_speeds_of_links_alone(monkeypatch: pytest.MonkeyPatch) -> None:

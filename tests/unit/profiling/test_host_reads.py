@@ -1,18 +1,13 @@
 """What reading weights in host memory is said to cost, layer by layer."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import lt_offload
-from lt_offload.model.blocks import find_blocks
-from lt_offload.profiling import host_reads as zero_copy
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.host_reads import CACHE_BYTES, TILE, Readers, reads
-from lt_offload.profiling.meters import Lap
+from lt_offload.profiling.host_reads import CACHE_BYTES, TILE, reads
 from tests.support import models
 
 
@@ -165,68 +160,3 @@ def test_what_is_not_known_has_no_figures():
     found = lt_offload.profile(model, (torch.zeros(2, 8),), optimizer=optimizer, hardware=load_hardware("h200"))
     known = {tensor.name for tensor in found.tensors if tensor.zero_copy is not None}
     assert known == {f"layers.{i}.known.weight" for i in range(3)}
-
-
-class Meter:
-    """Says that a layer takes 1 s, and 3 s if it reads in host memory."""
-
-    def __init__(self):
-        self.far, self.laps = False, 0
-
-    def lap(self):
-        self.laps += 1
-        return Lap(seconds=3.0 if self.far else 1.0, launch_s=0.0)
-
-    def enough(self, seconds):
-        return len(seconds) >= 2
-
-
-def test_measured_seconds_replace_the_model_and_bytes_stay_below_what_the_link_carries():
-    model = models.build("llama")
-    structure = find_blocks(model)
-    meter = Meter()
-    viewed = []
-
-    @contextmanager
-    def mapped(data):
-        viewed.append(data)
-        meter.far = True
-        yield data.clone()
-        meter.far = False
-
-    before = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
-    with Readers(structure) as readers:
-        model(**models.batch(model))
-    readers.measure(mapped, torch.device("cpu"), meter)
-    assert all(parameter.data_ptr() == address for parameter, address in before)
-    shapes = {(p.shape, p.dtype) for p in model.parameters()}
-    assert len(shapes) <= len(viewed) <= len(shapes) + 3  # one of a kind
-    slow = load_hardware("h200,link=10B")
-    found = [readers.profile(index, slow) for index in range(len(structure.tensors))]
-    (lookup,), (product,) = found[0].reads, found[1].reads
-    assert lookup.forward_s == 2.0
-    assert lookup.backward_s == 0.0
-    assert product.backward_s == 2.0
-    weight = structure.tensors[1][1]
-    assert product.forward_bytes == weight.nbytes
-
-
-@pytest.mark.parametrize("how", ["lock", "probe"])
-def test_a_device_that_cannot_read_host_memory_leaves_no_figures(monkeypatch, how):
-    model = models.build("llama")
-    structure = find_blocks(model)
-
-    @contextmanager
-    def locked(host):
-        if how == "lock":
-            raise zero_copy.UnsupportedError("memory cannot be page-locked")
-        yield host
-
-    monkeypatch.setattr(zero_copy, "locked", locked)
-    monkeypatch.setattr(zero_copy, "refusal", lambda *args: "kernels read something else")
-    said = []
-    with Readers(structure) as readers:
-        model(**models.batch(model))
-    readers.measure_on(torch.device("cpu"), Meter(), said.append)
-    assert [readers.profile(i, load_hardware("h200")) for i in range(3)] == [None] * 3
-    assert said[-1].startswith("weights cannot be read in host memory: ")

@@ -134,17 +134,3 @@ def test_not_offered_for_another_loss_or_projection() -> None:
     model = models.build("llama")
     model.lm_head = Scaled(models.HIDDEN, models.VOCAB, bias=False)
     assert offered(model, loss_only) == set()
-
-
-def test_a_run_that_fails_leaves_no_mode() -> None:
-    from torch.overrides import _get_current_function_mode
-
-    def fails(model: nn.Module, batch: Any) -> Any:
-        model(**batch)
-        raise KeyError("after the forward")
-
-    model = models.build("llama")
-    with pytest.raises(KeyError, match="after the forward"):
-        offered(model, fails)
-    assert _get_current_function_mode() is None
-    assert "_loss_function" not in vars(model)

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig
 
-from lt_offload.profiling import block_cost as trial
-from lt_offload.profiling import meters
-from lt_offload.profiling.from_config import profile_config
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.measure import profile
-from lt_offload.profiling.meters import LAUNCH_SECONDS, Roofline, Stopwatch, Watch, fastest, scatter
-from tests.support import models
+from lt_offload.profiling.meters import Roofline
 
 MACHINE = load_hardware("rtx-3060")
 RATE, MEMORY = MACHINE.flops_per_s["float32"], MACHINE.device_memory_bytes_per_s
-
-
-def test_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.chain([5.0, 7.0, 7.0, 8.0], itertools.repeat(9.0))
-    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    watch = Stopwatch(torch.device("cpu"))
-    lap = watch.lap()
-    assert lap.seconds == 2
-    assert lap.launch_s == 0
-    assert watch.lap().seconds == 1
-
-
-def test_times_are_taken_until_two_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "_MOST", 4)
-    watch = Stopwatch(torch.device("cpu"))
-    assert not watch.enough([])
-    assert not watch.enough([0.1])
-    assert watch.enough([0.1, 0.104])
-    assert not watch.enough([0.1, 0.2, 0.15])
-    assert watch.enough([0.3, 0.1, 0.101]), "the other was disturbed"
-    assert watch.enough([0.1, 0.2, 0.15, 0.3]), "it has to end"
-    assert watch.enough([2.0]), "a long run is not repeated"
-
-
-def test_the_fastest_count_and_the_others_scatter() -> None:
-    assert fastest([0.4, 0.1, 0.2]) == [0.1, 0.2]
-    assert fastest([0.4]) == [0.4]
-    assert scatter([0.1, 0.1]) == 0
-    assert scatter([0.4, 0.1, 0.1]) == pytest.approx(1.5)
-    assert scatter([0.4]) == scatter([0.0, 0.0]) == 0
 
 
 def test_products_are_bound_by_the_rate_of_their_dtype() -> None:
@@ -142,62 +104,3 @@ def test_memory_bound_operations_count_what_they_read_and_write() -> None:
         assert meter.lap().seconds == pytest.approx(2 * a.nbytes / MEMORY)
         rows = torch.nn.functional.embedding(ids, table)
         assert meter.lap().seconds == pytest.approx((ids.nbytes + 2 * rows.nbytes) / MEMORY)
-
-
-def test_views_cost_nothing() -> None:
-    with FakeTensorMode(), Roofline(MACHINE) as meter:
-        a = torch.empty(64, 64)
-        meter.lap()
-        a.view(-1).view(8, 8, 64).transpose(0, 1)[1:].detach().unsqueeze(0)
-        torch.ops.aten._unsafe_view(a, [4096])
-        assert a.device.type == "cpu"
-        lap = meter.lap()
-        assert lap.seconds == lap.launch_s == 0
-        a + 1
-        assert meter.lap().launch_s == LAUNCH_SECONDS
-
-
-@pytest.fixture
-def allocator(monkeypatch):
-    """Torch's figures: ``allocated`` now, and at most while something ran, with what was ``reserved`` then."""
-    figures = {"now": 100, "allocated": 0, "reserved": 0}
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: figures["now"])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: figures["allocated"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: figures["reserved"])
-    return figures
-
-
-def test_workspaces_count_and_waste_is_told_apart(allocator):
-    watch = Watch(torch.device("cuda", 0))
-    with watch:
-        allocator.update(allocated=160, reserved=200)
-    assert watch.peak() == 60
-    assert watch.slack == 40
-    with watch:
-        allocator.update(allocated=130, reserved=150)
-    assert watch.peak() == 30
-    assert watch.slack == 40
-
-
-def test_the_profile_has_the_largest_waste_of_all_blocks(monkeypatch):
-    wastes = iter(range(1, 1000))
-
-    class Wasteful(Watch):
-        def __exit__(self, *error):
-            super().__exit__(*error)
-            self.slack = made.append(next(wastes)) or made[-1]
-
-    made = []
-    monkeypatch.setattr(trial, "Watch", Wasteful)
-    model = models.build("llama")
-    found = profile(model, models.batch(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
-    assert found.slack_bytes == made[-1]
-    assert len(made) > 4
-
-
-def test_a_gpu_has_room_for_what_its_allocator_maps_at_once():
-    config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
-    found = profile_config(config, batch_size=1, sequence_length=8, dtype="float32", hardware="rtx-3060")
-    assert found.slack_bytes == 62 << 20

@@ -1,5 +1,3 @@
-import os
-import threading
 from typing import Any
 
 import pytest
@@ -10,15 +8,12 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, RAdam
 import lt_offload
 from lt_offload.errors import ConfigError
 from lt_offload.machine.accounting import Account
-from lt_offload.machine.numa import MemoryNode
-from lt_offload.profiling import optimizer as module
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.optimizer import (
     UpdateSizes,
     build_optimizer,
     estimate_optimizer,
     measure_optimizer,
-    thread_counts,
 )
 
 CPU = torch.device("cpu")
@@ -148,13 +143,6 @@ def test_scratch_is_that_of_several_tensors_at_a_time() -> None:
     assert UpdateSizes(Stacking([matrix]), CPU).scratch(matrix) == matrix.nbytes
 
 
-def test_scratch_of_a_large_tensor_is_tried_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SAMPLE_ELEMENTS", 30)
-    matrix = nn.Parameter(torch.ones(10, 6))
-    found = UpdateSizes(Uneven([matrix], asks=True), CPU).scratch(matrix)
-    assert found == 2 * 4 * (6 * 6 + 5 * 6)  # of five rows; the square of six columns counts twice
-
-
 def test_measuring_leaves_optimizer_and_scheduler_alone() -> None:
     found = parameters()
     optimizer = AdamW(found, lr=1e-3, fused=True)
@@ -218,70 +206,6 @@ def test_masters_are_counted_and_cost_what_they_move() -> None:
     assert estimate.scratch_ratio == 0
     assert measure_optimizer(optimizer, CPU).host_bytes_per_s > 0
     assert not optimizer.state
-
-
-def test_updates_on_the_host_are_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [nn.Parameter(torch.zeros(64, 100)) for _ in range(7)]
-    optimizer = AdamW(found, fused=True)
-    assert module._host_stand_in(optimizer, module._largest(optimizer), 1 << 25).nbytes == 7 * 64 * 100 * 4
-    assert module._host_stand_in(optimizer, module._largest(optimizer), 20_000).nbytes == 3 * 64 * 100 * 4
-    monkeypatch.setattr(module, "available_host_bytes", lambda: 0)
-    assert module._host_stand_in(optimizer, module._largest(optimizer), 1 << 25).nbytes == 64 * 100 * 4
-
-
-def test_numbers_of_threads() -> None:
-    assert thread_counts(15) == [1, 2, 4, 8, 15]
-    assert thread_counts(8) == [1, 2, 4, 8]
-    assert thread_counts(1) == thread_counts(0) == [1]
-
-
-@pytest.mark.parametrize(
-    ("speeds", "chosen"),
-    [({1: 1.0, 2: 2.0, 4: 2.1, 7: 2.02}, 4), ({1: 5.0, 2: 5.1, 4: 4.9, 7: 3.0}, 1), ({1: 1, 2: 2, 4: 4, 7: 7}, 7)],
-)
-def test_the_fewest_threads_that_are_fast_enough(
-    speeds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[tuple[int, int]] = []
-
-    def speed(stand_in: Any, device: torch.device) -> float:
-        stand_in.step()
-        tensors = [*stand_in.parameters, *(v for v in stand_in.state.values() if v.numel() > 1)]
-        assert all(t.data_ptr() % 4096 == 0 for t in tensors), "not in pages of its own"
-        measured.append((torch.get_num_threads(), threading.get_ident()))
-        return speeds[torch.get_num_threads()]
-
-    monkeypatch.setattr(module, "_speed", speed)
-    before = torch.get_num_threads()
-    optimizer = AdamW(parameters(), fused=True)
-    place = MemoryNode(cores=frozenset(os.sched_getaffinity(0)))
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(8)))
-    sample = module._largest(optimizer)
-    found = module._host_speeds(optimizer, sample, MemoryNode())
-    assert found == {threads: speeds[threads] for threads in (1, 2, 4, 7)}
-    assert module._enough(found) == chosen
-    assert [threads for threads, _ in measured] == [1, 2, 4, 7]
-    assert threading.get_ident() not in {thread for _, thread in measured}
-    assert torch.get_num_threads() == before
-    measured.clear()
-    module._host_speeds(optimizer, sample, place)
-    assert [threads for threads, _ in measured] == thread_counts(len(place.cores) - 1)
-
-
-def test_an_error_of_the_measurement_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> float:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(module, "_speed", fail)
-    optimizer = AdamW(parameters())
-    before = torch.get_num_threads()
-    with pytest.raises(MemoryError, match="no room"):
-        module._host_speeds(optimizer, module._largest(optimizer), MemoryNode())
-    assert torch.get_num_threads() == before
-
-
-def test_the_emulated_device_keeps_the_threads_of_torch() -> None:
-    assert measure_optimizer(SGD(parameters(), lr=0.1), CPU).host_threads == 0
 
 
 def test_build() -> None:

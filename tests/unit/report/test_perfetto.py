@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from lt_offload.report.perfetto import save_perfetto, to_perfetto
+from lt_offload.report.perfetto import to_perfetto
 from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.trace import Span, Trace
 
@@ -70,16 +68,3 @@ def test_memory_and_budget_are_counters(trace: Trace) -> None:
     assert memory == [(0.0, 100), (1e5, 300), (4.5e5, 120)]
     budget = [(e["ts"], e["args"]["bytes"]) for e in counters if e["name"] == "device budget"]
     assert budget == [(0.0, 400), (6e5, 400)]
-
-
-def test_saved_file_is_the_same_json(trace: Trace, tmp_path: Path) -> None:
-    path = save_perfetto(trace, tmp_path / "run" / "trace.perfetto.json")
-    assert json.loads(path.read_text()) == to_perfetto(trace)
-
-
-def test_an_empty_trace_has_lanes_and_budget_only() -> None:
-    empty = Trace(
-        source="measured", iteration_time=0.0, device_peak=0, host_peak=0, budget_bytes=1, spans=(), memory=()
-    )
-    assert not events(empty, "X")
-    assert len([e for e in events(empty, "M") if e["name"] == "thread_name"]) == len(MACHINE_LANES)

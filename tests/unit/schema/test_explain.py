@@ -131,12 +131,6 @@ def test_estimates_are_called_so() -> None:
     assert "iteration about" in text
 
 
-def test_plans_that_were_not_simulated_say_so() -> None:
-    profile = small_profile(2)
-    plan = built(resident(profile), profile)
-    assert "not simulated" in explain(plan)
-
-
 @pytest.mark.parametrize("memory", ["40GB", "8GB"])
 def test_it_fits_a_terminal_and_collapses_equal_blocks(memory: str) -> None:
     plan = solve(llama7b_b4(12), memory=memory, planner="greedy")

@@ -102,12 +102,6 @@ def test_remote_paths_are_lightnings(io: Any) -> None:
     io.remove_checkpoint("memory://run/last.ckpt")
 
 
-def test_remove(io: Any, tmp_path: Path) -> None:
-    io.save_checkpoint(contents(), tmp_path / "a.ckpt")
-    io.remove_checkpoint(tmp_path / "a.ckpt")
-    assert not list(tmp_path.iterdir())
-
-
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
@@ -161,11 +155,6 @@ def test_what_others_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(list(tmp_path.iterdir())) == 4
     monkeypatch.setattr(Path, "glob", lambda folder, _: [folder / "removed by another run"])
     checkpoint.prepare(tmp_path)
-
-
-def test_a_folder_that_can_be_made_is_left_to_who_saves(tmp_path: Path) -> None:
-    checkpoint.prepare(tmp_path / "deep" / "er")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lt_offload.strategy import metrics as callbacks
-from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
+from lt_offload.strategy.metrics import Metrics, tokens_in
 
 IDS = torch.zeros(2, 5, dtype=torch.long)
 
@@ -27,17 +27,6 @@ IDS = torch.zeros(2, 5, dtype=torch.long)
 )
 def test_tokens_in(batch: Any, count: int) -> None:
     assert tokens_in(batch) == count
-
-
-def test_logs_after() -> None:
-    assert [logs_after(SimpleNamespace(log_every_n_steps=3), step) for step in (1, 2, 3, 4, 6)] == [
-        False,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert not logs_after(SimpleNamespace(log_every_n_steps=0), 4)
 
 
 class Clock:
@@ -91,28 +80,3 @@ def test_tokens_per_second_are_those_of_all_processes(clock: Clock) -> None:
     clock.now += 5
     metrics.on_train_batch_end(trainer(1, world_size=3), None, None, IDS, 0)
     assert metrics.logged == [{"tokens_per_s": 6.0}]
-
-
-def test_engine_figures_come_only_where_they_are_recorded(clock: Clock) -> None:
-    class Engine:
-        plan = SimpleNamespace(predicted=SimpleNamespace(iteration_s=0.5))
-        added = asked = 0
-
-        @property
-        def stats(self) -> Any:
-            self.asked += 1
-            return SimpleNamespace(iteration_s=0.6, device_peak_bytes=3e9, host_peak_bytes=4e9, grad_norm=1.5)
-
-    metrics, engine = Recording(), Engine()
-    metrics.on_train_start(None, None)
-    clock.now += 1
-    metrics.on_train_batch_end(trainer(1, engine=engine), None, None, IDS, 0)
-    assert engine.asked == 0
-    engine.added = 1  # in the middle of a window
-    metrics.on_train_batch_end(trainer(2, engine=engine), None, None, IDS, 0)
-    assert engine.asked == 0
-    engine.added = 0
-    metrics.on_train_batch_end(trainer(2, engine=engine), None, None, IDS, 1)
-    assert engine.asked == 1
-    figures = {"step_s": 0.6, "step_vs_plan": 1.2, "device_peak_gb": 3.0, "host_peak_gb": 4.0, "grad_norm": 1.5}
-    assert metrics.logged[0] == pytest.approx({"tokens_per_s": 30.0} | figures)

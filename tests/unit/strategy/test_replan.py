@@ -11,13 +11,12 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Settings, simulate
 from lt_offload.plan.correct import timed
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replan
-from lt_offload.strategy.replan import Replanning, steps_left
+from lt_offload.strategy.replan import Replanning
 from tests.support.profiles.small import HUGE, small_profile
 
 PROFILE = small_profile(3)
@@ -89,42 +88,6 @@ def test_three_iterations_count_after_two_that_do_not(asked: list[Settings]) -> 
     assert replanning.over
 
 
-def test_an_engine_that_stays_is_warm(asked: list[Settings]) -> None:
-    replanning, engine = Replanning(Settings(), PROFILE), FakeEngine(replaceable=False)
-    assert due_after(replanning, engine) == 5
-    found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
-    assert found is not None
-    assert not found.takes_over
-    assert asked == []
-    assert due_after(replanning, engine) == 3
-
-
-def test_the_last_plan_is_corrected_too(asked: list[Settings], caplog: pytest.LogCaptureFixture) -> None:
-    """Two plans take over at most; what an iteration of the second takes is known at the end, and told once."""
-    caplog.set_level(logging.INFO)
-    replanning, engine = Replanning(Settings(), PROFILE), FakeEngine()
-    over = []
-    for slower in range(1, 10):
-        engine.true = replace(
-            SLOW,
-            blocks=tuple(
-                replace(b, options=tuple(replace(o, forward_s=slower * o.forward_s) for o in b.options))
-                for b in SLOW.blocks
-            ),
-        )
-        due_after(replanning, engine)
-        found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
-        if found is None:
-            break
-        over.append(found.takes_over)
-        engine.plan = timed(found.plan, found.profile)
-        assert engine.plan.predicted.iteration_s == pytest.approx(engine.trace().iteration_time)
-    assert over == [True, True, False, False, False]
-    assert len(asked) == 2
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert sum("the profile is corrected" in line for line in told) == 1
-
-
 @pytest.mark.parametrize(("steps", "limit"), [(float("inf"), 30.0), (1.0, 0.1 * 183), (0.05, None), (0.0, None)])
 def test_planning_takes_a_part_of_the_time_that_is_left(
     steps: float, limit: float | None, asked: list[Settings]
@@ -134,35 +97,6 @@ def test_planning_takes_a_part_of_the_time_that_is_left(
     found = replanning.correct(engine, steps, 7)  # type: ignore[arg-type]
     assert found is not None
     assert [settings.time_limit for settings in asked] == ([] if limit is None else [pytest.approx(limit)])
-
-
-def test_a_plan_that_hardly_gains_or_may_not_run_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    for part, runs in ((0.99, True), (0.5, False), (None, True)):
-
-        def make(profile: Profile, settings: Settings, part: float | None = part) -> Plan:
-            if part is None:
-                raise InfeasibleError("none in time")
-            plan = timed(PLAN, profile)
-            return replace(plan, predicted=replace(plan.predicted, iteration_s=plan.predicted.iteration_s * part))
-
-        monkeypatch.setattr(replan, "make_plan", make)
-        replanning, engine = Replanning(Settings(), PROFILE), FakeEngine(runs=runs)
-        due_after(replanning, engine)
-        found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
-        assert found is not None
-        assert not found.takes_over
-        assert found.plan.predicted.iteration_s == pytest.approx(183)
-        assert found.plan.ops[0].seconds == 2 * PLAN.ops[0].seconds
-
-
-def test_the_steps_that_are_left() -> None:
-    def trainer(total: float) -> Any:
-        return SimpleNamespace(estimated_stepping_batches=total, global_step=5)
-
-    assert steps_left(trainer(20)) == 15
-    assert steps_left(trainer(3)) == 0
-    assert steps_left(trainer(float("inf"))) == float("inf")
-    assert steps_left(trainer(-1)) == float("inf"), "an iterable data set without an end"
 
 
 def test_rows_that_are_shorter_than_planned_are_said_instead_of_a_lane(

@@ -97,13 +97,3 @@ def test_the_next_user_meets_exactly_the_releases_of_its_range():
         assert {t.label for t in buffer.releases} == {f"r{w}" for w in wanted}
         live.append(buffer)
     assert len(space._freed) <= 32
-
-
-def test_settled_ranges_are_forgotten():
-    space = arena(1000)
-    buffers = [space.place(i * UNIT, UNIT, f"b{i}") for i in range(1000)]
-    for buffer in buffers:
-        event = pending(buffer.label)
-        space.free(buffer, [event])
-        event.finish(None)
-    assert len(space._freed) < 40

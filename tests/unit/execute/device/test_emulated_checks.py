@@ -84,17 +84,6 @@ def test_reading_what_was_never_written_and_using_what_was_freed(opened):
         device.mark(reads=[buffer])
 
 
-def test_memory_settled_by_synchronize_needs_no_order(opened):
-    device = checked(opened, "lazy")
-    for _ in range(60):  # enough to make the arena forget settled ranges
-        buffers = [device.place(i * KB, KB, f"b{i}") for i in range(20)]
-        events = [device.submit("h2d", lambda: None, writes=[b]) for b in buffers]
-        device.synchronize(*events)
-        for buffer in buffers:
-            device.free(buffer)
-    assert len(device._arena._freed) < 60
-
-
 # -- dropped dependencies ----------------------------------------------------------------------------------------------
 
 

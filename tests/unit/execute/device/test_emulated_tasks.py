@@ -5,72 +5,15 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lt_offload.execute.device.lanes import GaveUp
-from tests.support.hostile import links
 from tests.support.hostile.device import HostileDevice
 from tests.unit.execute.device.conftest import KB, MODES
 
 # -- order -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_chain_over_all_lanes_runs_in_order(opened, mode, seed):
-    device = opened(mode, seed=seed)
-    log = []
-    event = None
-    for i in range(60):
-        lane = ("h2d", "d2h", "host")[i % 3]
-        event = device.submit(lane, lambda i=i: log.append(i), after=[event] if event else [])
-    device.wait(event)
-    assert log == list(range(60))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_lane_is_first_in_first_out(opened, mode):
-    device = opened(mode)
-    log = []
-    slow = device.submit("d2h", lambda: time.sleep(0.01))
-    device.submit("h2d", lambda: log.append("first"), after=[slow])
-    second = device.submit("h2d", lambda: log.append("second"))
-    device.synchronize(second)
-    assert log == ["first", "second"]
-
-
-def test_lazy_runs_only_what_is_needed(opened):
-    device = opened("lazy")
-    log = []
-    copy = device.submit("h2d", lambda: log.append("h2d"))
-    device.submit("d2h", lambda: log.append("d2h"))
-    update = device.submit("host", lambda: log.append("host"), after=[copy])
-    device.mark()
-    assert log == []
-    assert not copy.done()
-    device.wait(update)
-    assert log == ["h2d", "host"]
-    device.drain()
-    assert log == ["h2d", "host", "d2h"]
-
-
-def test_random_depends_on_the_seed_only(opened):
-    def run(seed):
-        device = opened("random", seed=seed)
-        log = []
-        for i in range(40):
-            device.submit("h2d", lambda i=i: log.append(f"h2d {i}"))
-            device.submit("d2h", lambda i=i: log.append(f"d2h {i}"))
-        early = len(log)
-        device.drain()
-        return early, log
-
-    assert run(3) == run(3)
-    assert len({str(run(seed)) for seed in range(5)}) == 5
-    assert 0 < run(3)[0] < 80
 
 
 def test_lanes_of_threads_overlap_with_each_other_and_with_the_caller(opened):
@@ -213,32 +156,6 @@ def test_spans_are_recorded_when_asked_for(opened, mode):
     assert start <= s1 <= s0 < e0 <= e1 <= device.now()
     assert e0 - s0 >= 0.01
     assert device.take_spans() == []
-
-
-def test_copies_are_throttled_and_the_host_is_not(opened, monkeypatch):
-    slept = []
-    clock = SimpleNamespace(
-        perf_counter=time.perf_counter, sleep=lambda s: (slept.append(threading.current_thread().name), time.sleep(s))
-    )
-    monkeypatch.setattr(links, "time", clock)
-    device = opened("thread", h2d_bytes_per_s=1e6, d2h_bytes_per_s=2e6)
-    device.record(True)
-    for lane in ("h2d", "d2h", "host"):
-        device.submit(lane, lambda: None, nbytes=50_000)
-    device.drain()
-    lengths = {lane: end - start for _, lane, _, start, end in device.take_spans()}
-    assert lengths["h2d"] >= 0.05
-    assert lengths["d2h"] >= 0.025
-    assert set(slept) == {"lt_offload h2d", "lt_offload d2h"}
-
-
-def test_rng_state_restores_the_stream(opened):
-    device = opened()
-    torch.manual_seed(0)
-    state = device.rng_state()
-    first = torch.rand(5)
-    device.set_rng_state(state)
-    assert torch.equal(torch.rand(5), first)
 
 
 # -- threads and lifetime ----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lt_offload.errors import OverBudget
 from lt_offload.execute.engine import Engine
@@ -15,7 +14,6 @@ from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
 from lt_offload.execute.memory.tensors import States, Weight, add_in_order, carve
-from lt_offload.execute.updates.gradient_slots import SMALL_GRADIENT, Slots
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.assembly.groups import group_tensors
 from lt_offload.plan.assembly.ops import Draft
@@ -103,34 +101,6 @@ def members(groups: list[LiveGroup]) -> list[list[int]]:
     return [[member.index for member in group.members] for group in groups]
 
 
-def test_what_lies_side_by_side_and_travels_together_is_one_group(device: HostileDevice) -> None:
-    weights = weights_of()
-    everything = tuple(range(len(weights)))
-    first, second = offsets_of(weights), offsets_of(weights, start=8 * ALIGNMENT)
-    plan = plan_of(weights, op(0, "prefetch", everything, offsets=first), op(1, "prefetch", everything, offsets=second))
-    assert members(Layout(device, weights, [weights], plan).all) == [[0, 1, 2, 3, 4]]
-
-
-def test_a_gap_in_any_op_and_another_use_divide(device: HostileDevice) -> None:
-    weights = weights_of()
-    everything = tuple(range(len(weights)))
-    plan = plan_of(
-        weights,
-        op(0, "prefetch", everything, offsets=offsets_of(weights)),
-        op(1, "prefetch", everything, offsets=offsets_of(weights, gaps=(2,))),
-        op(2, "drop", (0, 1, 2, 3)),
-    )
-    assert members(Layout(device, weights, [weights], plan).all) == [[0, 1], [2, 3], [4]]
-
-
-def test_the_order_in_the_arena_counts(device: HostileDevice) -> None:
-    weights = weights_of()
-    order = (3, 0, 4, 1, 2)
-    at = dict(zip(order, offsets_of([weights[i] for i in order]), strict=True))
-    plan = plan_of(weights, op(0, "prefetch", (0, 1, 2, 3, 4), offsets=tuple(at[i] for i in range(5))))
-    assert members(Layout(device, weights, [weights], plan).all) == [[3, 0, 4, 1, 2]]
-
-
 @pytest.mark.parametrize("gaps", [(), (1,), (1, 3)])
 def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int, ...]) -> None:
     """Dropped apart, so that there is a group for each, but fetched together."""
@@ -207,31 +177,6 @@ def test_states_share_the_layout_of_the_arena(device: HostileDevice) -> None:
     assert all(torch.equal(swapped[name], before[0][name]) for name in swapped)
     with pytest.raises(OverBudget, match="the plan has kept"):
         weights[0].states.refresh({"m": torch.zeros(1000)})
-
-
-def grads_of(weights: list[Weight]) -> list[tuple[Weight, Tensor]]:
-    return [(weight, torch.randn_like(weight.host)) for weight in weights]
-
-
-@pytest.mark.parametrize("missing", [None, 3])
-def test_small_gradients_leave_together(device: HostileDevice, missing: int | None) -> None:
-    large = SMALL_GRADIENT // 4
-    weights = weights_of((*SHAPES, (3, 3), (large,)))
-    Layout(device, weights, [weights], None)
-    copies = []
-    device.copy = lambda target, source: copies.append(target.nbytes) or target.copy_(source)  # type: ignore[method-assign]
-    leaving = op(0, "offload", tuple(range(7)), payload="grad", host_offset=0)
-    slots = Slots(device, plan_of(weights, leaving, state_bytes=(0,) * 7), weights)
-    outbox = slots.of[0]
-    items = [item for item in grads_of(weights) if item[0].index != missing]
-    departure = slots.send(outbox, items)
-    device.synchronize(departure.event)
-    # Two dtypes, and the large one; one of the bfloat16 gradients has not come, so the others of its kind go alone.
-    assert len(copies) == (3 if missing is None else 4)
-    assert sum(copies) == sum(grad.nbytes for _, grad in items)
-    assert all(torch.equal(outbox.hosts[weight.index], grad) for weight, grad in items)
-    departure()
-    assert departure.kept == []
 
 
 def test_copies_per_iteration_do_not_depend_on_the_number_of_tensors() -> None:

@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora
-from lt_offload.finetune.run import clock as clocks
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.flops import peak_of
 from lt_offload.finetune.run.metrics import RunMetrics, _count
@@ -85,42 +84,6 @@ def test_what_is_logged(strategy: str, folder: str, tmp_path: Path) -> None:
     assert [step for step, _ in found.curve("lr")] == [2, 4, 6]
     per_step = len(seen.lrs) // 6
     assert [lr for _, lr in found.curve("lr")] == seen.lrs[per_step :: 2 * per_step], "as it was when the step began"
-
-
-def test_every_moment_belongs_to_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Time:
-        now = 100.0
-
-        def perf_counter(self) -> float:
-            return self.now
-
-    time = Time()
-    monkeypatch.setattr(clocks, "time", time)
-    clock = RunClock()
-    for phase, seconds in (
-        ("steps", 5), ("between", 2), ("steps", 1), ("between", 3), ("checkpoints", 1), ("validation", 7),
-        ("samples", 20), ("validation", 4), ("between", 1), ("steps", 2), ("between", 6),
-    ):  # fmt: skip
-        time.now += seconds
-        clock.enter(phase)
-        if phase == "between" and seconds in (3, 6):
-            clock.end_step()
-    assert clock.training == 2 + 3 + 2 + 6 + 1 + 1
-    time.now += 9
-    assert clock.training == 24
-    clock.enter("ended")
-    time.now += 1000
-    assert clock.training == 24
-    assert clock.seconds == {
-        "start": 5, "steps": 11, "between": 13, "validation": 21, "samples": 4, "checkpoints": 7
-    }  # fmt: skip
-    assert sum(clock.seconds.values()) == 61
-    assert list(clock.steps) == [5.0, 6.0]
-    assert clock.medians()["step_s"] == 5.5
-
-
-def test_a_clock_that_saw_no_step() -> None:
-    assert RunClock().medians() == {}
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,7 +15,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.samples import TOKENS, TOKENS_AT_END, Samples, prompts
+from lt_offload.finetune.run.samples import TOKENS, TOKENS_AT_END, Samples
 from tests.unit.finetune.conftest import data, trainer
 
 EVERY_SECOND = {"val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -82,9 +82,3 @@ def test_a_prompt_that_cannot_be_used_is_an_error_before_training(folder: str, t
     with pytest.raises(ConfigError, match="prompt is empty"):
         trainer(1, Samples(RunClock())).fit(module, datamodule=data(folder, text, sample_prompt=["the quick", ""]))
     assert module.trainer.global_step == 0
-
-
-def test_one_prompt_or_several(folder: str, text: str) -> None:
-    assert prompts(data(folder, text, sample_prompt="one")) == ["one"]
-    assert prompts(data(folder, text, sample_prompt=["one", "two"])) == ["one", "two"]
-    assert prompts(data(folder, text)) == prompts(None) == []

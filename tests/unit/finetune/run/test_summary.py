@@ -66,24 +66,6 @@ def test_a_long_run_tells_what_more_would_have_bought(
     assert "What more would buy" in page.read_text()
 
 
-def test_a_long_run_is_asked_for_seconds_and_not_for_minutes(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-
-    def remember(profile: Profile, settings: Settings) -> Plan:
-        limits.append(settings.time_limit)
-        return plan
-
-    monkeypatch.setattr("lt_offload.plan.make_plan", remember)
-    run_gains(after(1e6), planned(plan))
-    assert set(limits) == {10.0}
-
-
-def test_a_short_run_is_not_delayed(plan: Plan) -> None:
-    assert run_gains(after(60.0), planned(plan)) == ()
-    assert run_gains(after(1000.0), planned(None)) == ()
-    assert run_gains(after(1000.0), SimpleNamespace(strategy=SimpleNamespace())) == ()
-
-
 def test_training_is_told_and_written(
     folder: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
