@@ -19,22 +19,22 @@ from typing import Literal
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.ladder import ladder
-from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain, to_decisions
-from lt_offload.plan.planners.memferry.embeddings import embedding_steps
-from lt_offload.plan.planners.memferry.model import (
+from lt_offload.plan.papers.memferry.chain import ProfileChain, Reading, chain, to_decisions
+from lt_offload.plan.papers.memferry.embeddings import embedding_steps
+from lt_offload.plan.papers.memferry.model import (
     CopiedWeights,
     best_forward,
     kept_gradients,
     switched_weights,
     uniform,
 )
-from lt_offload.plan.planners.memferry.savings import Given, savings, with_savings
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cannot_win, self_contained
+from lt_offload.plan.papers.memferry.savings import Given, savings, with_savings
+from lt_offload.plan.planners.ladder import ladder
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.units import format_bytes
 
 _RESERVES = (1.0, 0.5, 0.0)
 """Parts of the gradients that are kept on the device, if the user does not say."""
@@ -71,12 +71,6 @@ def propose_memferry(request: Request) -> list[Proposal]:
         raise NotApplicable("host_update=False, and it updates all parameters on the host")
     if all(tensor.zero_copy is None for tensor in profile.tensors):
         raise NotApplicable("the profile has no figures for direct host access")
-    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
-    updating_s = trained / profile.optimizer.host_bytes_per_s
-    if updating_s >= request.beat_s:
-        raise NotApplicable(
-            f"not asked: it updates all parameters on the host, which takes {format_seconds(updating_s)} by itself"
-        )
     planner = _Planner(request)
     proposals: list[Proposal] = []
     seen: list[Given] = []
@@ -86,7 +80,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
         if given in seen:
             continue
         # While nothing fits it goes on: MemFerry shall have a plan, be it not the best.
-        if proposals and (request.late or planner.cannot_win):
+        if proposals and request.late:
             break
         seen.append(given)
         found = planner.fastest(given)
@@ -150,8 +144,6 @@ class _Planner:
         self.least = sys.maxsize
         """Bytes that the smallest plan needs, as far as is known."""
         self._manner: _Manner | None = None
-        self.cannot_win = False
-        """Whether another planner's plan is out of reach for the first variant, and so for all."""
 
     def fastest(self, given: Given) -> Sets | None:
         """Return the fastest sets found that begin with ``given`` and fit; None if there are none.
@@ -163,10 +155,7 @@ class _Planner:
         else:
             manners = [_Manner(share=share, link_price=price, written=self.written[0]) for share, price in _MANNERS]
             found = [self._attempt(given, manners[0])]
-            self.cannot_win = found[0].least_bytes <= self.request.capacity_bytes and cannot_win(
-                found[0].seconds, self.request.beat_s
-            )
-            if found[0].given_up and not self.cannot_win:
+            if found[0].given_up:
                 found += [self._attempt(given, manner) for manner in manners[1:]]
                 best = min(found, key=_rank)
                 found += [self._attempt(given, replace(best.manner, written=other)) for other in self.written[1:]]

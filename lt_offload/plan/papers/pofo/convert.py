@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lt_offload.plan.iteration.computations import rerun_option
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation, resident_tensors
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation
+from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation
 from lt_offload.plan.planners.request import Allowed, NotApplicable
 from lt_offload.schema.plan import Save
 from lt_offload.schema.profile import OptionName, Profile

@@ -24,12 +24,12 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.papers.weights.decisions import Setting
+from lt_offload.plan.papers.weights.model import select_gaps
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cannot_win, held_bytes, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
-from lt_offload.plan.planners.weights.decisions import Setting
-from lt_offload.plan.planners.weights.model import select_gaps
 from lt_offload.schema.profile import BlockProfile, OptionName, OptionProfile
 from lt_offload.units import format_bytes
 

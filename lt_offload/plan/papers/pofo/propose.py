@@ -13,9 +13,9 @@ from itertools import islice
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
-from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
-from lt_offload.plan.planners.pofo.convert import as_chain, as_decisions
-from lt_offload.plan.planners.pofo.program import ChainProgram
+from lt_offload.plan.papers.pofo.chain import Chain, Operation, memory, sequential, walk
+from lt_offload.plan.papers.pofo.convert import as_chain, as_decisions
+from lt_offload.plan.papers.pofo.program import ChainProgram
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.units import format_bytes

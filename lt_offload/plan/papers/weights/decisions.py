@@ -9,7 +9,7 @@ from functools import cached_property
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.weights.model import Gap, Phase, WeightChain
+from lt_offload.plan.papers.weights.model import Gap, Phase, WeightChain
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, Profile
 

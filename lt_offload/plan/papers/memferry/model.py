@@ -288,7 +288,7 @@ def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets:
 
     The others are written to host memory by the backward. The choice saves the most of the
     backward's time: a 0/1 knapsack. ``buckets`` limits the sizes that are told apart, see
-    :func:`~lt_offload.plan.planners.memferry.model.undominated`.
+    :func:`~lt_offload.plan.papers.memferry.model.undominated`.
     """
     sizes, lost = np.zeros(1), np.zeros(1)
     history: list[tuple[NDArray[np.int64], int] | None] = []

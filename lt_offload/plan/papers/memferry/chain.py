@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
-from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
+from lt_offload.plan.papers.memferry.model import MemFerryLayer, MemFerryWeight
 from lt_offload.schema.profile import OptionName, Profile, TensorProfile
 
 

@@ -1,6 +1,6 @@
 """Solves the dynamic program of POFO (NeurIPS 2021) and reads sequences off its tables.
 
-The equations are in :mod:`lt_offload.plan.planners.pofo.kernels`.
+The equations are in :mod:`lt_offload.plan.papers.pofo.kernels`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from math import inf
 
 import numpy as np
 
-from lt_offload.plan.planners.pofo.chain import Chain, Operation, in_slots
-from lt_offload.plan.planners.pofo.kernels import (
+from lt_offload.plan.papers.pofo.chain import Chain, Operation, in_slots
+from lt_offload.plan.papers.pofo.kernels import (
     Choice,
     Slots,
     Table,
