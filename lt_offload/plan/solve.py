@@ -14,7 +14,6 @@ from lt_offload.plan.assembly.window import without_gradients
 from lt_offload.plan.beside import has_choice, plan_processes
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
-from lt_offload.plan.papers.memferry.embeddings import zero_copy_embeddings
 from lt_offload.plan.papers.memferry.propose import propose_memferry
 from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
@@ -28,6 +27,7 @@ from lt_offload.plan.planners.baselines import (
 )
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.collection import collection_paused
+from lt_offload.plan.planners.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import Program
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
@@ -249,8 +249,8 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
         whole = error
     try:
         less = replace(half, host_memory=settings.host.less(room_of_rows(profile, table)))
-        found = _of_tensors(as_head(profile, table), less, bounded=bounded)
-        parted = split(found, profile, table, host_budget=settings.host_budget(profile.hardware))
+        of_head = _of_tensors(as_head(profile, table), less, bounded=bounded)
+        parted = split(of_head, profile, table, host_budget=settings.host_budget(profile.hardware))
     except (ConfigError, InfeasibleError, UnsupportedError):
         parted = None
     if parted is None and isinstance(whole, InfeasibleError):
@@ -366,7 +366,7 @@ class _Selection:
         planner = self.planner
         # A plan comes before its bound, which takes as long to find. What only streams is compared with the bound that
         # costs nothing.
-        resident = any(found.proposal.name == "resident" for found in self.candidates.fitting)
+        resident = any(candidate.proposal.name == "resident" for candidate in self.candidates.fitting)
         best, least = self.candidates.fastest_s, self.bounds.computing_s
         near = self.bounds.are_near(best) if resident else best <= least * (1 + GOOD_GAP)
         programs = planner in ("auto", "offmate") and not near
@@ -446,10 +446,10 @@ class _Selection:
         return smallest_ram(self.profile, self.request.allowed) <= self.request.host_budget_bytes
 
     def _add_smallest(self) -> None:
-        found = self._smallest()
-        if found is not None:
+        least = self._smallest()
+        if least is not None:
             name = "stream, least memory" if self.planner == "stream" else "least memory"
-            self.candidates.add(Proposal(name=name, sets=found.sets))
+            self.candidates.add(Proposal(name=name, sets=least.sets))
 
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)

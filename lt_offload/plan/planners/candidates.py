@@ -75,20 +75,20 @@ class Candidates:
         if careful and far_behind(search.seconds, self.fastest_s):
             self.slower_ones.append((proposal.name, search.seconds))
             return Missed(device=0, host=0)
-        found = search.finish(self.fastest_s) if careful else search.simulated()
+        timed = search.finish(self.fastest_s) if careful else search.simulated()
         if not careful:
-            self._unfinished.append((found.seconds, proposal, search))
+            self._unfinished.append((timed.seconds, proposal, search))
         elif request.late:
             self.cut_short(f"schedules of {proposal.name}")
-        self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace), share=careful)
+        self._keep(Candidate(proposal=proposal, plan=timed.plan, trace=timed.trace), share=careful)
         return Missed(device=0, host=0)
 
     def finish(self) -> None:
         """Look for better schedules of those that were not added with care, as far as they may win."""
         for seconds, proposal, search in sorted(self._unfinished, key=lambda item: item[0]):
             if not cannot_win(seconds, self.fastest_s) and not self.request.late:
-                found = search.finish(self.fastest_s)
-                self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace))
+                timed = search.finish(self.fastest_s)
+                self._keep(Candidate(proposal=proposal, plan=timed.plan, trace=timed.trace))
         self._unfinished.clear()
 
     def cut_short(self, what: str) -> None:
@@ -124,21 +124,21 @@ class Candidates:
         decisions = hosted(proposal.decisions, self.request.profile)
         return replace(proposal, sets=Sets(decisions, self.request.profile))
 
-    def _keep(self, found: Candidate, *, share: bool = True) -> None:
+    def _keep(self, candidate: Candidate, *, share: bool = True) -> None:
         """Add it to those that fit, if it is the fastest.
 
         ``share``: let its gradients share memory on the host at once; of what others will beat that is not worth it.
         """
         if share:
-            self._share_below(found.seconds)
-        if found.seconds > self.fastest_s:
-            self.slower_ones.append((found.proposal.name, found.seconds))
+            self._share_below(candidate.seconds)
+        if candidate.seconds > self.fastest_s:
+            self.slower_ones.append((candidate.proposal.name, candidate.seconds))
             return
-        self.fitting.append(self._sharing(found) if share else found)
+        self.fitting.append(self._sharing(candidate) if share else candidate)
 
-    def _sharing(self, found: Candidate) -> Candidate:
-        shared, trace = share_slots(found.plan, self.request.profile, found.trace)
-        return replace(found, plan=shared, trace=trace, shared=True)
+    def _sharing(self, candidate: Candidate) -> Candidate:
+        shared, trace = share_slots(candidate.plan, self.request.profile, candidate.trace)
+        return replace(candidate, plan=shared, trace=trace, shared=True)
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""
@@ -151,9 +151,9 @@ class Candidates:
 
     def _share_below(self, seconds: float) -> None:
         """Let gradients of those that are faster share memory, too: copies may have to wait for it then."""
-        for at, found in enumerate(self.fitting):
-            if found.seconds < seconds and not found.shared:
-                self.fitting[at] = self._sharing(found)
+        for at, candidate in enumerate(self.fitting):
+            if candidate.seconds < seconds and not candidate.shared:
+                self.fitting[at] = self._sharing(candidate)
 
     def best(self) -> Candidate:
         """Return the fastest that fits, checked."""

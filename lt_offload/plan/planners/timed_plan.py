@@ -61,8 +61,8 @@ class PlanScheduler:
 
         ``allow_no_prefetch``: also one in which nothing comes early.
         """
-        found = self._search.start(allow_no_prefetch=allow_no_prefetch)
-        return found if isinstance(found, Misfit) else None
+        outcome = self._search.start(allow_no_prefetch=allow_no_prefetch)
+        return outcome if isinstance(outcome, Misfit) else None
 
     @property
     def seconds(self) -> float:
@@ -103,10 +103,10 @@ class PlanScheduler:
             budget_bytes=self._request.budget_bytes,
             host_budget_bytes=self._request.host_budget_bytes,
         )
-        found = TimedPlan(plan=plan, trace=simulate(plan, profile))
-        if self.best is None or found.seconds < self.best.seconds:
-            self.best = found
-        return found
+        timed = TimedPlan(plan=plan, trace=simulate(plan, profile))
+        if self.best is None or timed.seconds < self.best.seconds:
+            self.best = timed
+        return timed
 
     def _correct(self) -> None:
         last = self.best
@@ -135,10 +135,10 @@ class PlanScheduler:
             busy = LaneWork(self._sets, slowed).busy_s
             timetable = self._search.again(expected(slowed, busy).applied_to(slowed))
             if timetable is not None:
-                found = self._build(timetable, slowed)
+                timed = self._build(timetable, slowed)
                 # Once more with what this simulation has shown: so far the clock
                 # has only expected how lanes slow each other down.
-                shown = slower(found.plan, found.trace)
+                shown = slower(timed.plan, timed.trace)
                 timetable = self._search.again(shown.applied_to(slowed))
                 if timetable is not None:
                     self._build(timetable, slowed)
@@ -159,5 +159,5 @@ def estimated_s(sets: Sets, request: Request) -> float:
     """
     profile = request.profile
     profile = expected(profile, LaneWork(sets, profile).busy_s).applied_to(profile)
-    found = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, allow_no_prefetch=False)
-    return math.inf if isinstance(found, Misfit) else found.seconds
+    outcome = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, allow_no_prefetch=False)
+    return math.inf if isinstance(outcome, Misfit) else outcome.seconds

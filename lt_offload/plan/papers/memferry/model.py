@@ -179,7 +179,7 @@ def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKE
     """
     time, link = np.zeros(1), np.zeros(1)
     history: list[tuple[_Indices, _Indices]] = []
-    found: list[list[Way]] = []
+    of_layers: list[list[Way]] = []
     # Layers of a transformer have the same weights: their ways are worked out once.
     known: dict[tuple[MemFerryWeight, ...], list[Way]] = {}
     for layer in layers:
@@ -195,11 +195,11 @@ def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKE
         time, link = times[kept], links[kept]
         # Which state and which way each new state came from; decisions are read off backwards.
         history.append((kept // len(ways), kept % len(ways)))
-        found.append(ways)
+        of_layers.append(ways)
     # lexsort sorts by its last key first: by time, and by the link among equals.
     state = int(np.lexsort((link, time))[0])
     decisions = []
-    for (states, chosen), ways in zip(reversed(history), reversed(found), strict=True):
+    for (states, chosen), ways in zip(reversed(history), reversed(of_layers), strict=True):
         decisions.append(ways[chosen[state]].copied)
         state = int(states[state])
     return tuple(reversed(decisions))
@@ -237,8 +237,8 @@ def undominated(costs: _Times, values: _Times, buckets: int | None) -> _Indices:
     order = order[np.concatenate(([True], least[1:] < least[:-1]))]
     if buckets is None or len(order) <= buckets:
         return order
-    found = costs[order]
-    bucket = ((found - found[0]) * (buckets / (found[-1] - found[0]))).astype(np.int64)
+    kept = costs[order]
+    bucket = ((kept - kept[0]) * (buckets / (kept[-1] - kept[0]))).astype(np.int64)
     # Values fall with costs: the last of a bucket is its best. The first of all keeps the least cost possible.
     last = np.concatenate((bucket[1:] > bucket[:-1], [True]))
     last[0] = True

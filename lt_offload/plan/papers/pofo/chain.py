@@ -164,15 +164,15 @@ def _whole(exact: NDArray[np.float64], *, nearest: bool, carried: bool) -> NDArr
 def _last(chain: Chain, recompute: bool) -> list[int]:
     """Return, per layer and for the loss, how far a part that begins with its checkpoint may reach."""
     count = len(chain.layers)
-    found = [count]  # the loss is never run again
+    last = [count]  # the loss is never run again
     reach = count
     # The walk is from the back: a layer whose forward must leave something ends every part that would run through it.
     for at in range(count, 0, -1):
         layer = chain.layers[at - 1]
-        found.append(reach if recompute and layer.checkpoints else at - 1)
+        last.append(reach if recompute and layer.checkpoints else at - 1)
         if not layer.discards:
             reach = at - 1
-    return found[::-1]
+    return last[::-1]
 
 
 class Operation(NamedTuple):

@@ -60,15 +60,15 @@ def propose_pofo(request: Request) -> list[Proposal]:
     # If everything fits there is nothing to decide, and no program to solve.
     for kept in fitting([sequential(layout.chain)]):
         return [Proposal(name="pofo, everything kept", sets=Sets(kept, profile))]
-    found: list[tuple[float, Sets]] = []
+    estimated: list[tuple[float, Sets]] = []
     for sequences in _sequences(layout.chain, capacity_bytes, request):
         for decisions in islice(fitting(sequences), _TRIED):
-            if all(decisions != other.decisions for _, other in found):
+            if all(decisions != other.decisions for _, other in estimated):
                 sets = Sets(decisions, profile)
-                found.append((estimated_s(sets, request), sets))
-    if not found:
+                estimated.append((estimated_s(sets, request), sets))
+    if not estimated:
         raise NotApplicable(f"{short}; the rest is too little for the activations")
-    best = sorted(found, key=lambda item: item[0])[:_BEST]
+    best = sorted(estimated, key=lambda item: item[0])[:_BEST]
     return [
         Proposal(name="pofo" if place == 1 else f"pofo, choice {place}", sets=sets)
         for place, (_, sets) in enumerate(best, 1)

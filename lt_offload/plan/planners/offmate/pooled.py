@@ -78,10 +78,10 @@ def pool_reruns(
         own: seconds of the step's forward or backward, with what runs again within it.
         memory: device bytes.
     """
-    found = [rerun for several in reruns.values() for rerun in several if rerun.seconds]
-    if not found:
+    lasting = [rerun for several in reruns.values() for rerun in several if rerun.seconds]
+    if not lasting:
         return
-    rate = min(rerun.ahead_bytes / rerun.seconds for rerun in found)
+    rate = min(rerun.ahead_bytes / rerun.seconds for rerun in lasting)
     done: list[Pair] = []
     due: list[Pair] = []
     for step in sorted(reruns):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
@@ -14,7 +14,6 @@ from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
-from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.units import format_bytes
 
@@ -38,8 +37,6 @@ _OTHER_PHIS = (1.0, 0.5)
 """``OffmateConfig.phi`` of second searches."""
 _MANY_BLOCKS = 20
 """Of fewer blocks, the tensors are so large that rounding decides, whatever is rounded."""
-_WAITING = 7
-"""Of how many groups there is room for gradients on the host where a plan fills the RAM and a second one does not."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
@@ -94,7 +91,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         config, budget_bytes=search.next, lag=0, lookahead=0, host_budget_bytes=ram.next, idle_states=False
     )
     programs = RelaxedPrograms(request.profile, planned)
-    found: list[tuple[float, Proposal]] = []
+    estimated: list[tuple[float, Proposal]] = []
     least, most = _SOLVED
     wanted = min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)
     for turn in range(_TURNS * wanted):
@@ -103,7 +100,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         if left <= 0 and (turn or candidates.fitting):
             candidates.cut_short("more budgets of the program" if turn else "the program")
             break
-        if not candidates.fitting and not found:
+        if not candidates.fitting and not estimated:
             left = max(left, _LEAST_S)
         name = f"offmate, {verb} for {format_bytes(search.next)}"
         try:
@@ -123,79 +120,38 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
             planned = replace(planned, budget_bytes=search.next, idle_states=True)
             programs = RelaxedPrograms(request.profile, planned)
             continue
-        seconds, proposal = _estimated(name, decisions, candidates)
+        proposal = Proposal(name=name, sets=Sets(_within_ram(decisions, request), request.profile))
+        seconds = candidates.estimate(proposal)
         if isinstance(seconds, Missed):
             if not (ram.lower(seconds.host) or search.lower(seconds.device)):
                 break
             continue
-        found.append((seconds, proposal))
+        estimated.append((seconds, proposal))
         # A schedule that takes longer than its program says was short of
         # room: with a smaller budget the plan may then be faster.
         if enough(seconds):
             break
         # Programs that go on from others are solved soon: it is the estimates that take the time.
-        if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(found) == wanted:
+        if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
             if not search.jump():
                 break
-            wanted = len(found) + _AFTER_JUMP
+            wanted = len(estimated) + _AFTER_JUMP
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-    best = [proposal for _, proposal in sorted(found, key=lambda item: item[0])]
-    for proposal in _with_more_room(best, request)[:_SCHEDULED]:
+    for _, proposal in sorted(estimated, key=lambda item: item[0])[:_SCHEDULED]:
         candidates.add(proposal)
         if enough(candidates.fastest_s):
             return
 
 
-def _estimated(name: str, decisions: Decisions, candidates: Candidates) -> tuple[float | Missed, Proposal]:
-    """Return about how long ``decisions`` take, within the RAM: of two ways to get there, the faster one."""
-    request = candidates.request
-    ways = {
-        name: _with_less_ram(decisions, request, spare=0) or decisions,
-        f"{name}, with inputs kept": _with_less_ram(decisions, request, spare=0, keeps_inputs=True) or decisions,
-    }
-    found: list[tuple[float, Proposal]] = []
-    missed: list[tuple[Missed, Proposal]] = []
-    for way, decided in ways.items():
-        if way != name and decided == ways[name]:
-            continue
-        proposal = Proposal(name=way, sets=Sets(decided, request.profile))
-        seconds = candidates.estimate(proposal)
-        if isinstance(seconds, Missed):
-            missed.append((seconds, proposal))
-        else:
-            found.append((seconds, proposal))
-    return min(found, key=lambda item: item[0]) if found else missed[0]
+def _within_ram(decisions: Decisions, request: Request) -> Decisions:
+    """Return ``decisions`` with so much less on the host that they fit there; as they are if they do, or never would.
 
-
-def _with_more_room(proposals: Sequence[Proposal], request: Request) -> list[Proposal]:
-    """Return ``proposals``, the best first; if it fills the RAM, the second is the same with less in it.
-
-    A plan for which the RAM just suffices has room for the gradients of one step, so that each copy of them waits for
-    the updates before. Estimates do not see that.
+    Whole options may send more to the host than the fractions do that they were rounded from.
     """
-    for best in proposals[:1]:
-        less = _with_less_ram(best.decisions, request, spare=_gradient_room(request))
-        if less is not None:
-            name = f"{best.name}, with room for gradients on the host"
-            return [best, Proposal(name=name, sets=Sets(less, request.profile)), *proposals[1:]]
-    return list(proposals)
-
-
-def _gradient_room(request: Request) -> int:
-    """Return the RAM for the gradients of some groups: as many as may wait for their updates."""
-    sizes = sorted(group.trainable_bytes for group in groups(request.profile) if group.trainable_bytes)
-    return _WAITING * sizes[len(sizes) // 2] if sizes and request.settings.host_update else 0
-
-
-def _with_less_ram(
-    decisions: Decisions, request: Request, *, spare: int, keeps_inputs: bool = False
-) -> Decisions | None:
-    """Return ``decisions`` with so much less on the host that ``spare`` bytes are left; None if they are, or never."""
-    excess = decisions.least_host_bytes(request.profile) + spare - request.host_budget_bytes
-    allowed = self_contained(request.allowed)
+    excess = decisions.least_host_bytes(request.profile) - request.host_budget_bytes
     if excess <= 0:
-        return None
-    return with_less_ram(decisions, request.profile, allowed, excess, keeps_inputs=keeps_inputs)
+        return decisions
+    return with_less_ram(decisions, request.profile, self_contained(request.allowed), excess) or decisions
 
 
 class _RamSearch:
