@@ -310,7 +310,7 @@ class _Selection:
 
     @property
     def profile(self) -> Profile:
-        """What is planned."""
+        """The profile that is planned for."""
         return self.request.profile
 
     def run(self, *, bounded: bool = True, again: bool = True) -> Plan:
@@ -377,8 +377,6 @@ class _Selection:
                 self._ask(name, propose)
         elif (method := (_ASKED_BY_AUTO | _BY_NAME).get(planner)) is not None:
             self._add_by_name(planner, method)
-        if planner == "auto":
-            self.candidates.finish()
         # This comes last: it takes as long again, and is not to take the time of other planners.
         if again and programs and self.bounds.are_far(self.candidates.fastest_s):
             search_again(self.candidates, self.config, enough=self.bounds.are_near, far=self.bounds.are_far)

@@ -24,11 +24,11 @@ from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 
 _CORRECTIONS = 2
-"""How often the clock is corrected."""
+"""Corrections of the clock, at most."""
 _AS_SLOW = 0.02
 """Part of a lane's time up to which it counts as expected."""
 _SPARE = 1.1
-"""With fewer threads the host's updates are to take this much less than an iteration."""
+"""An iteration lasts at least so many times as long as the host's updates with fewer threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ class PlanScheduler:
 
     @property
     def _shares(self) -> bool:
-        """Whether lanes can slow each other down."""
+        """True if lanes can slow each other down."""
         return at_worst(self._profile) != LaneSlowdown()
 
     def _build(self, timetable: Timetable, profile: Profile) -> TimedPlan:

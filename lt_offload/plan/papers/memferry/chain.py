@@ -13,14 +13,14 @@ from lt_offload.schema.profile import OptionName, Profile, TensorProfile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How the computations get at one tensor."""
+    """The way in which computations get at one tensor."""
 
     zero_copy: tuple[int, ...] = ()
     """The steps that read it in host memory."""
     leaves: bool = False
-    """Whether its device copy goes and comes again between the other steps that use it."""
+    """True if its device copy goes and comes again between the other steps that use it."""
     always: bool = False
-    """Whether it is on the device all the time; for frozen tensors."""
+    """True if it is on the device all the time; for frozen tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

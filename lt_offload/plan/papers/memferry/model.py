@@ -42,9 +42,9 @@ class MemFerryWeight:
     backward_s: float = 0.0
     """Seconds that the backward takes longer if it is read directly, ``T_BP^H - T_BP``."""
     forward_read_s: float = 0.0
-    """For how long a direct read occupies the link in the forward."""
+    """Seconds of the link that a direct read takes in the forward."""
     backward_read_s: float = 0.0
-    """And in the backward."""
+    """The same in the backward."""
     gradient_bytes: int = 0
     gradient_transfer_s: float = 0.0
     """To copy its gradient to the host."""
@@ -63,7 +63,7 @@ class MemFerryLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
-    """When the forward computes and copies, from its first moment on."""
+    """Times of computations and copies of the forward, from its first moment on."""
 
     starts: tuple[float, ...]
     """Per layer."""
@@ -71,17 +71,17 @@ class Forward:
     copies: tuple[float, ...]
     """Per layer: when the copies of its weights begin."""
     link_s: float
-    """When the link to the device is free."""
+    """The moment from which on the link to the device is free."""
 
     @property
     def seconds(self) -> float:
-        """When the last layer ends."""
+        """The moment in which the last layer ends."""
         return self.ends[-1] if self.ends else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardReads:
-    """When the backward ends, from the first moment of the forward on."""
+    """The end of the backward, from the first moment of the forward on."""
 
     compute_s: float
     arrivals: tuple[float, ...]

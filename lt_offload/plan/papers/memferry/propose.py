@@ -47,9 +47,9 @@ link, little if they do not."""
 class _Variant:
     name: str
     zero_copy: Literal["best", "small", "none"]
-    """Which weights the forward reads directly: where it is best, embeddings and vectors (norms, biases), or none."""
+    """Weights that the forward reads directly: where it is best, embeddings and vectors (norms, biases), or none."""
     switch: bool = True
-    """Whether weights read directly in the forward may be copied for the backward."""
+    """True if weights read directly in the forward may be copied for the backward."""
 
 
 _VARIANTS = (
@@ -93,7 +93,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Manner:
-    """How what has to be given up is chosen."""
+    """A way to choose what is given up."""
 
     share: float
     """Part of the memory that sets may take; the rest is for copies on their way."""
@@ -108,7 +108,7 @@ class _Attempt:
     sets: Sets
     seconds: float
     given_up: int
-    """How many savings it took."""
+    """Number of savings that it took."""
     least_bytes: int
     """Bytes that are needed after all of them."""
 

@@ -25,7 +25,7 @@ class Given:
     options: tuple[OptionName, ...]
     readings: tuple[Reading, ...]
     zero_copy: bool = True
-    """Whether more may be read directly than is."""
+    """True if more may be read directly than is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

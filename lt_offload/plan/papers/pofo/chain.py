@@ -39,13 +39,13 @@ class ChainLayer:
     backward_overhead_bytes: int = 0
     """ob."""
     checkpoints: bool = True
-    """Whether its forward may leave nothing but its input."""
+    """True if its forward may leave nothing but its input."""
     discards: bool = True
-    """Whether its forward may leave nothing at all."""
+    """True if its forward may leave nothing at all."""
     input_travels: bool = True
-    """Whether its input alone may be offloaded."""
+    """True if its input alone may be offloaded."""
     saved_travels: bool = True
-    """Whether what it saves may be offloaded."""
+    """True if what it saves may be offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ class Setting:
     options: tuple[OptionName, ...]
     """Activation option per block."""
     host: bool
-    """Whether the host updates the layers whose weights leave."""
+    """True if the host updates the layers whose weights leave."""
 
     @cached_property
     def tensors(self) -> tuple[tuple[int, ...], ...]:

@@ -39,12 +39,12 @@ moments do. Where the host updates, it mostly sets the pace, and margins matter 
 _LEVELS = 20
 """In how many stages activations are given up."""
 _PATIENCE = 10
-"""How many selections in a row that are no better end the search for one place of updates; those with the least work
-for any lane come first."""
+"""Number of selections in a row, none of them better, that end the search for one place of updates; those with the
+least work for any lane come first."""
 _HASTE = 2
 """The same while another planner's plan is out of reach."""
 _BEST = 3
-"""How many are proposed, each of another margin or place of update."""
+"""Number of proposals, each of another margin or place of update."""
 
 
 def propose_l2l(request: Request) -> list[Proposal]:

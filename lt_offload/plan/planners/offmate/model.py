@@ -86,7 +86,7 @@ class Program:
     """
 
     late_update = True
-    """Whether the host may update a group whose next forward follows its last backward at once (the embedding); the
+    """True if the host may update a group whose next forward follows its last backward at once (the embedding); the
     forward then waits for the update."""
 
     def __init__(self, profile: Profile, config: OffmateConfig, objective: Objective = "time") -> None:

@@ -36,7 +36,7 @@ class _GradientShares:
     passing: int
     """The most that comes and goes at once, with what its use takes."""
     scratch: int
-    """That part of it which is no gradient."""
+    """Bytes of ``passing`` that are no gradient."""
 
 
 def backward_peak(profile: Profile, block: int, options: Sequence[OptionProfile], *, host_update: bool) -> BackwardPeak:

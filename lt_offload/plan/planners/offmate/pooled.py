@@ -24,7 +24,7 @@ from lt_offload.plan.planners.offmate.activations import Rows, total
 
 @dataclass(frozen=True, slots=True)
 class PooledWork:
-    """What one group does on a lane within some steps."""
+    """Work of one group on a lane within some steps."""
 
     amount: Pair
     """Seconds of the lane, in the program's unit."""
@@ -63,7 +63,7 @@ class Rerun:
     ahead_bytes: float
     """In the program's unit: what its block holds more from then on to its backward."""
     weight: Term
-    """How much of the option the block has."""
+    """The part of the option that the block has."""
 
 
 def pool_reruns(

@@ -21,16 +21,12 @@ _SOLVED_BLOCKS = 200
 _SOLVED = (6, 14)
 """Numbers of budgets whose plans are estimated, at least and at most; between them, as many as make this number of
 blocks together."""
-_AFTER_JUMP = 2
-"""And of those after a jump."""
 _TURNS = 2
 """The program is solved for that many times as many, as plans may not fit."""
 _PHI = 1.0
 """``OffmateConfig.phi`` of the programs: copies start at the end of the step that makes what they copy."""
 _SHORT = 0.003
-"""A schedule is short of room if it takes longer than the program says by more than this part of it ..."""
-_FAR = 0.1
-"""... and by far if it is more than this."""
+"""A schedule is short of room if it takes longer than the program says by more than this part of it."""
 _SCHEDULED = 2
 """Number of proposals, the fastest by estimate, that are scheduled with care."""
 _OTHER_PHIS = (1.0, 0.5)
@@ -44,7 +40,6 @@ _LEAST_S = 10.0
 _FIRST = 1.0
 _LARGEST = 1.35
 _STEP = 0.07
-_JUMP = 0.2
 _NEAR = 0.01
 """Parts of a budget: where to begin and to end, how far to go, and what is too near to be tried. The program counts for
 the whole step what is there for a part of it, so that it needs more than the real budget."""
@@ -133,9 +128,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
             break
         # Programs that go on from others are solved soon: it is the estimates that take the time.
         if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
-            if not search.jump():
-                break
-            wanted = len(estimated) + _AFTER_JUMP
+            break
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
     for _, proposal in sorted(estimated, key=lambda item: item[0])[:_SCHEDULED]:
         candidates.add(proposal)
@@ -155,7 +148,7 @@ def _within_ram(decisions: Decisions, request: Request) -> Decisions:
 
 
 class _RamSearch:
-    """With which RAM to solve the program next: less where the rounded plan needs more than there is."""
+    """The RAM to solve the program for next: less where the rounded plan needs more than there is."""
 
     def __init__(self, budget: int) -> None:
         self.next = budget
@@ -180,7 +173,7 @@ class _RamSearch:
 
 
 class BudgetSearch:
-    """Which budget to solve the program for next: the one whose plan is the fastest within the real budget.
+    """The budget to solve the program for next: the one whose plan is the fastest within the real budget.
 
     A larger one gives faster plans, as long as they find room; the fastest is where that begins to fail.
     """
@@ -192,9 +185,8 @@ class BudgetSearch:
         """The program has no solution below."""
         self._tried: dict[float, float] = {_LARGEST * budget: math.inf}
         """By budget: the seconds of its plan, infinity if it does not fit."""
-        self._lost: dict[float, float] = {}
-        """By budget: the part of its time that a plan loses because room is short."""
-        self._jumped = False
+        self._short: set[float] = set()
+        """Budgets whose plans lose time because room is short."""
 
     def raise_to(self, needed: int | None) -> bool:
         """Go up to the smallest budget with a solution; returns False if that is too far or was tried."""
@@ -214,16 +206,8 @@ class BudgetSearch:
         """Note what the plan takes, and the part of it that it loses; returns whether there is another one to try."""
         self._tried[self.next] = seconds
         if lost > _SHORT:
-            self._lost[self.next] = lost
+            self._short.add(self.next)
         return self._between()
-
-    def jump(self) -> bool:
-        """Go far down, once, if the best plan so far loses much of its time; returns whether that is worth a trial."""
-        best = min(self._tried, key=lambda budget: self._tried[budget])
-        if self._jumped or self._lost.get(best, 0.0) <= _FAR:
-            return False
-        self._jumped = True
-        return self._go_to((1 - _JUMP) * min(self._tried))
 
     def _between(self) -> bool:
         """Go on beside the best so far."""
@@ -232,7 +216,7 @@ class BudgetSearch:
         below = max((budget for budget in self._tried if budget < best), default=0)
         # Only budgets beside the best are tried: plans get faster with the budget until they stop fitting.
         guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
-        if best in self._lost:
+        if best in self._short:
             guesses.append((best - below, best - min(_STEP * best, (best - below) / 2)))
         room, guess = max(guesses)
         return room > _NEAR * self.budget and self._go_to(guess)
