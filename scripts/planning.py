@@ -23,7 +23,7 @@ from lt_offload.plan.planners.offmate import search
 NO_LIMIT_S = 1e5
 """A time limit that never ends a search, so that a busy machine finds the same plans."""
 _FINER: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (search, {"_SOLVED": (24, 24), "_AFTER_JUMP": 12, "_STEP": 0.04, "_NEAR": 0.003, "_SCHEDULED": 12}),
+    (search, {"_SOLVED": (24, 24), "_STEP": 0.04, "_NEAR": 0.003, "_SCHEDULED": 12}),
     (schedules, {"_FEW_STEPS": 10**6}),
 )
 _PHIS = (0.25, 0.5, 0.75, 1.0)

@@ -14,6 +14,9 @@ from lt_offload.plan.assembly.window import without_gradients
 from lt_offload.plan.beside import has_choice, plan_processes
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
+from lt_offload.plan.papers.memferry.propose import propose_memferry
+from lt_offload.plan.papers.pofo.propose import propose_pofo
+from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.baselines import (
     Smallest,
     no_offload_s,
@@ -24,16 +27,13 @@ from lt_offload.plan.planners.baselines import (
 )
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.collection import collection_paused
-from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
-from lt_offload.plan.planners.memferry.propose import propose_memferry
+from lt_offload.plan.planners.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import Program
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
-from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
-from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.rows import as_head, room_of_rows, split, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import for_one, has_windows, plan_forwards, plan_windows
@@ -42,14 +42,16 @@ from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
 
-_OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
+_ASKED_BY_AUTO: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
     "greedy": propose_greedy,
     "l2l": propose_l2l,
+}
+"""Methods of papers that win where memory is shortest."""
+_BY_NAME: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
     "memferry": propose_memferry,
     "pofo": propose_pofo,
 }
-"""Planners that answer a request on their own."""
-_SLOW = ("memferry", "pofo")
+"""Methods of papers that are asked only by name."""
 _LEAST_S = 1.0
 """Seconds for a second attempt, at least."""
 
@@ -75,7 +77,7 @@ def solve(
         profile: what model and machine cost.
         memory: device budget, context included, e.g. ``"10GB"``; None: all the device has.
         host_memory: RAM budget; None: all that the profile says may be taken.
-        planner: ``auto``: the best of all (MemFerry and POFO are not asked once a plan is within 1 % of the bound);
+        planner: ``auto``: the best of all but ``memferry`` and ``pofo``;
             ``offmate``: the linear program of OFFMATE (2024);
             ``greedy``: some weights travel, after "Weight Offloading Strategies for Training Large DNN Models" (2022);
             ``l2l``: all weights travel, one layer at a time (Pudipeddi et al., 2020);
@@ -247,8 +249,8 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
         whole = error
     try:
         less = replace(half, host_memory=settings.host.less(room_of_rows(profile, table)))
-        found = _of_tensors(as_head(profile, table), less, bounded=bounded)
-        parted = split(found, profile, table, host_budget=settings.host_budget(profile.hardware))
+        of_head = _of_tensors(as_head(profile, table), less, bounded=bounded)
+        parted = split(of_head, profile, table, host_budget=settings.host_budget(profile.hardware))
     except (ConfigError, InfeasibleError, UnsupportedError):
         parted = None
     if parted is None and isinstance(whole, InfeasibleError):
@@ -308,7 +310,7 @@ class _Selection:
 
     @property
     def profile(self) -> Profile:
-        """What is planned."""
+        """The profile that is planned for."""
         return self.request.profile
 
     def run(self, *, bounded: bool = True, again: bool = True) -> Plan:
@@ -364,41 +366,43 @@ class _Selection:
         planner = self.planner
         # A plan comes before its bound, which takes as long to find. What only streams is compared with the bound that
         # costs nothing.
-        resident = any(found.proposal.name == "resident" for found in self.candidates.fitting)
+        resident = any(candidate.proposal.name == "resident" for candidate in self.candidates.fitting)
         best, least = self.candidates.fastest_s, self.bounds.computing_s
         near = self.bounds.are_near(best) if resident else best <= least * (1 + GOOD_GAP)
         programs = planner in ("auto", "offmate") and not near
         if programs:
             self._add_programs()
-        for name, propose in _OTHERS.items():
-            if planner in ("auto", name):
-                self._ask(name, propose)
         if planner == "auto":
-            self.candidates.finish()
+            for name, propose in _ASKED_BY_AUTO.items():
+                self._ask(name, propose)
+        elif (method := (_ASKED_BY_AUTO | _BY_NAME).get(planner)) is not None:
+            self._add_by_name(planner, method)
         # This comes last: it takes as long again, and is not to take the time of other planners.
         if again and programs and self.bounds.are_far(self.candidates.fastest_s):
             search_again(self.candidates, self.config, enough=self.bounds.are_near, far=self.bounds.are_far)
             self._add_zero_copy_embeddings()
 
     def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
-        """Add what one planner proposes; if there is nothing to gain any more, the first of it, or nothing if slow."""
-        auto = self.planner == "auto"
-        enough = auto and self._good_enough()
-        if enough and name in _SLOW:
-            self.candidates.fail(name, f"not asked: the best plan is within {GOOD_GAP:.0%} of the bound")
-            return
-        if auto and self.candidates.fitting and self._left <= 0:
+        """Add the proposals of one planner; only the first if the best plan is near its bound already."""
+        enough = self._good_enough()
+        if self.candidates.fitting and self._left <= 0:
             self.candidates.cut_short(name)
             return
         try:
-            # A planner that was asked for by name does its best, whatever others can do.
-            proposals = propose(replace(self.request, beat_s=self.candidates.fastest_s) if auto else self.request)
+            proposals = propose(replace(self.request, beat_s=self.candidates.fastest_s))
         except NotApplicable as reason:
-            if not auto:
-                raise self._does_not_apply(name, str(reason)) from None
             self.candidates.fail(name, str(reason))
             return
         for proposal in proposals[:1] if enough else proposals:
+            self.candidates.add(proposal)
+
+    def _add_by_name(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
+        """Add the proposals of a planner that was asked for by name: it does its best, whatever others can do."""
+        try:
+            proposals = propose(self.request)
+        except NotApplicable as reason:
+            raise self._does_not_apply(name, str(reason)) from None
+        for proposal in proposals:
             self.candidates.add(proposal)
 
     def _does_not_apply(self, name: PlannerName, reason: str) -> UnsupportedError:
@@ -440,10 +444,10 @@ class _Selection:
         return smallest_ram(self.profile, self.request.allowed) <= self.request.host_budget_bytes
 
     def _add_smallest(self) -> None:
-        found = self._smallest()
-        if found is not None:
+        least = self._smallest()
+        if least is not None:
             name = "stream, least memory" if self.planner == "stream" else "least memory"
-            self.candidates.add(Proposal(name=name, sets=found.sets))
+            self.candidates.add(Proposal(name=name, sets=least.sets))
 
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)

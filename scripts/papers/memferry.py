@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from lt_offload.plan.planners.memferry.model import (
+from lt_offload.plan.papers.memferry.model import (
     CopiedWeights,
     MemFerryLayer,
     MemFerryWeight,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lt_offload.plan.planners.memferry.model import CopiedWeights, MemFerryLayer, MemFerryWeight
+from lt_offload.plan.papers.memferry.model import CopiedWeights, MemFerryLayer, MemFerryWeight
 
 
 def algorithm_1_as_printed(layers: Sequence[MemFerryLayer]) -> CopiedWeights:

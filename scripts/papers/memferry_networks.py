@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
+from lt_offload.plan.papers.memferry.model import MemFerryLayer, MemFerryWeight
 
 VALUE = 4
 """Bytes per value: single precision."""

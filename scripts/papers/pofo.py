@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
-from lt_offload.plan.planners.pofo.chain import Chain, memory, sequential, walk
-from lt_offload.plan.planners.pofo.program import ChainProgram
+from lt_offload.plan.papers.pofo.chain import Chain, memory, sequential, walk
+from lt_offload.plan.papers.pofo.program import ChainProgram
 from scripts.papers import pofo_networks as networks
 from scripts.papers.pofo_heuristics import Rematerialisation, autocapper_s, from_scratch, opportunist_s, simulated_s
 from scripts.papers.rows import Row, Section

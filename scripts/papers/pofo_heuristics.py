@@ -15,9 +15,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.planners.pofo.chain import Chain, Item, Operation, SequenceWalk, memory, resident, sequential, walk
-from lt_offload.plan.planners.pofo.kernels import pair
-from lt_offload.plan.planners.pofo.program import ChainProgram
+from lt_offload.plan.papers.pofo.chain import Chain, Item, Operation, SequenceWalk, memory, resident, sequential, walk
+from lt_offload.plan.papers.pofo.kernels import pair
+from lt_offload.plan.papers.pofo.program import ChainProgram
 
 _LIMITS = 40
 """Memory limits that autocapper tries."""

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer
+from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer
 
 BATCH, PIXELS, BYTES = 16, 500, 4
 FLOPS_PER_S = 11e12

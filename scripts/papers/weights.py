@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.planners.weights.model import WeightChain, select_gaps
+from lt_offload.plan.papers.weights.model import WeightChain, select_gaps
 from scripts.papers.rows import Row, Section
 from scripts.papers.weights_problem import WeightLayer, l2l_s, schedule, weight_chain, weights_bound
 

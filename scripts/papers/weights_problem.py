@@ -33,8 +33,8 @@ from typing import Literal
 import pulp
 
 from lt_offload.errors import ConfigError
+from lt_offload.plan.papers.weights.model import Gap, WeightChain, require_room
 from lt_offload.plan.planners.lp import Pair, require, run
-from lt_offload.plan.planners.weights.model import Gap, WeightChain, require_room
 
 _ITERATIONS = 24
 _AVERAGED = 6
@@ -224,7 +224,7 @@ def schedule(chain: WeightChain, gaps: Iterable[Gap], *, ahead: bool = True, dis
 
     Args:
         chain: the problem.
-        gaps: from :func:`~lt_offload.plan.planners.weights.model.select_gaps`, or all of ``chain.gaps()``.
+        gaps: from :func:`~lt_offload.plan.papers.weights.model.select_gaps`, or all of ``chain.gaps()``.
         ahead: False: a weight is fetched when its step is due and nothing else computes, as L2L does.
         discount: False: a weight is copied to the host in every gap, though its host copy may be current.
 

@@ -43,6 +43,7 @@ ROOMS_OF_PLAN = (
     ("assembly",),
     ("verify",),
     ("planners",),
+    ("papers",),
     ("infeasible", "correct", "bounds", "rows"),
     ("windows", "beside"),
     ("solve",),

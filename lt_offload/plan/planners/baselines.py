@@ -55,9 +55,9 @@ def resident_decisions(profile: Profile, allowed: Allowed) -> Iterator[tuple[Dec
         return
     tensors = resident_tensors(profile)
     arena = sum(aligned(tensor.bytes) + state_room(tensor.state_bytes) for tensor in profile.tensors)
-    found = ladder(profile, offers)
-    for count in range(len(found.rungs) + 1):
-        decisions = Decisions(tensors=tensors, options=found.after(count))
+    steps = ladder(profile, offers)
+    for count in range(len(steps.rungs) + 1):
+        decisions = Decisions(tensors=tensors, options=steps.after(count))
         yield decisions, budget_for(arena + int(framework_bytes(decisions.usage(profile), profile).max()), profile)
 
 
@@ -113,7 +113,7 @@ class Smallest:
 
 def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budget: int | None) -> Smallest | None:
     """Return the streaming plan with the smallest device peak within ``host_budget``; None if all need more RAM."""
-    found: list[Smallest] = []
+    streaming: list[Smallest] = []
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
             decisions = streaming_decisions(profile, options, host_update=on_host)
@@ -121,15 +121,15 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
             if host_budget is None or ram <= host_budget:
                 sets = Sets(decisions, profile)
                 needed = budget_for(sets.room_needed, profile)
-                found.append(Smallest(sets=sets, device_bytes=needed, host_bytes=ram))
-    return min(found, key=lambda item: item.device_bytes, default=None)
+                streaming.append(Smallest(sets=sets, device_bytes=needed, host_bytes=ram))
+    return min(streaming, key=lambda item: item.device_bytes, default=None)
 
 
 def option_sets(profile: Profile, allowed: Allowed) -> list[tuple[OptionName, ...]]:
     """Return ways to choose one option per block: what holds the least, has the lowest peaks, needs no RAM."""
     pairs = list(zip(profile.blocks, self_contained(allowed), strict=True))
     # No single measure tells which needs the least: with long sequences peaks count, with little RAM copies.
-    found: list[tuple[OptionName, ...]] = [
+    sets: list[tuple[OptionName, ...]] = [
         tuple(
             min(options, key=lambda o: (held_bytes(b, o), o.backward_peak_bytes, _seconds(o))).name
             for b, options in pairs
@@ -138,7 +138,7 @@ def option_sets(profile: Profile, allowed: Allowed) -> list[tuple[OptionName, ..
         tuple(min(options, key=lambda o: (o.offload_bytes, held_bytes(b, o))).name for b, options in pairs),
         tuple(min(options, key=lambda o: (o.offload_bytes, o.backward_peak_bytes)).name for b, options in pairs),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sets))
 
 
 def _seconds(option: OptionProfile) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from lt_offload.errors import ConfigError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import hosted
-from lt_offload.plan.planners.request import Proposal, Request, cannot_win, far_behind
+from lt_offload.plan.planners.request import Proposal, Request, far_behind
 from lt_offload.plan.planners.slots import share_slots
-from lt_offload.plan.planners.timed_plan import PlanScheduler
+from lt_offload.plan.planners.timed_plan import PlanScheduler, TimedPlan
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Alternative, Plan
 from lt_offload.schema.trace import Trace
@@ -23,8 +23,6 @@ class Candidate:
     proposal: Proposal
     plan: Plan
     trace: Trace
-    shared: bool = False
-    """Whether its gradients share memory on the host; until then it may take more of that than there is."""
 
     @property
     def seconds(self) -> float:
@@ -34,7 +32,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missed:
-    """By how many bytes a proposal misses the device and the host budget; not positive if it fits."""
+    """Bytes by which a proposal misses the device and the host budget; not positive if it fits."""
 
     device: int
     host: int
@@ -51,17 +49,13 @@ class Candidates:
         self.failed: list[Alternative] = []
         self._started: dict[str, PlanScheduler] = {}
         """By name: proposals that have been estimated only."""
-        self._unfinished: list[tuple[float, Proposal, PlanScheduler]] = []
         self.cut: list[str] = []
         """Searches that were not begun, or not brought to their end, for lack of time."""
         self.out_of_time: ConfigError | None = None
         """Set if a program was given up; only worth raising if nothing fits."""
 
     def add(self, proposal: Proposal, *, careful: bool = True) -> Missed:
-        """Schedule, build, check and simulate ``proposal``.
-
-        ``careful``: look for the best schedule if it may win; else that is left to :meth:`finish`.
-        """
+        """Schedule, build and simulate ``proposal``; ``careful``: look for the best schedule if it may win."""
         request, profile = self.request, self.request.profile
         proposal = self._allowed(proposal)
         excess = proposal.decisions.least_host_bytes(profile) - request.host_budget_bytes
@@ -75,21 +69,11 @@ class Candidates:
         if careful and far_behind(search.seconds, self.fastest_s):
             self.slower_ones.append((proposal.name, search.seconds))
             return Missed(device=0, host=0)
-        found = search.finish(self.fastest_s) if careful else search.simulated()
-        if not careful:
-            self._unfinished.append((found.seconds, proposal, search))
-        elif request.late:
+        timed = search.finish(self.fastest_s) if careful else search.simulated()
+        if careful and request.late:
             self.cut_short(f"schedules of {proposal.name}")
-        self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace), share=careful)
+        self._keep(proposal, timed)
         return Missed(device=0, host=0)
-
-    def finish(self) -> None:
-        """Look for better schedules of those that were not added with care, as far as they may win."""
-        for seconds, proposal, search in sorted(self._unfinished, key=lambda item: item[0]):
-            if not cannot_win(seconds, self.fastest_s) and not self.request.late:
-                found = search.finish(self.fastest_s)
-                self._keep(Candidate(proposal=proposal, plan=found.plan, trace=found.trace))
-        self._unfinished.clear()
 
     def cut_short(self, what: str) -> None:
         """Note what was left out for lack of time."""
@@ -124,21 +108,14 @@ class Candidates:
         decisions = hosted(proposal.decisions, self.request.profile)
         return replace(proposal, sets=Sets(decisions, self.request.profile))
 
-    def _keep(self, found: Candidate, *, share: bool = True) -> None:
-        """Add it to those that fit, if it is the fastest.
-
-        ``share``: let its gradients share memory on the host at once; of what others will beat that is not worth it.
-        """
-        if share:
-            self._share_below(found.seconds)
-        if found.seconds > self.fastest_s:
-            self.slower_ones.append((found.proposal.name, found.seconds))
+    def _keep(self, proposal: Proposal, timed: TimedPlan) -> None:
+        """Add a plan to those that fit if it is the fastest; its gradients then share memory on the host."""
+        if timed.seconds > self.fastest_s:
+            self.slower_ones.append((proposal.name, timed.seconds))
             return
-        self.fitting.append(self._sharing(found) if share else found)
-
-    def _sharing(self, found: Candidate) -> Candidate:
-        shared, trace = share_slots(found.plan, self.request.profile, found.trace)
-        return replace(found, plan=shared, trace=trace, shared=True)
+        # Copies may have to wait for the memory that others leave, so that the plan may be slower than it was.
+        plan, trace = share_slots(timed.plan, self.request.profile, timed.trace)
+        self.fitting.append(Candidate(proposal=proposal, plan=plan, trace=trace))
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""
@@ -149,16 +126,9 @@ class Candidates:
         """Time of the best plan; infinity if there is none."""
         return min((candidate.seconds for candidate in self.fitting), default=float("inf"))
 
-    def _share_below(self, seconds: float) -> None:
-        """Let gradients of those that are faster share memory, too: copies may have to wait for it then."""
-        for at, found in enumerate(self.fitting):
-            if found.seconds < seconds and not found.shared:
-                self.fitting[at] = self._sharing(found)
-
     def best(self) -> Candidate:
         """Return the fastest that fits, checked."""
-        while not (best := self.ranked()[0]).shared:
-            self.fitting[self.fitting.index(best)] = self._sharing(best)
+        best = self.ranked()[0]
         violations = check(best.plan, self.request.profile)
         assert not violations, f"{best.proposal.name}: {violations[:3]}"
         return best

@@ -53,15 +53,15 @@ def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
 
 def totals(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, which is never negative: for rows that others name."""
-    found = []
+    named = []
     for step, row in enumerate(rows):
         terms = pairs(row)
         if len(row) > 1:
             total = problem.add_variable(f"{name}_{step:03d}", 0)
             require(problem, [*terms, (-1, total)], "==")
             terms = [(1, total)]
-        found.append(terms)
-    return found
+        named.append(terms)
+    return named
 
 
 def levels(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
@@ -69,17 +69,17 @@ def levels(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpre
 
     Each is the one before and what has changed since, so that a term is named where it begins and where it ends only.
     """
-    found: list[list[Pair]] = []
+    named: list[list[Pair]] = []
     before = pulp.LpAffineExpression()
     for step, row in enumerate(rows):
         level = problem.add_variable(f"{name}_{step:03d}")
         changes = [(row.get(x, 0.0) - before.get(x, 0.0), x) for x in {**row, **before}]
         changed = [(factor, x) for factor, x in changes if abs(factor) > _CANCELLED]
         constant = row.constant - before.constant
-        require(problem, [*changed, (constant, 1.0), *(found[-1] if found else ()), (-1, level)], "==")
-        found.append([(1, level)])
+        require(problem, [*changed, (constant, 1.0), *(named[-1] if named else ()), (-1, level)], "==")
+        named.append([(1, level)])
         before = row
-    return found
+    return named
 
 
 class _Silent(highspy.Highs):

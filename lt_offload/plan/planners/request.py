@@ -26,11 +26,11 @@ class Switches(Protocol):
 
     @property
     def activation_offload(self) -> bool:
-        """Whether activations may be copied to the host."""
+        """True if activations may be copied to the host."""
 
     @property
     def recompute(self) -> bool:
-        """Whether activations may be computed again."""
+        """True if activations may be computed again."""
 
 
 _RECOMPUTING = ("recompute", "mixed", "reload", "discard", "fused", "chunked")
@@ -97,7 +97,7 @@ class Request:
     settings: Settings = DEFAULTS
     """The switches; budgets are above, in bytes."""
     deadline: float = math.inf
-    """When to be content with what there is, on the monotonic clock."""
+    """The moment, on the monotonic clock, from which on the best plan so far is enough."""
     beat_s: float = math.inf
     """There is a plan that takes so long."""
 
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def late(self) -> bool:
-        """Whether the time for planning is over."""
+        """True if the time for planning is over."""
         return time.monotonic() >= self.deadline
 
 

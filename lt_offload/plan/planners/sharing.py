@@ -52,15 +52,15 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
 
 def _points(contention: Contention, *, direct: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Return the different vectors of rates."""
-    found = set()
+    vectors = set()
     working = [*range(_LANES), *((READ, WRITE) if direct else ())]
     for chosen in range(1, 1 << len(working)):
         rate = rates(contention, sum(1 << lane for bit, lane in enumerate(working) if chosen >> bit & 1))
         vector = list(rate[:_LANES])
         vector[H2D] += rate[READ]
         vector[D2H] += rate[WRITE]
-        found.add(tuple(round(part, 12) for part in vector))
-    return np.array(sorted(found))
+        vectors.add(tuple(round(part, 12) for part in vector))
+    return np.array(sorted(vectors))
 
 
 def _facets(

@@ -57,19 +57,19 @@ def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace
     profile = profile.with_host_threads(plan.host_threads)
     # All that is on the host but these gradients stays where it is.
     room = plan.host_budget_bytes - (host_bytes(plan, profile) - plan.gradient_bytes)
-    found: tuple[Plan, Trace] | None = None
+    best: tuple[Plan, Trace] | None = None
     for ends in _ends(plan, profile, trace, arrivals):
         placement = _place(arrivals, ends)
         if placement.extent > room:
             continue
         shared = _with_slots(plan, arrivals, placement)
         simulated = simulate(shared, profile)
-        if found is None or simulated.iteration_time < found[1].iteration_time:
-            found = shared, simulated
-        if found[1].iteration_time <= _TOLERATED * trace.iteration_time:
+        if best is None or simulated.iteration_time < best[1].iteration_time:
+            best = shared, simulated
+        if best[1].iteration_time <= _TOLERATED * trace.iteration_time:
             break
-    assert found is not None, f"gradients need {placement.extent} bytes of RAM, there are {room}"
-    return found
+    assert best is not None, f"gradients need {placement.extent} bytes of RAM, there are {room}"
+    return best
 
 
 def _place(arrivals: Sequence[_Arrival], ends: Sequence[int]) -> Placement:
@@ -125,12 +125,12 @@ def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
     starts = [spans[arrival.op.id].start for arrival in arrivals]
     # Beginnings are listed twice: an update may end after copies of the next iteration have begun.
     begins = [*starts, *(start + trace.iteration_time for start in starts)]
-    found = []
+    ends = []
     for at, arrival in enumerate(arrivals):
         done = max(spans[update].end for update in arrival.updates)
         following = range(at + 1, at + len(arrivals))
-        found.append(max((i for i in following if begins[i] < done), default=at))
-    return found
+        ends.append(max((i for i in following if begins[i] < done), default=at))
+    return ends
 
 
 def _with_slower_updates(profile: Profile) -> Profile:
@@ -141,7 +141,7 @@ def _with_slower_updates(profile: Profile) -> Profile:
 def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int]) -> set[int]:
     """Return the updates that read what was last at the addresses of an arrival; earlier ones were awaited by them."""
     open_ranges = [(slots[at], slots[at] + arrivals[at].bytes)]
-    found: set[int] = set()
+    updates: set[int] = set()
     for ago in range(1, len(arrivals)):
         other = (at - ago) % len(arrivals)
         # The walk is backwards in time: gradients that were there before the last
@@ -149,7 +149,7 @@ def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int])
         left = without(open_ranges, slots[other], slots[other] + arrivals[other].bytes)
         if left != open_ranges:
             open_ranges = left
-            found.update(arrivals[other].updates)
+            updates.update(arrivals[other].updates)
         if not open_ranges:
             break
-    return found
+    return updates

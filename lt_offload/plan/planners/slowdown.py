@@ -18,7 +18,7 @@ from lt_offload.schema.trace import Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneSlowdown:
-    """How many times longer than alone the work of each lane takes."""
+    """Factors by which the work of each lane takes longer than alone."""
 
     factors: tuple[float, ...] = (1.0,) * len(MACHINE_LANES)
     """In the order of ``MACHINE_LANES``."""

@@ -24,11 +24,11 @@ from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 
 _CORRECTIONS = 2
-"""How often the clock is corrected."""
+"""Corrections of the clock, at most."""
 _AS_SLOW = 0.02
 """Part of a lane's time up to which it counts as expected."""
 _SPARE = 1.1
-"""With fewer threads the host's updates are to take this much less than an iteration."""
+"""An iteration lasts at least so many times as long as the host's updates with fewer threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +61,8 @@ class PlanScheduler:
 
         ``allow_no_prefetch``: also one in which nothing comes early.
         """
-        found = self._search.start(allow_no_prefetch=allow_no_prefetch)
-        return found if isinstance(found, Misfit) else None
+        outcome = self._search.start(allow_no_prefetch=allow_no_prefetch)
+        return outcome if isinstance(outcome, Misfit) else None
 
     @property
     def seconds(self) -> float:
@@ -92,7 +92,7 @@ class PlanScheduler:
 
     @property
     def _shares(self) -> bool:
-        """Whether lanes can slow each other down."""
+        """True if lanes can slow each other down."""
         return at_worst(self._profile) != LaneSlowdown()
 
     def _build(self, timetable: Timetable, profile: Profile) -> TimedPlan:
@@ -103,10 +103,10 @@ class PlanScheduler:
             budget_bytes=self._request.budget_bytes,
             host_budget_bytes=self._request.host_budget_bytes,
         )
-        found = TimedPlan(plan=plan, trace=simulate(plan, profile))
-        if self.best is None or found.seconds < self.best.seconds:
-            self.best = found
-        return found
+        timed = TimedPlan(plan=plan, trace=simulate(plan, profile))
+        if self.best is None or timed.seconds < self.best.seconds:
+            self.best = timed
+        return timed
 
     def _correct(self) -> None:
         last = self.best
@@ -135,10 +135,10 @@ class PlanScheduler:
             busy = LaneWork(self._sets, slowed).busy_s
             timetable = self._search.again(expected(slowed, busy).applied_to(slowed))
             if timetable is not None:
-                found = self._build(timetable, slowed)
+                timed = self._build(timetable, slowed)
                 # Once more with what this simulation has shown: so far the clock
                 # has only expected how lanes slow each other down.
-                shown = slower(found.plan, found.trace)
+                shown = slower(timed.plan, timed.trace)
                 timetable = self._search.again(shown.applied_to(slowed))
                 if timetable is not None:
                     self._build(timetable, slowed)
@@ -159,5 +159,5 @@ def estimated_s(sets: Sets, request: Request) -> float:
     """
     profile = request.profile
     profile = expected(profile, LaneWork(sets, profile).busy_s).applied_to(profile)
-    found = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, allow_no_prefetch=False)
-    return math.inf if isinstance(found, Misfit) else found.seconds
+    outcome = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, allow_no_prefetch=False)
+    return math.inf if isinstance(outcome, Misfit) else outcome.seconds

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lt_offload
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.execute.engine import Engine
+from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Request, allowed_options
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan, PlannerName

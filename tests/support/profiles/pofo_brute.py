@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from math import inf
 
-from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation, memory, walk
+from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation, memory, walk
 
 Operations = tuple[Operation, ...]
 

@@ -91,8 +91,8 @@ def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int, share: float, s
         assert plan.predicted.iteration_s >= bound_s(profile, plan) * (1 - 1e-6), planner
     print(f"seed {seed}, {share} of everything: {found}")
     assert len(found) > 2
-    # Within 1 % of the bound the slow planners are not asked.
-    assert found["auto"] <= 1.0101 * min(found.values())
+    # Within 1 % of the bound no other planner is asked; MemFerry and POFO never are.
+    assert found["auto"] <= 1.0101 * min(seconds for name, seconds in found.items() if name not in ("memferry", "pofo"))
 
 
 @pytest.mark.slow
@@ -113,9 +113,8 @@ def test_what_was_not_chosen_is_listed_with_the_reason() -> None:
     everything = sum(2 * t.bytes + t.state_bytes for t in profile.tensors)
     plan = solve(profile, memory=int(0.5 * everything), time_limit=60.0)
     others = {other.planner.partition(",")[0]: other for other in plan.alternatives}
-    assert {"greedy", "l2l", "memferry", "pofo", "resident"} <= set(others) | {plan.planner}
+    assert {"greedy", "l2l", "resident"} <= set(others) | {plan.planner}
     assert all(other.reason for other in plan.alternatives)
-    assert "weights" in others["pofo"].reason or "not asked" in others["pofo"].reason
 
 
 DECISIONS = 20

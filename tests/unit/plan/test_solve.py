@@ -73,9 +73,6 @@ def test_a_plan_near_the_bound_ends_the_search() -> None:
     assert plan.planner == "resident"
     assert plan.predicted.gap < 1e-3
     assert sum(other.planner.startswith("offmate") for other in plan.alternatives) == 0
-    assert [o.reason for o in plan.alternatives if o.planner == "pofo"] == [
-        "not asked: the best plan is within 1% of the bound"
-    ]
 
 
 @pytest.mark.parametrize(("seed", "share"), sampling.grid(range(len(KINDS)), (1.0, 1.5)))

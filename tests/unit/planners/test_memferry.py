@@ -8,7 +8,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from lt_offload.plan.planners.memferry.model import (
+from lt_offload.plan.papers.memferry.model import (
     CopiedWeights,
     MemFerryLayer,
     MemFerryWeight,

@@ -10,11 +10,11 @@ import pytest
 
 from lt_offload.plan.assembly.just_in_time import Misfit
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, uses
+from lt_offload.plan.papers.memferry.chain import Reading, chain, to_decisions
+from lt_offload.plan.papers.memferry.propose import propose_memferry
+from lt_offload.plan.papers.memferry.savings import Given, savings, with_savings
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.memferry.chain import Reading, chain, to_decisions
-from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
-from lt_offload.plan.planners.memferry.propose import propose_memferry
-from lt_offload.plan.planners.memferry.savings import Given, savings, with_savings
+from lt_offload.plan.planners.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.planners.request import NotApplicable, Request
 from lt_offload.plan.planners.slots import share_slots

@@ -24,7 +24,6 @@ from lt_offload.plan.planners.offmate.program import (
     smallest_host_budget,
     solve_offmate,
 )
-from lt_offload.plan.planners.offmate.search import BudgetSearch
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.schema.profile import Profile
 from scripts.papers.offmate import PAPER, PaperProgram
@@ -573,17 +572,3 @@ assert found == [("solved", 1.5)] * 3 + [("solved", 1.0)], found
 def test_nothing_is_printed_while_programs_are_solved() -> None:
     done = subprocess.run([sys.executable, "-c", ALL_WAYS_TO_SOLVE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_search_jumps_where_much_is_lost() -> None:
-    search = BudgetSearch(8 * 10**9)
-    assert search.note(7.0, lost=0.2)
-    assert search.next == pytest.approx(0.93 * 8e9)
-    assert search.note(7.1, lost=0.2)
-    assert search.jump()
-    assert search.next == pytest.approx(0.8 * 0.93 * 8e9)
-    assert search.note(6.0, lost=0.05)
-    assert not search.jump()
-    near = BudgetSearch(8 * 10**9)
-    near.note(6.0, lost=0.05)
-    assert not near.jump()

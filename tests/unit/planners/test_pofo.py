@@ -11,9 +11,9 @@ from lt_offload.plan.assembly.just_in_time import Misfit
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
-from lt_offload.plan.planners.pofo.chain import Operation, memory, sequential, walk
-from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_decisions
-from lt_offload.plan.planners.pofo.propose import propose_pofo
+from lt_offload.plan.papers.pofo.chain import Operation, memory, sequential, walk
+from lt_offload.plan.papers.pofo.convert import MOST_LAYERS, as_chain, as_decisions
+from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
 from lt_offload.plan.planners.timed_plan import timed_plan
 from lt_offload.plan.settings import Settings

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from lt_offload.plan.planners.pofo.chain import Chain
+from lt_offload.plan.papers.pofo.chain import Chain
 from scripts.papers import pofo_networks as networks
 from scripts.papers.pofo import memory_range, times
 

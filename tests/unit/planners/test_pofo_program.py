@@ -9,8 +9,8 @@ from math import inf
 
 import pytest
 
-from lt_offload.plan.planners.pofo.chain import Chain, memory, sequential, walk
-from lt_offload.plan.planners.pofo.program import ChainProgram
+from lt_offload.plan.papers.pofo.chain import Chain, memory, sequential, walk
+from lt_offload.plan.papers.pofo.program import ChainProgram
 from scripts.papers.pofo_heuristics import from_scratch
 from tests import sampling
 from tests.support.profiles.pofo_brute import fluid_s, random_chain, rematerialised_s, sequences
@@ -189,7 +189,7 @@ def test_the_sequences_of_a_program_differ_and_get_slower() -> None:
 def test_a_program_is_solved_without_a_compiler() -> None:
     code = (
         "import sys\n"
-        "from lt_offload.plan.planners.pofo.program import ChainProgram\n"
+        "from lt_offload.plan.papers.pofo.program import ChainProgram\n"
         "from tests.support.profiles.pofo_brute import random_chain\n"
         "assert ChainProgram(random_chain(1, 3), memory_bytes=50, slots=50).seconds(50) > 0\n"
         "assert not {'numba', 'torch'} & {*sys.modules}\n"

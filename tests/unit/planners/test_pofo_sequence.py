@@ -7,8 +7,8 @@ from math import inf
 
 import pytest
 
-from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation, memory, sequential, walk
-from lt_offload.plan.planners.pofo.program import ChainProgram
+from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation, memory, sequential, walk
+from lt_offload.plan.papers.pofo.program import ChainProgram
 from scripts.papers.pofo_heuristics import Rematerialisation, autocapper_s, from_scratch, opportunist_s, simulated_s
 from tests.support.profiles.pofo_brute import random_chain
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.plan.planners.weights.model import Gap, WeightChain, held_bytes, select_gaps
+from lt_offload.plan.papers.weights.model import Gap, WeightChain, held_bytes, select_gaps
 from scripts.papers.weights import LAYER, TABLE_1, gpt2
 from scripts.papers.weights_problem import Schedule, WeightLayer, l2l_s, schedule, weight_chain, weights_bound
 

@@ -12,11 +12,11 @@ import pytest
 from lt_offload.plan.assembly.just_in_time import Misfit
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.papers.weights import propose as proposing
+from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.timed_plan import timed_plan
-from lt_offload.plan.planners.weights import propose as proposing
-from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

@@ -57,19 +57,19 @@ def pool_copies(
         if offloaded.get(step):
             # What the step itself makes leaves last.
             left_behind[step] = [*gone, *_less(waiting)]
-    there: list[Pair] = []
+    back: list[Pair] = []
     needed: list[Pair] = []
     back_behind: dict[int, list[Pair]] = {}
     for step in range(steps):
         if timeline.is_backward(step):
             needed = [*needed, *offloaded.get(timeline.forward(timeline.block(step)), [])]
         needed = total(problem, f"needed_{step:03d}", needed)
-        require(problem, [*there, *_less(needed)], ">=")
-        before = there
-        there = total(problem, f"there_{step:03d}", [*there, (1, arrived[step])])
+        require(problem, [*back, *_less(needed)], ">=")
+        before = back
+        back = total(problem, f"there_{step:03d}", [*back, (1, arrived[step])])
         behind, room = (problem.add_variable(f"{name}_{step:03d}", 0) for name in ("behind", "back"))
         require(problem, [*before, *_less(needed), (-1, room)], "<=")
-        require(problem, [*there, *_less(needed), (-1, behind), (-1, room)], "<=")
+        require(problem, [*back, *_less(needed), (-1, behind), (-1, room)], "<=")
         add(memory[step], [(1, room)])
         back_behind[step] = [(1, behind)]
     for (rows, rate), flows in zip(lanes, (left, arrived), strict=True):

@@ -20,11 +20,11 @@ class OffmateConfig:
     host_budget_bytes: int | None = None
     """Host budget; None: no limit."""
     host_update: bool = True
-    """Whether the host may update parameters."""
+    """True if the host may update parameters."""
     activation_offload: bool = True
-    """Whether options that copy activations to the host may be chosen."""
+    """True if options that copy activations to the host may be chosen."""
     recompute: bool = True
-    """Whether ``recompute`` and ``mixed`` may be chosen."""
+    """True if ``recompute`` and ``mixed`` may be chosen."""
     pools: Literal["shared", "split"] = "split"
     """``split``: weights and states live in an arena of fixed extent, everything else in another pool."""
     phi: float = 0.25
@@ -40,7 +40,7 @@ class OffmateConfig:
     """For bounds of any planner's plans: also allow for activations that are dropped and computed again, at the cost of
     one forward, and let embeddings that can be read in host memory cost neither copies nor device memory."""
     idle_states: bool = True
-    """Whether states that stay on the device have a place in RAM, too, as with the engine; without, the program needs
+    """True if states that stay on the device have a place in RAM, too, as with the engine; without, the program needs
     less RAM than any plan."""
     reach: int = 6
     """Steps before and after a use in which its transfers may run."""
@@ -50,7 +50,7 @@ class OffmateConfig:
     """With ``optimistic``: gradients are copied and updated with in so many steps after they are made, and updated with
     in so many before the next use; between, in those of all groups together. None: each in any of these steps."""
     compact: bool = False
-    """Whether rows that others name are variables, as in bounds. Solutions have the same value, but of those that have
+    """True if rows that others name are variables, as in bounds. Solutions have the same value, but of those that have
     it another one may be found: some are easier to round and to schedule."""
     traffic_weight: float = 1e-4
     """Weight of a second of copying in the objective; without it the solver returns pointless traffic."""

@@ -86,7 +86,7 @@ class Program:
     """
 
     late_update = True
-    """Whether the host may update a group whose next forward follows its last backward at once (the embedding); the
+    """True if the host may update a group whose next forward follows its last backward at once (the embedding); the
     forward then waits for the update."""
 
     def __init__(self, profile: Profile, config: OffmateConfig, objective: Objective = "time") -> None:
@@ -297,16 +297,16 @@ class Program:
         """
         group, part = v.group, 1 / self.profile.processes
         states = self._size(group.state_bytes)
-        found: list[Pair] = [(self._size(part * (group.bytes - group.trainable_bytes) + group.trainable_bytes), 1.0)]
+        lasting: list[Pair] = [(self._size(part * (group.bytes - group.trainable_bytes) + group.trainable_bytes), 1.0)]
         if self.config.idle_states:
-            found.append((states, 1.0))
+            lasting.append((states, 1.0))
         else:
-            found += [(states, v.host_share), *((states, flow) for flow in v.state_offload)]
+            lasting += [(states, v.host_share), *((states, flow) for flow in v.state_offload)]
         if self.profile.common_updates:
             sums = sum(self.profile.tensors[index].sum_bytes for index in group.tensors)
             in_common = self._size(group.trainable_bytes - sums) + states
-            found.append((-(1 - part) * in_common, v.host_share))
-        return found
+            lasting.append((-(1 - part) * in_common, v.host_share))
+        return lasting
 
     def _copied_bytes(self, group: Group) -> int:
         """Return the bytes of the group that its uses need on the device.
@@ -531,11 +531,11 @@ def _options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionProfile,
     It runs nothing again but the block whose backward it is. For a bound, what is dropped and comes from other blocks'
     forwards costs the least that it can: one forward of its own. One that runs again early costs what ``keep`` does.
     """
-    found = []
+    offers = []
     for option in allowed_options(block, config, discard=config.optimistic):
         seconds = option.backward_s + option.forward_s if option.name == "discard" else option.backward_s
         keep = _kept(block, option) if config.optimistic else None
         if keep is not None:
             seconds = min(seconds, keep.forward_s + keep.backward_s)
-        found.append(option if seconds == option.backward_s else replace(option, backward_s=seconds))
-    return tuple(found)
+        offers.append(option if seconds == option.backward_s else replace(option, backward_s=seconds))
+    return tuple(offers)

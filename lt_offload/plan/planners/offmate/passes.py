@@ -41,14 +41,14 @@ class PassProgram(Program):
         super().__init__(*args, **kwargs)
 
     def _limit_device(self) -> pulp.LpVariable | None:
-        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        trained: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, tensor in enumerate(self._whole.tensors):
             if tensor.trainable and tensor.bytes:
-                found[tensor.blocks].append(index)
+                trained[tensor.blocks].append(index)
         arriving = self.problem.add_variable("arriving", 0)
         if self._window > 1:
             add(self.host_memory, [(1, arriving)])
-        for number, (blocks, tensors) in enumerate(found.items()):
+        for number, (blocks, tensors) in enumerate(trained.items()):
             self._count_group(f"g{number:03d}", blocks[0], tensors, arriving)
         return super()._limit_device()
 

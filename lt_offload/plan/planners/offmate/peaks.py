@@ -36,7 +36,7 @@ class _GradientShares:
     passing: int
     """The most that comes and goes at once, with what its use takes."""
     scratch: int
-    """That part of it which is no gradient."""
+    """Bytes of ``passing`` that are no gradient."""
 
 
 def backward_peak(profile: Profile, block: int, options: Sequence[OptionProfile], *, host_update: bool) -> BackwardPeak:
@@ -50,7 +50,7 @@ def backward_peak(profile: Profile, block: int, options: Sequence[OptionProfile]
     peaks = [[_peak(profile.blocks[block], option, way) for way in ways] for option in options]
     all_here, all_there = (min(ways, key=lambda way: way.share), max(ways, key=lambda way: way.share))
     ends = [(own[ways.index(all_here)], own[ways.index(all_there)]) for own in peaks]
-    slope = max(0.0, min(there - here for here, there in ends)) if host_update else 0.0
+    slope = max(0.0, min(on_host - on_device for on_device, on_host in ends)) if host_update else 0.0
     low = tuple(min(peak - slope * way.share for peak, way in zip(own, ways, strict=True)) for own in peaks)
     return BackwardPeak(low, slope)
 
@@ -90,11 +90,11 @@ def _ways(profile: Profile, block: int) -> Iterator[_GradientShares]:
 
 def _peak(block: BlockProfile, option: OptionProfile, way: _GradientShares) -> float:
     """Return what the backward of ``block`` takes; if its forward runs again, early or late, what is rebuilt too."""
-    found = _least(option, way)
+    peak = _least(option, way)
     keep = next((other for other in block.options if other.name == "keep"), None)
     if keep is not None and SAVED[option.name] != "all":
-        found = min(found, keep.saved_bytes + _least(keep, way) - option.saved_bytes)
-    return found
+        peak = min(peak, keep.saved_bytes + _least(keep, way) - option.saved_bytes)
+    return peak
 
 
 def _least(option: OptionProfile, way: _GradientShares) -> float:

@@ -24,7 +24,7 @@ from lt_offload.plan.planners.offmate.activations import Rows, total
 
 @dataclass(frozen=True, slots=True)
 class PooledWork:
-    """What one group does on a lane within some steps."""
+    """Work of one group on a lane within some steps."""
 
     amount: Pair
     """Seconds of the lane, in the program's unit."""
@@ -63,7 +63,7 @@ class Rerun:
     ahead_bytes: float
     """In the program's unit: what its block holds more from then on to its backward."""
     weight: Term
-    """How much of the option the block has."""
+    """The part of the option that the block has."""
 
 
 def pool_reruns(
@@ -78,10 +78,10 @@ def pool_reruns(
         own: seconds of the step's forward or backward, with what runs again within it.
         memory: device bytes.
     """
-    found = [rerun for several in reruns.values() for rerun in several if rerun.seconds]
-    if not found:
+    lasting = [rerun for several in reruns.values() for rerun in several if rerun.seconds]
+    if not lasting:
         return
-    rate = min(rerun.ahead_bytes / rerun.seconds for rerun in found)
+    rate = min(rerun.ahead_bytes / rerun.seconds for rerun in lasting)
     done: list[Pair] = []
     due: list[Pair] = []
     for step in sorted(reruns):

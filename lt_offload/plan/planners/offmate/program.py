@@ -250,19 +250,19 @@ class _ProgramSearch:
         for weight in (weight for weights in self.program.comp for weight in weights if not isinstance(weight, float)):
             weight.lowBound, weight.upBound = 0, 1
         outcome = self._solve(self.config.gap)
-        found = math.inf
+        branched = math.inf
         if outcome == "solved":
             best = tuple(int(np.argmax([_value(weight) for weight in weights])) for weights in self.program.comp)
-            found = self._solve_fixed(best)
+            branched = self._solve_fixed(best)
         # The variables hold the last program that was solved, so the
         # better options may have to be solved for once more.
-        if found < rounded:
+        if branched < rounded:
             self.chosen = best
         elif rounded < math.inf:
             self._solve_fixed(self.chosen)
         elif outcome == "stopped":
             self._solved(outcome)
-        return min(found, rounded) < math.inf
+        return min(branched, rounded) < math.inf
 
 
 def _value(term: Term, high: float = 1.0) -> float:

@@ -82,16 +82,14 @@ def round_tensors(solution: Solution, profile: Profile) -> Decisions:
     return Decisions(tensors=tensors, options=solution.options)
 
 
-def with_less_ram(
-    decisions: Decisions, profile: Profile, allowed: Allowed, excess: int, *, keeps_inputs: bool = False
-) -> Decisions | None:
+def with_less_ram(decisions: Decisions, profile: Profile, allowed: Allowed, excess: int) -> Decisions | None:
     """Return ``decisions`` with other options for some blocks, so that they need ``excess`` bytes of RAM less.
 
     Blocks send less, or nothing, and compute more instead: those first where a byte of RAM costs the least time, and of
     equal ones some here and some there, as a lane has to carry what is left. None if nothing is left to be changed.
-    Inputs that were sent may then stay on the device: with ``keeps_inputs`` as well as not, else as the last resort.
+    Inputs that were sent may then stay on the device.
     """
-    swaps: dict[tuple[bool, float, int, str], list[int]] = defaultdict(list)
+    swaps: dict[tuple[float, int, str], list[int]] = defaultdict(list)
     for index, (block, options) in enumerate(zip(profile.blocks, allowed, strict=True)):
         now = block.option(decisions.options[index])
         for other in options if block.has_backward else ():
@@ -100,10 +98,10 @@ def with_less_ram(
             # An input that left with the activations may stay; more than that would break the device's budget.
             if freed > 0 and more <= block.input_bytes:
                 seconds = other.forward_s + other.backward_s - now.forward_s - now.backward_s
-                swaps[more > 0 and not keeps_inputs, seconds / freed, freed, other.name].append(index)
+                swaps[seconds / freed, freed, other.name].append(index)
     chosen = list(decisions.options)
     changed: set[int] = set()
-    for (_, _, freed, name), blocks in sorted(swaps.items()):
+    for (_, freed, name), blocks in sorted(swaps.items()):
         left = [index for index in blocks if index not in changed]
         count = min(len(left), math.ceil(excess / freed))
         for index in (left[(2 * turn + 1) * len(left) // (2 * count)] for turn in range(count)):
@@ -167,7 +165,7 @@ class _Rounding:
     def decisions(self) -> dict[int, TensorDecision]:
         """Return one decision per tensor of the group."""
         moves = self._moves()
-        write_back = self._write_backs({t: found[0] for t, found in moves.items()})
+        write_back = self._write_backs({t: taus[0] for t, taus in moves.items()})
         decided = {}
         for t in self.group.tensors:
             if not self._trainable(t):
@@ -207,7 +205,7 @@ class _Rounding:
 
         Tensors that move at different times travel in different copies.
         """
-        found: dict[int, list[int]] = defaultdict(list)
+        moves: dict[int, list[int]] = defaultdict(list)
         for (use, following), staying in zip(self.gaps, self.staying, strict=True):
             stale = self._stale(use)
             inside = self.flows.resident.take(range(use + 1, following), mode="wrap")
@@ -221,8 +219,8 @@ class _Rounding:
             back = _midpoints(self._sizes(moving), arrives, default=following - use - 1)
             for t, later in zip(moving, back, strict=True):
                 release = min(use + first[t], max(following - 2, use)) if t in first else use
-                found[t] += [release, max(min(use + later, following - 1), release + 1)]
-        return found
+                moves[t] += [release, max(min(use + later, following - 1), release + 1)]
+        return moves
 
     # -- sets --------------------------------------------------------------------------------------------------------
 

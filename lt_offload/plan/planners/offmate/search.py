@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
@@ -14,7 +14,6 @@ from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
-from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.units import format_bytes
 
@@ -22,24 +21,18 @@ _SOLVED_BLOCKS = 200
 _SOLVED = (6, 14)
 """Numbers of budgets whose plans are estimated, at least and at most; between them, as many as make this number of
 blocks together."""
-_AFTER_JUMP = 2
-"""And of those after a jump."""
 _TURNS = 2
 """The program is solved for that many times as many, as plans may not fit."""
 _PHI = 1.0
 """``OffmateConfig.phi`` of the programs: copies start at the end of the step that makes what they copy."""
 _SHORT = 0.003
-"""A schedule is short of room if it takes longer than the program says by more than this part of it ..."""
-_FAR = 0.1
-"""... and by far if it is more than this."""
+"""A schedule is short of room if it takes longer than the program says by more than this part of it."""
 _SCHEDULED = 2
 """Number of proposals, the fastest by estimate, that are scheduled with care."""
 _OTHER_PHIS = (1.0, 0.5)
 """``OffmateConfig.phi`` of second searches."""
 _MANY_BLOCKS = 20
 """Of fewer blocks, the tensors are so large that rounding decides, whatever is rounded."""
-_WAITING = 7
-"""Of how many groups there is room for gradients on the host where a plan fills the RAM and a second one does not."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
@@ -47,7 +40,6 @@ _LEAST_S = 10.0
 _FIRST = 1.0
 _LARGEST = 1.35
 _STEP = 0.07
-_JUMP = 0.2
 _NEAR = 0.01
 """Parts of a budget: where to begin and to end, how far to go, and what is too near to be tried. The program counts for
 the whole step what is there for a part of it, so that it needs more than the real budget."""
@@ -94,7 +86,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         config, budget_bytes=search.next, lag=0, lookahead=0, host_budget_bytes=ram.next, idle_states=False
     )
     programs = RelaxedPrograms(request.profile, planned)
-    found: list[tuple[float, Proposal]] = []
+    estimated: list[tuple[float, Proposal]] = []
     least, most = _SOLVED
     wanted = min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)
     for turn in range(_TURNS * wanted):
@@ -103,7 +95,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         if left <= 0 and (turn or candidates.fitting):
             candidates.cut_short("more budgets of the program" if turn else "the program")
             break
-        if not candidates.fitting and not found:
+        if not candidates.fitting and not estimated:
             left = max(left, _LEAST_S)
         name = f"offmate, {verb} for {format_bytes(search.next)}"
         try:
@@ -123,83 +115,40 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
             planned = replace(planned, budget_bytes=search.next, idle_states=True)
             programs = RelaxedPrograms(request.profile, planned)
             continue
-        seconds, proposal = _estimated(name, decisions, candidates)
+        proposal = Proposal(name=name, sets=Sets(_within_ram(decisions, request), request.profile))
+        seconds = candidates.estimate(proposal)
         if isinstance(seconds, Missed):
             if not (ram.lower(seconds.host) or search.lower(seconds.device)):
                 break
             continue
-        found.append((seconds, proposal))
+        estimated.append((seconds, proposal))
         # A schedule that takes longer than its program says was short of
         # room: with a smaller budget the plan may then be faster.
         if enough(seconds):
             break
         # Programs that go on from others are solved soon: it is the estimates that take the time.
-        if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(found) == wanted:
-            if not search.jump():
-                break
-            wanted = len(found) + _AFTER_JUMP
+        if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
+            break
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-    best = [proposal for _, proposal in sorted(found, key=lambda item: item[0])]
-    for proposal in _with_more_room(best, request)[:_SCHEDULED]:
+    for _, proposal in sorted(estimated, key=lambda item: item[0])[:_SCHEDULED]:
         candidates.add(proposal)
         if enough(candidates.fastest_s):
             return
 
 
-def _estimated(name: str, decisions: Decisions, candidates: Candidates) -> tuple[float | Missed, Proposal]:
-    """Return about how long ``decisions`` take, within the RAM: of two ways to get there, the faster one."""
-    request = candidates.request
-    ways = {
-        name: _with_less_ram(decisions, request, spare=0) or decisions,
-        f"{name}, with inputs kept": _with_less_ram(decisions, request, spare=0, keeps_inputs=True) or decisions,
-    }
-    found: list[tuple[float, Proposal]] = []
-    missed: list[tuple[Missed, Proposal]] = []
-    for way, decided in ways.items():
-        if way != name and decided == ways[name]:
-            continue
-        proposal = Proposal(name=way, sets=Sets(decided, request.profile))
-        seconds = candidates.estimate(proposal)
-        if isinstance(seconds, Missed):
-            missed.append((seconds, proposal))
-        else:
-            found.append((seconds, proposal))
-    return min(found, key=lambda item: item[0]) if found else missed[0]
+def _within_ram(decisions: Decisions, request: Request) -> Decisions:
+    """Return ``decisions`` with so much less on the host that they fit there; as they are if they do, or never would.
 
-
-def _with_more_room(proposals: Sequence[Proposal], request: Request) -> list[Proposal]:
-    """Return ``proposals``, the best first; if it fills the RAM, the second is the same with less in it.
-
-    A plan for which the RAM just suffices has room for the gradients of one step, so that each copy of them waits for
-    the updates before. Estimates do not see that.
+    Whole options may send more to the host than the fractions do that they were rounded from.
     """
-    for best in proposals[:1]:
-        less = _with_less_ram(best.decisions, request, spare=_gradient_room(request))
-        if less is not None:
-            name = f"{best.name}, with room for gradients on the host"
-            return [best, Proposal(name=name, sets=Sets(less, request.profile)), *proposals[1:]]
-    return list(proposals)
-
-
-def _gradient_room(request: Request) -> int:
-    """Return the RAM for the gradients of some groups: as many as may wait for their updates."""
-    sizes = sorted(group.trainable_bytes for group in groups(request.profile) if group.trainable_bytes)
-    return _WAITING * sizes[len(sizes) // 2] if sizes and request.settings.host_update else 0
-
-
-def _with_less_ram(
-    decisions: Decisions, request: Request, *, spare: int, keeps_inputs: bool = False
-) -> Decisions | None:
-    """Return ``decisions`` with so much less on the host that ``spare`` bytes are left; None if they are, or never."""
-    excess = decisions.least_host_bytes(request.profile) + spare - request.host_budget_bytes
-    allowed = self_contained(request.allowed)
+    excess = decisions.least_host_bytes(request.profile) - request.host_budget_bytes
     if excess <= 0:
-        return None
-    return with_less_ram(decisions, request.profile, allowed, excess, keeps_inputs=keeps_inputs)
+        return decisions
+    return with_less_ram(decisions, request.profile, self_contained(request.allowed), excess) or decisions
 
 
 class _RamSearch:
-    """With which RAM to solve the program next: less where the rounded plan needs more than there is."""
+    """The RAM to solve the program for next: less where the rounded plan needs more than there is."""
 
     def __init__(self, budget: int) -> None:
         self.next = budget
@@ -224,7 +173,7 @@ class _RamSearch:
 
 
 class BudgetSearch:
-    """Which budget to solve the program for next: the one whose plan is the fastest within the real budget.
+    """The budget to solve the program for next: the one whose plan is the fastest within the real budget.
 
     A larger one gives faster plans, as long as they find room; the fastest is where that begins to fail.
     """
@@ -236,9 +185,8 @@ class BudgetSearch:
         """The program has no solution below."""
         self._tried: dict[float, float] = {_LARGEST * budget: math.inf}
         """By budget: the seconds of its plan, infinity if it does not fit."""
-        self._lost: dict[float, float] = {}
-        """By budget: the part of its time that a plan loses because room is short."""
-        self._jumped = False
+        self._short: set[float] = set()
+        """Budgets whose plans lose time because room is short."""
 
     def raise_to(self, needed: int | None) -> bool:
         """Go up to the smallest budget with a solution; returns False if that is too far or was tried."""
@@ -258,16 +206,8 @@ class BudgetSearch:
         """Note what the plan takes, and the part of it that it loses; returns whether there is another one to try."""
         self._tried[self.next] = seconds
         if lost > _SHORT:
-            self._lost[self.next] = lost
+            self._short.add(self.next)
         return self._between()
-
-    def jump(self) -> bool:
-        """Go far down, once, if the best plan so far loses much of its time; returns whether that is worth a trial."""
-        best = min(self._tried, key=lambda budget: self._tried[budget])
-        if self._jumped or self._lost.get(best, 0.0) <= _FAR:
-            return False
-        self._jumped = True
-        return self._go_to((1 - _JUMP) * min(self._tried))
 
     def _between(self) -> bool:
         """Go on beside the best so far."""
@@ -276,7 +216,7 @@ class BudgetSearch:
         below = max((budget for budget in self._tried if budget < best), default=0)
         # Only budgets beside the best are tried: plans get faster with the budget until they stop fitting.
         guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
-        if best in self._lost:
+        if best in self._short:
             guesses.append((best - below, best - min(_STEP * best, (best - below) / 2)))
         room, guess = max(guesses)
         return room > _NEAR * self.budget and self._go_to(guess)

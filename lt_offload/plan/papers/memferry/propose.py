@@ -19,22 +19,22 @@ from typing import Literal
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.ladder import ladder
-from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain, to_decisions
-from lt_offload.plan.planners.memferry.embeddings import embedding_steps
-from lt_offload.plan.planners.memferry.model import (
+from lt_offload.plan.papers.memferry.chain import ProfileChain, Reading, chain, to_decisions
+from lt_offload.plan.papers.memferry.model import (
     CopiedWeights,
     best_forward,
     kept_gradients,
     switched_weights,
     uniform,
 )
-from lt_offload.plan.planners.memferry.savings import Given, savings, with_savings
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cannot_win, self_contained
+from lt_offload.plan.papers.memferry.savings import Given, savings, with_savings
+from lt_offload.plan.planners.embeddings import embedding_steps
+from lt_offload.plan.planners.ladder import ladder
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.units import format_bytes
 
 _RESERVES = (1.0, 0.5, 0.0)
 """Parts of the gradients that are kept on the device, if the user does not say."""
@@ -47,9 +47,9 @@ link, little if they do not."""
 class _Variant:
     name: str
     zero_copy: Literal["best", "small", "none"]
-    """Which weights the forward reads directly: where it is best, embeddings and vectors (norms, biases), or none."""
+    """Weights that the forward reads directly: where it is best, embeddings and vectors (norms, biases), or none."""
     switch: bool = True
-    """Whether weights read directly in the forward may be copied for the backward."""
+    """True if weights read directly in the forward may be copied for the backward."""
 
 
 _VARIANTS = (
@@ -71,27 +71,21 @@ def propose_memferry(request: Request) -> list[Proposal]:
         raise NotApplicable("host_update=False, and it updates all parameters on the host")
     if all(tensor.zero_copy is None for tensor in profile.tensors):
         raise NotApplicable("the profile has no figures for direct host access")
-    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
-    updating_s = trained / profile.optimizer.host_bytes_per_s
-    if updating_s >= request.beat_s:
-        raise NotApplicable(
-            f"not asked: it updates all parameters on the host, which takes {format_seconds(updating_s)} by itself"
-        )
     planner = _Planner(request)
     proposals: list[Proposal] = []
     seen: list[Given] = []
     for variant in _VARIANTS:
-        given = planner.given(variant)
+        start = planner.given(variant)
         # Variants differ on some profiles only: without gain from direct reads they all copy everything.
-        if given in seen:
+        if start in seen:
             continue
         # While nothing fits it goes on: MemFerry shall have a plan, be it not the best.
-        if proposals and (request.late or planner.cannot_win):
+        if proposals and request.late:
             break
-        seen.append(given)
-        found = planner.fastest(given)
-        if found is not None:
-            proposals.append(Proposal(name=variant.name, sets=found))
+        seen.append(start)
+        sets = planner.fastest(start)
+        if sets is not None:
+            proposals.append(Proposal(name=variant.name, sets=sets))
     if not proposals:
         raise NotApplicable(planner.why_nothing_fits())
     return proposals
@@ -99,7 +93,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Manner:
-    """How what has to be given up is chosen."""
+    """A way to choose what is given up."""
 
     share: float
     """Part of the memory that sets may take; the rest is for copies on their way."""
@@ -114,7 +108,7 @@ class _Attempt:
     sets: Sets
     seconds: float
     given_up: int
-    """How many savings it took."""
+    """Number of savings that it took."""
     least_bytes: int
     """Bytes that are needed after all of them."""
 
@@ -132,8 +126,8 @@ class _Planner:
         self.options = ladder(self.profile, request.allowed).top
         reserve = request.settings.gradient_reserve
         # If the user does not say, all that can be is kept while that fits without giving anything else up.
-        found = chain(self.profile, self.options, [Reading()] * len(self.profile.tensors))
-        written = [self._written(part, found) for part in (_RESERVES if reserve is None else (reserve,))]
+        costs = chain(self.profile, self.options, [Reading()] * len(self.profile.tensors))
+        written = [self._written(part, costs) for part in (_RESERVES if reserve is None else (reserve,))]
         ram = min(least_host_bytes(self.options, places, some, self.profile) for some in written)
         if ram > request.host_budget_bytes:
             budget = format_bytes(request.host_budget_bytes)
@@ -150,40 +144,35 @@ class _Planner:
         self.least = sys.maxsize
         """Bytes that the smallest plan needs, as far as is known."""
         self._manner: _Manner | None = None
-        self.cannot_win = False
-        """Whether another planner's plan is out of reach for the first variant, and so for all."""
 
-    def fastest(self, given: Given) -> Sets | None:
-        """Return the fastest sets found that begin with ``given`` and fit; None if there are none.
+    def fastest(self, start: Given) -> Sets | None:
+        """Return the fastest sets found that begin with ``start`` and fit; None if there are none.
 
         The best manner of making room is looked for with the first variant, and kept for the others.
         """
         if self._manner is not None:
-            found = [self._attempt(given, self._manner)]
+            attempts = [self._attempt(start, self._manner)]
         else:
             manners = [_Manner(share=share, link_price=price, written=self.written[0]) for share, price in _MANNERS]
-            found = [self._attempt(given, manners[0])]
-            self.cannot_win = found[0].least_bytes <= self.request.capacity_bytes and cannot_win(
-                found[0].seconds, self.request.beat_s
-            )
-            if found[0].given_up and not self.cannot_win:
-                found += [self._attempt(given, manner) for manner in manners[1:]]
-                best = min(found, key=_rank)
-                found += [self._attempt(given, replace(best.manner, written=other)) for other in self.written[1:]]
-        best = min(found, key=_rank)
-        self.least = min(self.least, *(attempt.least_bytes for attempt in found))
+            attempts = [self._attempt(start, manners[0])]
+            if attempts[0].given_up:
+                attempts += [self._attempt(start, manner) for manner in manners[1:]]
+                best = min(attempts, key=_rank)
+                attempts += [self._attempt(start, replace(best.manner, written=other)) for other in self.written[1:]]
+        best = min(attempts, key=_rank)
+        self.least = min(self.least, *(attempt.least_bytes for attempt in attempts))
         if best.least_bytes > self.request.capacity_bytes:
             return None
         self._manner = best.manner
         return best.sets
 
-    def _attempt(self, given: Given, manner: _Manner) -> _Attempt:
+    def _attempt(self, start: Given, manner: _Manner) -> _Attempt:
         """Give up what has to be, the cheapest first."""
         profile, capacity_bytes = self.profile, self.request.capacity_bytes
-        offers = savings(profile, given, self.allowed, link_price=manner.link_price)
+        offers = savings(profile, start, self.allowed, link_price=manner.link_price)
 
         def sets(count: int) -> Sets:
-            now = with_savings(given, offers[:count])
+            now = with_savings(start, offers[:count])
             return Sets(to_decisions(profile, now.options, now.readings, written=manner.written), profile)
 
         least_bytes = sets(len(offers)).room_needed
@@ -194,11 +183,11 @@ class _Planner:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if sets(middle).least_room <= room else (middle + 1, high)
-        found = sets(low)
+        smallest = sets(low)
         return _Attempt(
             manner=manner,
-            sets=found,
-            seconds=estimated_s(found, self.request),
+            sets=smallest,
+            seconds=estimated_s(smallest, self.request),
             given_up=low,
             least_bytes=least_bytes,
         )
@@ -220,13 +209,13 @@ class _Planner:
             for index, tensor in enumerate(profile.tensors):
                 if len(tensor.blocks) > 1 and tensor.trainable and self._reads_table(tensor):
                     readings[index] = Reading(zero_copy=embedding_steps(profile, tensor))
-        found = chain(profile, self.options, readings)
+        costs = chain(profile, self.options, readings)
         choose: Callable[[ProfileChain], CopiedWeights] = {"best": _best, "small": self._small, "none": _all}[
             variant.zero_copy
         ]
-        copied = choose(found)
-        switched = switched_weights(found.layers, copied) if variant.switch else frozenset()
-        for block, tensors in enumerate(found.tensors):
+        copied = choose(costs)
+        switched = switched_weights(costs.layers, copied) if variant.switch else frozenset()
+        for block, tensors in enumerate(costs.tensors):
             for at, index in enumerate(tensors):
                 if not copied[block][at]:
                     backward = () if (block, at) in switched else (steps.backward(block),)
@@ -241,7 +230,7 @@ class _Planner:
         transfer_s = tensor.bytes / self.profile.hardware.h2d_bytes_per_s
         return bool(reads) and sum(read.forward_s + read.backward_s for read in reads) < transfer_s
 
-    def _small(self, found: ProfileChain) -> CopiedWeights:
+    def _small(self, costs: ProfileChain) -> CopiedWeights:
         """Copy everything but embeddings, and vectors such as the weights of norms."""
         blocks, tensors = self.profile.blocks, self.profile.tensors
         return tuple(
@@ -249,13 +238,13 @@ class _Planner:
                 weight.forward_s == float("inf") or (block.kind != "embedding" and len(tensors[index].shape) > 1)
                 for weight, index in zip(layer.weights, indices, strict=True)
             )
-            for block, layer, indices in zip(blocks, found.layers, found.tensors, strict=True)
+            for block, layer, indices in zip(blocks, costs.layers, costs.tensors, strict=True)
         )
 
-    def _written(self, reserve: float, found: ProfileChain) -> frozenset[int]:
+    def _written(self, reserve: float, costs: ProfileChain) -> frozenset[int]:
         """Return the tensors whose gradients the backward writes to host memory, so that ``reserve`` of all are kept.
 
-        ``found``: what blocks and tensors cost.
+        ``costs``: of blocks and tensors.
 
         Raises:
             NotApplicable: if that cannot be, because too many have no figures for it.
@@ -264,7 +253,7 @@ class _Planner:
         trainable = [index for index, tensor in enumerate(profile.tensors) if tensor.trainable]
         weight_of = {
             index: weight
-            for layer, indices in zip(found.layers, found.tensors, strict=True)
+            for layer, indices in zip(costs.layers, costs.tensors, strict=True)
             for index, weight in zip(indices, layer.weights, strict=True)
         }
         free = [index for index in trainable if weight_of[index].gradient_s < float("inf")]
@@ -282,12 +271,12 @@ class _Planner:
         return frozenset(index for index, keep in zip(free, kept, strict=True) if not keep)
 
 
-def _best(found: ProfileChain) -> CopiedWeights:
-    return best_forward(found.layers)
+def _best(costs: ProfileChain) -> CopiedWeights:
+    return best_forward(costs.layers)
 
 
-def _all(found: ProfileChain) -> CopiedWeights:
-    return uniform(found.layers, True)
+def _all(costs: ProfileChain) -> CopiedWeights:
+    return uniform(costs.layers, True)
 
 
 def _place(tensor: TensorProfile) -> UpdatePlace:

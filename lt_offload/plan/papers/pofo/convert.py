@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lt_offload.plan.iteration.computations import rerun_option
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation, resident_tensors
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation
+from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation
 from lt_offload.plan.planners.request import Allowed, NotApplicable
 from lt_offload.schema.plan import Save
 from lt_offload.schema.profile import OptionName, Profile
@@ -178,29 +178,29 @@ def _options(
     operations: Sequence[Operation], layout: ActivationLayout, profile: Profile, allowed: Allowed
 ) -> list[OptionName]:
     """Return what the first forward of each block saves."""
-    found: list[OptionName] = ["keep" if _works(profile, at) else options[0].name for at, options in enumerate(allowed)]
+    names: list[OptionName] = ["keep" if _works(profile, at) else options[0].name for at, options in enumerate(allowed)]
     moved = {operation.layer for operation in operations if operation.kind == "offload"}
     for operation in operations:
         if operation.kind == "loss":
-            return found
+            return names
         blocks = layout.layers[operation.layer - 1]
         # An offload is of the input of a layer, which is what the layer before has saved.
         if operation.kind == "all" and operation.layer + 1 in moved:
             for at in blocks:
-                found[at] = "offload"
+                names[at] = "offload"
         elif operation.kind in ("checkpoint", "none"):
             for at in blocks:
-                found[at] = "discard"
+                names[at] = "discard"
             if operation.kind == "checkpoint":
                 reloads = operation.layer in moved and any(o.name == "reload" for o in allowed[blocks[0]])
-                found[blocks[0]] = "reload" if reloads else "recompute"
+                names[blocks[0]] = "reload" if reloads else "recompute"
     raise AssertionError("a sequence has a loss")
 
 
 def _reruns(run: Sequence[Operation], layout: ActivationLayout) -> list[Recomputation]:
-    found = []
+    reruns = []
     for operation in run:
         first, others = _RERUN[operation.kind]
         blocks = layout.layers[operation.layer - 1]
-        found += [Recomputation(block=at, save=others if at > blocks[0] else first) for at in blocks]
-    return found
+        reruns += [Recomputation(block=at, save=others if at > blocks[0] else first) for at in blocks]
+    return reruns

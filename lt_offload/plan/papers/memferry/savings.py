@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.decisions import uses
+from lt_offload.plan.papers.memferry.chain import Reading
+from lt_offload.plan.planners.embeddings import embedding_steps
 from lt_offload.plan.planners.ladder import ladder
-from lt_offload.plan.planners.memferry.chain import Reading
-from lt_offload.plan.planners.memferry.embeddings import embedding_steps
 from lt_offload.plan.planners.request import Allowed
 from lt_offload.schema.profile import OptionName, Profile
 
@@ -25,7 +25,7 @@ class Given:
     options: tuple[OptionName, ...]
     readings: tuple[Reading, ...]
     zero_copy: bool = True
-    """Whether more may be read directly than is."""
+    """True if more may be read directly than is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,41 +41,41 @@ class Saving:
     reading: Reading = Reading()
 
 
-def with_savings(given: Given, chosen: Sequence[Saving]) -> Given:
-    """Return ``given`` with the ``chosen`` savings made, one after the other."""
-    options, readings = list(given.options), list(given.readings)
+def with_savings(start: Given, chosen: Sequence[Saving]) -> Given:
+    """Return ``start`` with the ``chosen`` savings made, one after the other."""
+    options, readings = list(start.options), list(start.readings)
     for saving in chosen:
         if saving.option is not None:
             options[saving.block] = saving.option
         else:
             readings[saving.tensor] = saving.reading
-    return replace(given, options=tuple(options), readings=tuple(readings))
+    return replace(start, options=tuple(options), readings=tuple(readings))
 
 
-def savings(profile: Profile, given: Given, allowed: Allowed, *, link_price: float) -> list[Saving]:
+def savings(profile: Profile, start: Given, allowed: Allowed, *, link_price: float) -> list[Saving]:
     """Return what can be given up, the cheapest first.
 
     Args:
         profile: the model.
-        given: where to begin, with the fastest of the ``allowed`` options.
+        start: what is had in enough memory, with the fastest of the ``allowed`` options.
         allowed: what activations may become.
         link_price: what a second of copying costs: 1 if the computations wait for it, less if it hides.
     """
     rungs = ladder(profile, allowed, link_price=link_price).rungs
-    found = [Saving(price=rung.price, block=rung.block, option=rung.option) for rung in rungs]
-    found += _of_tensors(profile, given, link_price)
-    return sorted(found, key=lambda saving: (saving.price, saving.block, saving.tensor))
+    offers = [Saving(price=rung.price, block=rung.block, option=rung.option) for rung in rungs]
+    offers += _of_tensors(profile, start, link_price)
+    return sorted(offers, key=lambda saving: (saving.price, saving.block, saving.tensor))
 
 
-def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[Saving]:
-    rate, computed = profile.hardware.h2d_bytes_per_s, computations(given.options, {}, profile)
-    for index, (tensor, reading) in enumerate(zip(profile.tensors, given.readings, strict=True)):
+def _of_tensors(profile: Profile, start: Given, link_price: float) -> Iterator[Saving]:
+    rate, computed = profile.hardware.h2d_bytes_per_s, computations(start.options, {}, profile)
+    for index, (tensor, reading) in enumerate(zip(profile.tensors, start.readings, strict=True)):
         if reading.leaves or (reading.zero_copy and len(tensor.blocks) == 1) or tensor.bytes == 0:
             continue
         # One that is always there is copied for the forward and the backward then, any other once more than before.
         copy_price, copies = link_price * tensor.bytes / rate, 2 if reading.always else 1
         ways = [(copies * copy_price, replace(reading, leaves=True, always=False))]
-        if given.zero_copy and tensor.zero_copy is not None:
+        if start.zero_copy and tensor.zero_copy is not None:
             tied = len(tensor.blocks) > 1
             steps = embedding_steps(profile, tensor) if tied else tuple(uses(tensor.blocks, profile))
             reads = [computed[step].zero_copy([index], profile) for step in steps]

@@ -39,13 +39,13 @@ class ChainLayer:
     backward_overhead_bytes: int = 0
     """ob."""
     checkpoints: bool = True
-    """Whether its forward may leave nothing but its input."""
+    """True if its forward may leave nothing but its input."""
     discards: bool = True
-    """Whether its forward may leave nothing at all."""
+    """True if its forward may leave nothing at all."""
     input_travels: bool = True
-    """Whether its input alone may be offloaded."""
+    """True if its input alone may be offloaded."""
     saved_travels: bool = True
-    """Whether what it saves may be offloaded."""
+    """True if what it saves may be offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,15 +164,15 @@ def _whole(exact: NDArray[np.float64], *, nearest: bool, carried: bool) -> NDArr
 def _last(chain: Chain, recompute: bool) -> list[int]:
     """Return, per layer and for the loss, how far a part that begins with its checkpoint may reach."""
     count = len(chain.layers)
-    found = [count]  # the loss is never run again
+    last = [count]  # the loss is never run again
     reach = count
     # The walk is from the back: a layer whose forward must leave something ends every part that would run through it.
     for at in range(count, 0, -1):
         layer = chain.layers[at - 1]
-        found.append(reach if recompute and layer.checkpoints else at - 1)
+        last.append(reach if recompute and layer.checkpoints else at - 1)
         if not layer.discards:
             reach = at - 1
-    return found[::-1]
+    return last[::-1]
 
 
 class Operation(NamedTuple):

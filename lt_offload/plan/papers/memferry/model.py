@@ -42,9 +42,9 @@ class MemFerryWeight:
     backward_s: float = 0.0
     """Seconds that the backward takes longer if it is read directly, ``T_BP^H - T_BP``."""
     forward_read_s: float = 0.0
-    """For how long a direct read occupies the link in the forward."""
+    """Seconds of the link that a direct read takes in the forward."""
     backward_read_s: float = 0.0
-    """And in the backward."""
+    """The same in the backward."""
     gradient_bytes: int = 0
     gradient_transfer_s: float = 0.0
     """To copy its gradient to the host."""
@@ -63,7 +63,7 @@ class MemFerryLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
-    """When the forward computes and copies, from its first moment on."""
+    """Times of computations and copies of the forward, from its first moment on."""
 
     starts: tuple[float, ...]
     """Per layer."""
@@ -71,17 +71,17 @@ class Forward:
     copies: tuple[float, ...]
     """Per layer: when the copies of its weights begin."""
     link_s: float
-    """When the link to the device is free."""
+    """The moment from which on the link to the device is free."""
 
     @property
     def seconds(self) -> float:
-        """When the last layer ends."""
+        """The moment in which the last layer ends."""
         return self.ends[-1] if self.ends else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardReads:
-    """When the backward ends, from the first moment of the forward on."""
+    """The end of the backward, from the first moment of the forward on."""
 
     compute_s: float
     arrivals: tuple[float, ...]
@@ -179,7 +179,7 @@ def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKE
     """
     time, link = np.zeros(1), np.zeros(1)
     history: list[tuple[_Indices, _Indices]] = []
-    found: list[list[Way]] = []
+    of_layers: list[list[Way]] = []
     # Layers of a transformer have the same weights: their ways are worked out once.
     known: dict[tuple[MemFerryWeight, ...], list[Way]] = {}
     for layer in layers:
@@ -195,11 +195,11 @@ def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKE
         time, link = times[kept], links[kept]
         # Which state and which way each new state came from; decisions are read off backwards.
         history.append((kept // len(ways), kept % len(ways)))
-        found.append(ways)
+        of_layers.append(ways)
     # lexsort sorts by its last key first: by time, and by the link among equals.
     state = int(np.lexsort((link, time))[0])
     decisions = []
-    for (states, chosen), ways in zip(reversed(history), reversed(found), strict=True):
+    for (states, chosen), ways in zip(reversed(history), reversed(of_layers), strict=True):
         decisions.append(ways[chosen[state]].copied)
         state = int(states[state])
     return tuple(reversed(decisions))
@@ -237,8 +237,8 @@ def undominated(costs: _Times, values: _Times, buckets: int | None) -> _Indices:
     order = order[np.concatenate(([True], least[1:] < least[:-1]))]
     if buckets is None or len(order) <= buckets:
         return order
-    found = costs[order]
-    bucket = ((found - found[0]) * (buckets / (found[-1] - found[0]))).astype(np.int64)
+    kept = costs[order]
+    bucket = ((kept - kept[0]) * (buckets / (kept[-1] - kept[0]))).astype(np.int64)
     # Values fall with costs: the last of a bucket is its best. The first of all keeps the least cost possible.
     last = np.concatenate((bucket[1:] > bucket[:-1], [True]))
     last[0] = True
@@ -288,7 +288,7 @@ def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets:
 
     The others are written to host memory by the backward. The choice saves the most of the
     backward's time: a 0/1 knapsack. ``buckets`` limits the sizes that are told apart, see
-    :func:`~lt_offload.plan.planners.memferry.model.undominated`.
+    :func:`~lt_offload.plan.papers.memferry.model.undominated`.
     """
     sizes, lost = np.zeros(1), np.zeros(1)
     history: list[tuple[NDArray[np.int64], int] | None] = []

@@ -110,13 +110,13 @@ class WeightChain:
 
     def gaps(self) -> list[Gap]:
         """Return every gap in which a weight's absence frees memory in some step."""
-        found = []
+        freeing = []
         for layer, nbytes in enumerate(self.weights):
             phases: tuple[Phase, ...] = ("forward", "backward")
             # The first layer's backward and next forward follow each
             # other, as do the last one's two: no steps lie between.
-            found += [gap for after in phases if nbytes and (gap := Gap(layer, after)).steps(self.layers)]
-        return found
+            freeing += [gap for after in phases if nbytes and (gap := Gap(layer, after)).steps(self.layers)]
+        return freeing
 
 
 def select_gaps(chain: WeightChain, *, margin: int = 0, discount: bool = True) -> tuple[Gap, ...]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.weights.model import Gap, Phase, WeightChain
+from lt_offload.plan.papers.weights.model import Gap, Phase, WeightChain
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, Profile
 
@@ -22,28 +22,28 @@ class Setting:
     options: tuple[OptionName, ...]
     """Activation option per block."""
     host: bool
-    """Whether the host updates the layers whose weights leave."""
+    """True if the host updates the layers whose weights leave."""
 
     @cached_property
     def tensors(self) -> tuple[tuple[int, ...], ...]:
         """Per block: the tensors that only it uses, which is what may leave."""
-        found: list[list[int]] = [[] for _ in self.options]
+        of_blocks: list[list[int]] = [[] for _ in self.options]
         for index, tensor in enumerate(self.profile.tensors):
             if len(tensor.blocks) == 1:
-                found[tensor.blocks[0]].append(index)
-        return tuple(map(tuple, found))
+                of_blocks[tensor.blocks[0]].append(index)
+        return tuple(map(tuple, of_blocks))
 
     def place(self, tensor: int, *, leaves: bool) -> UpdatePlace:
         """Return where a tensor is updated whose layer's weight ``leaves`` in some gap, or never does.
 
         The first layer's next forward follows its update at once, so the host does not update it.
         """
-        found = self.profile.tensors[tensor]
-        if not found.trainable:
+        decided = self.profile.tensors[tensor]
+        if not decided.trainable:
             return "none"
-        if leaves and self.host and found.blocks[0]:
+        if leaves and self.host and decided.blocks[0]:
             return "host"
-        return "paged" if leaves and found.state_bytes else "device"
+        return "paged" if leaves and decided.state_bytes else "device"
 
     def chain(self, capacity_bytes: int) -> WeightChain:
         """Return the abstract problem: a layer per block, and ``capacity_bytes`` for everything that is decided."""
@@ -82,14 +82,14 @@ class Setting:
         phases: dict[int, set[Phase]] = {}
         for gap in gaps:
             phases.setdefault(gap.layer, set()).add(gap.after)
-        found = [TensorDecision(place=self.place(index, leaves=False)) for index in range(len(self.profile.tensors))]
+        decided = [TensorDecision(place=self.place(index, leaves=False)) for index in range(len(self.profile.tensors))]
         for layer, gone in phases.items():
             # Once any of its weights leaves, a layer is updated on the host, after which the device's copy is stale.
             if self.host and layer and any(self.profile.tensors[index].trainable for index in self.tensors[layer]):
                 gone.add("backward")
             for index in self.tensors[layer]:
-                found[index] = self._travelling(index, layer, gone)
-        return self._with(found)
+                decided[index] = self._travelling(index, layer, gone)
+        return self._with(decided)
 
     def _travelling(self, tensor: int, layer: int, gone: set[Phase]) -> TensorDecision:
         """Return the decision about a tensor whose layer's weight is absent after the phases ``gone``."""

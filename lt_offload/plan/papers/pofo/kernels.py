@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.planners.pofo.chain import SlotSizes
+from lt_offload.plan.papers.pofo.chain import SlotSizes
 
 Table = NDArray[np.float32]
 Slots = NDArray[np.intp]

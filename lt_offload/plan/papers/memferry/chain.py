@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
-from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
+from lt_offload.plan.papers.memferry.model import MemFerryLayer, MemFerryWeight
 from lt_offload.schema.profile import OptionName, Profile, TensorProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How the computations get at one tensor."""
+    """The way in which computations get at one tensor."""
 
     zero_copy: tuple[int, ...] = ()
     """The steps that read it in host memory."""
     leaves: bool = False
-    """Whether its device copy goes and comes again between the other steps that use it."""
+    """True if its device copy goes and comes again between the other steps that use it."""
     always: bool = False
-    """Whether it is on the device all the time; for frozen tensors."""
+    """True if it is on the device all the time; for frozen tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +50,10 @@ def chain(profile: Profile, options: Sequence[OptionName], readings: Sequence[Re
         weights[block].append(_weight(profile, index, computed))
         tensors[block].append(index)
     layers = tuple(
-        MemFerryLayer(forward_s=seconds[at], backward_s=seconds[-1 - at], weights=tuple(found))
-        for at, found in enumerate(weights)
+        MemFerryLayer(forward_s=seconds[at], backward_s=seconds[-1 - at], weights=tuple(of_block))
+        for at, of_block in enumerate(weights)
     )
-    return ProfileChain(layers=layers, tensors=tuple(tuple(found) for found in tensors))
+    return ProfileChain(layers=layers, tensors=tuple(tuple(of_block) for of_block in tensors))
 
 
 def _weight(profile: Profile, index: int, computed: Sequence[Computation]) -> MemFerryWeight:
@@ -81,11 +81,11 @@ def _weight(profile: Profile, index: int, computed: Sequence[Computation]) -> Me
 
 def _seconds(profile: Profile, computed: Sequence[Computation], readings: Sequence[Reading]) -> list[float]:
     """Return, per step, how long its computation takes: the option's, and what ``readings`` add."""
-    found = [computation.seconds for computation in computed]
+    seconds = [computation.seconds for computation in computed]
     for index, (_, reading) in enumerate(_zip(profile, readings)):
         for step in reading.zero_copy:
-            found[step] += computed[step].zero_copy([index], profile)[1]
-    return found
+            seconds[step] += computed[step].zero_copy([index], profile)[1]
+    return seconds
 
 
 def to_decisions(

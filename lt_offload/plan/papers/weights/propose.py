@@ -24,12 +24,12 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.papers.weights.decisions import Setting
+from lt_offload.plan.papers.weights.model import select_gaps
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cannot_win, held_bytes, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
-from lt_offload.plan.planners.weights.decisions import Setting
-from lt_offload.plan.planners.weights.model import select_gaps
 from lt_offload.schema.profile import BlockProfile, OptionName, OptionProfile
 from lt_offload.units import format_bytes
 
@@ -39,12 +39,12 @@ moments do. Where the host updates, it mostly sets the pace, and margins matter 
 _LEVELS = 20
 """In how many stages activations are given up."""
 _PATIENCE = 10
-"""How many selections in a row that are no better end the search for one place of updates; those with the least work
-for any lane come first."""
+"""Number of selections in a row, none of them better, that end the search for one place of updates; those with the
+least work for any lane come first."""
 _HASTE = 2
 """The same while another planner's plan is out of reach."""
 _BEST = 3
-"""How many are proposed, each of another margin or place of update."""
+"""Number of proposals, each of another margin or place of update."""
 
 
 def propose_l2l(request: Request) -> list[Proposal]:
@@ -85,22 +85,22 @@ def propose_greedy(request: Request) -> list[Proposal]:
     ]
     if not fitting:
         _require_ram(request, selections[0].proposal.decisions)
-    found: list[tuple[float, Proposal]] = []
+    estimated: list[tuple[float, Proposal]] = []
     least = math.inf
     failed: Counter[str] = Counter()
     # The order is by what no schedule can beat: the search ends where even that is too long.
     for selection in sorted(fitting, key=lambda selection: selection.least_s):
-        if found and (selection.least_s >= min(least, request.beat_s) or request.late):
+        if estimated and (selection.least_s >= min(least, request.beat_s) or request.late):
             break
         if failed[selection.place] >= (_HASTE if cannot_win(least, request.beat_s) else _PATIENCE):
             continue
         seconds = estimated_s(selection.proposal.sets, request)
-        found.append((seconds, selection.proposal))
+        estimated.append((seconds, selection.proposal))
         # Places of updates are given up one by one: where one leads nowhere, the other may still get better.
         failed[selection.place] = 0 if seconds < least else failed[selection.place] + 1
         least = min(least, seconds)
     best: dict[str, Proposal] = {}
-    for seconds, proposal in sorted(found, key=lambda item: item[0]):
+    for seconds, proposal in sorted(estimated, key=lambda item: item[0]):
         if not best or not cannot_win(seconds, request.beat_s):
             best.setdefault(proposal.name, proposal)
     return list(best.values())[:_BEST]
@@ -117,7 +117,7 @@ class _GreedySelection:
 
 def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
     """Return the different selections that fit, and how much memory those need that do not, at least."""
-    found: list[_GreedySelection] = []
+    selections: list[_GreedySelection] = []
     seen: set[tuple[object, ...]] = set()
     short = sys.maxsize
     levels = tuple(dict.fromkeys(_option_levels(request)))
@@ -125,7 +125,7 @@ def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
         for options in levels:
             setting = Setting(profile=request.profile, options=options, host=where == "host")
             chain = setting.chain(request.capacity_bytes)
-            if found and (chain.compute_s >= request.beat_s or request.late):
+            if selections and (chain.compute_s >= request.beat_s or request.late):
                 break
             for margin in _MARGINS[where]:
                 try:
@@ -140,20 +140,20 @@ def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
                 name = f"greedy, margin of {margin} {'layer' if margin == 1 else 'layers'}, update on the {where}"
                 proposal = Proposal(name=name, sets=Sets(decisions, request.profile))
                 least_s = LaneWork(proposal.sets, request.profile).least_s
-                found.append(_GreedySelection(proposal=proposal, place=where, least_s=least_s))
+                selections.append(_GreedySelection(proposal=proposal, place=where, least_s=least_s))
                 if least_s >= request.beat_s:
                     break  # with wider margins more weights travel
             else:
                 if not gaps:
                     break  # all weights stay with the widest margin: to give up more activations only takes longer
-    return found, short
+    return selections, short
 
 
 def _option_levels(request: Request) -> Iterator[tuple[OptionName, ...]]:
     """Yield ways to treat activations, from the fastest to the one that holds the least."""
-    found = ladder(request.profile, request.allowed)
+    steps = ladder(request.profile, request.allowed)
     for level in range(_LEVELS + 1):
-        yield found.after(level * len(found.rungs) // _LEVELS)
+        yield steps.after(level * len(steps.rungs) // _LEVELS)
     yield option_sets(request.profile, request.allowed)[0]
 
 

@@ -13,9 +13,9 @@ from itertools import islice
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
-from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
-from lt_offload.plan.planners.pofo.convert import as_chain, as_decisions
-from lt_offload.plan.planners.pofo.program import ChainProgram
+from lt_offload.plan.papers.pofo.chain import Chain, Operation, memory, sequential, walk
+from lt_offload.plan.papers.pofo.convert import as_chain, as_decisions
+from lt_offload.plan.papers.pofo.program import ChainProgram
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.units import format_bytes
@@ -60,15 +60,15 @@ def propose_pofo(request: Request) -> list[Proposal]:
     # If everything fits there is nothing to decide, and no program to solve.
     for kept in fitting([sequential(layout.chain)]):
         return [Proposal(name="pofo, everything kept", sets=Sets(kept, profile))]
-    found: list[tuple[float, Sets]] = []
+    estimated: list[tuple[float, Sets]] = []
     for sequences in _sequences(layout.chain, capacity_bytes, request):
         for decisions in islice(fitting(sequences), _TRIED):
-            if all(decisions != other.decisions for _, other in found):
+            if all(decisions != other.decisions for _, other in estimated):
                 sets = Sets(decisions, profile)
-                found.append((estimated_s(sets, request), sets))
-    if not found:
+                estimated.append((estimated_s(sets, request), sets))
+    if not estimated:
         raise NotApplicable(f"{short}; the rest is too little for the activations")
-    best = sorted(found, key=lambda item: item[0])[:_BEST]
+    best = sorted(estimated, key=lambda item: item[0])[:_BEST]
     return [
         Proposal(name="pofo" if place == 1 else f"pofo, choice {place}", sets=sets)
         for place, (_, sets) in enumerate(best, 1)

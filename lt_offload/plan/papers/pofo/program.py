@@ -1,6 +1,6 @@
 """Solves the dynamic program of POFO (NeurIPS 2021) and reads sequences off its tables.
 
-The equations are in :mod:`lt_offload.plan.planners.pofo.kernels`.
+The equations are in :mod:`lt_offload.plan.papers.pofo.kernels`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from math import inf
 
 import numpy as np
 
-from lt_offload.plan.planners.pofo.chain import Chain, Operation, in_slots
-from lt_offload.plan.planners.pofo.kernels import (
+from lt_offload.plan.papers.pofo.chain import Chain, Operation, in_slots
+from lt_offload.plan.papers.pofo.kernels import (
     Choice,
     Slots,
     Table,
@@ -72,13 +72,13 @@ class ChainProgram:
     def sequences(self) -> Iterator[tuple[Operation, ...]]:
         """Yield the different sequences for every memory, from the largest down."""
         # Many memories have one sequence: each is worth one trial.
-        found: set[tuple[Operation, ...]] = set()
+        seen: set[tuple[Operation, ...]] = set()
         for free in range(self.slots, -1, -1):
             if self._seconds(free) == inf:
                 return
             operations = tuple(self._forward(free))
-            if operations not in found:
-                found.add(operations)
+            if operations not in seen:
+                seen.add(operations)
                 yield operations
 
     def _free(self, memory_bytes: float) -> int:
@@ -95,10 +95,10 @@ class ChainProgram:
         backward: list[list[Operation]] = []
         prefetches: list[Operation] = []
         while i <= count:
-            found = Choice((1, 1, 1), "end", "moved", "out", "due")
+            choice = Choice((1, 1, 1), "end", "moved", "out", "due")
             where = (_single(free, 3), _single(out, 3), _single(due, 3))
-            forward_part(s, self._parts, self._table, x, i, *where, found)
-            end, moved, out, after = (found.only(name) for name in ("end", "moved", "out", "due"))
+            forward_part(s, self._parts, self._table, x, i, *where, choice)
+            end, moved, out, after = (choice.only(name) for name in ("end", "moved", "out", "due"))
             stored = int(s.saved[i - 1] if x else s.output[i - 1])
             if moved:
                 yield Operation("offload", i)
@@ -118,9 +118,9 @@ class ChainProgram:
             yield from part
 
     def _backward(self, i: int, j: int, free: int, due: int) -> Iterator[Operation]:
-        found = Choice((1, 1), "split", "left")
-        backward_part(self._in_slots, self._parts, i, j, _single(free, 2), _single(due, 2), found)
-        split, left = found.only("split"), found.only("left")
+        choice = Choice((1, 1), "split", "left")
+        backward_part(self._in_slots, self._parts, i, j, _single(free, 2), _single(due, 2), choice)
+        split, left = choice.only("split"), choice.only("left")
         if split:
             yield Operation("checkpoint", i)
             yield from (Operation("none", k) for k in range(i + 1, split + 1))
