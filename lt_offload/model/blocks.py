@@ -265,9 +265,10 @@ def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _calling(child: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``child``, or the members of a dictionary, of which a model calls those that it needs."""
+    """Yield ``child``, or the modules that a dictionary holds, of which a model calls those that it needs."""
     if isinstance(child, nn.ModuleDict):
-        yield from child.children()
+        # Not other lists of layers, which may be another model's.
+        yield from (member for member in child.children() if not isinstance(member, _CONTAINERS))
     else:
         yield child
 
