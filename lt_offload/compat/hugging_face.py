@@ -57,7 +57,8 @@ def untie(model: Any) -> None:
 def unsplittable(module: Any) -> Any:
     """Return the names of the classes that a model's author says are layers; None where nobody has said so."""
     # The class's own: an object has those of all models within it, too.
-    return getattr(type(module), "_no_split_modules", None)
+    names = getattr(type(module), "_no_split_modules", None)
+    return None if isinstance(names, property) else names  # SentenceTransformer's tells of what it holds
 
 
 def is_base(module: Any) -> bool:

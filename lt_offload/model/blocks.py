@@ -247,7 +247,10 @@ def _owner(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
-    """Return the children of the module that calls the layers at ``path``; those of containers count as its own."""
+    """Return the children of the module that calls the layers at ``path``.
+
+    Those of containers around the layers count as its own, and so do members of dictionaries beside them.
+    """
     parts = path.split(".")[:-1]
     parent = model.get_submodule(".".join(parts))
     children = list(parent.children())
@@ -258,7 +261,16 @@ def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
         children = []
         for child in parent.children():
             children += within if child is inner else [child]
-    return children
+    return [member for child in children for member in _calling(child)]
+
+
+def _calling(child: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``child``, or the modules that a dictionary holds, of which a model calls those that it needs."""
+    if isinstance(child, nn.ModuleDict):
+        # Not other lists of layers, which may be another model's.
+        yield from (member for member in child.children() if not isinstance(member, _CONTAINERS))
+    else:
+        yield child
 
 
 def _structure(model: nn.Module, modules: list[tuple[str, nn.Module, BlockKind]]) -> Structure:

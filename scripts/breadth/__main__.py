@@ -1,7 +1,8 @@
-"""Trains every architecture of the installed transformers for a task, tiny, under Lightning, plainly and offloaded.
+"""Trains every architecture of an installed library for a task, tiny, under Lightning, plainly and offloaded.
 
     python -m scripts.breadth                        causal ones (40 minutes of processor time)
     python -m scripts.breadth --family masked        those with another head, encoders with decoders, or images
+    python -m scripts.breadth --family diffusion     transformers of diffusers, or models of sentence-transformers
     python -m scripts.breadth --only gemma3 olmo2    some, whose rows in the file are made anew
 
 Each in a process of its own: in the smallest memory that is named, and there without activations that travel, compared
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib.metadata import version
 
 from scripts.attack.children import compared, options_of
 from scripts.breadth.tables import NAME
@@ -35,7 +37,11 @@ def main() -> int:
     works = {kind: partial(compare, options.family, kind) for kind in options.only or FAMILIES[options.family].kinds()}
     file = options.results / f"{options.file}.json"
     before = read_json(file)["figures"]["rows"] if options.only and file.exists() else []
-    return compared(works, lambda kind, runs: {}, options, kind=NAME, before=before, family=options.family)
+    library = FAMILIES[options.family].library
+    library = f"{library} {version(library)}"
+    return compared(
+        works, lambda kind, runs: {}, options, kind=NAME, before=before, family=options.family, library=library
+    )
 
 
 if __name__ == "__main__":

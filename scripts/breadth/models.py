@@ -1,4 +1,4 @@
-"""Every architecture of transformers for a task, of four tiny layers, trained plainly or within a budget."""
+"""Every architecture of transformers and diffusers for a task, tiny, trained plainly or within a budget."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import lt_offload
 from scripts.attack.compared import Ended, Found, attacked, no_failed_kernels
+from scripts.breadth import diffusion, sentences
 from scripts.hf.runs import quiet
 from tests.support.engines import make_optimizer
 from tests.support.trainers import Stepping, stepped
 
+ADAMW = partial(make_optimizer, name="adamw")
 VOCAB, ROWS, TOKENS, STEPS, IMAGE = 128, 2, 12, 3, 64
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4),
@@ -100,18 +102,54 @@ STAGES: dict[str, Callable[[int], int]] = {"depths": partial(min, 2), "hidden_si
 class Family:
     """The models of one task."""
 
-    mapping: str
-    """What transformers calls its table of them."""
-    auto: str
-    """The class that makes one from a configuration."""
-    batch: Callable[[Tensor], dict[str, Tensor]]
-    """Returns a batch of some tokens."""
+    kinds: Callable[[], list[str]]
+    """Returns the kinds of models that there are."""
+    train: Callable[[str, dict[str, Any] | None], Ended]
+    """Trains one, the same each time; with the settings of a budget if they are given."""
+    library: str = "transformers"
+    """The package that they are of."""
 
-    def kinds(self) -> list[str]:
-        """Return the kinds of models that there are."""
-        from transformers.models.auto import modeling_auto
 
-        return sorted(getattr(modeling_auto, self.mapping))
+def _of_transformers(mapping: str, auto: str, batch: Callable[[Tensor], dict[str, Tensor]]) -> Family:
+    """Return the family of a table of transformers.
+
+    Args:
+        mapping: what transformers calls its table.
+        auto: the class that makes a model from a configuration.
+        batch: returns a batch of some tokens.
+    """
+
+    def train(kind: str, ours: dict[str, Any] | None) -> Ended:
+        return _fitted(Stepping(_build(auto, kind), ADAMW), list(map(batch, _ids())), ours)
+
+    return Family(partial(_kinds, mapping), train)
+
+
+def _fitted(module: Stepping, batches: list[Any], ours: dict[str, Any] | None) -> Ended:
+    """Train under Lightning."""
+    strategy: Any = "auto" if ours is None else lt_offload.OffmateStrategy(solver_time_limit=2.0, **ours)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ended = stepped(strategy, module, batches, accelerator=device, devices=1)
+    return Ended.of(ended.model, ended.optimizer, {"losses": ended.losses}, getattr(strategy, "plan", None))
+
+
+def _denoise(kind: str, ours: dict[str, Any] | None) -> Ended:
+    return _fitted(diffusion.Denoising(kind, ADAMW), diffusion.batches(kind), ours)
+
+
+def _contrast(kind: str, ours: dict[str, Any] | None) -> Ended:
+    encoder, _, way = kind.partition(" by ")
+    config = tiny(encoder)
+    config.is_decoder = False
+    if way:
+        return sentences.trained(config, ADAMW, ours)
+    return _fitted(sentences.Contrasting(config, ADAMW), sentences.batches(), ours)
+
+
+def _kinds(mapping: str) -> list[str]:
+    from transformers.models.auto import modeling_auto
+
+    return sorted(getattr(modeling_auto, mapping))
 
 
 def _tokens(ids: Tensor) -> dict[str, Tensor]:
@@ -123,11 +161,16 @@ def _images(ids: Tensor) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "labels": ids[:, 0] % 2}
 
 
+CAUSAL = "AutoModelForCausalLM"
 FAMILIES: dict[str, Family] = {
-    "causal": Family("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM", _tokens),
-    "masked": Family("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM", _tokens),
-    "seq2seq": Family("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM", _tokens),
-    "images": Family("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification", _images),
+    "causal": _of_transformers("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", CAUSAL, _tokens),
+    "masked": _of_transformers("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM", _tokens),
+    "seq2seq": _of_transformers("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM", _tokens),
+    "images": _of_transformers(
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification", _images
+    ),
+    "diffusion": Family(lambda: sorted(diffusion.CASES), _denoise, "diffusers"),
+    "sentences": Family(sentences.kinds, _contrast, "sentence-transformers"),
 }
 
 
@@ -172,34 +215,27 @@ def _thinned(entries: list[Any]) -> list[Any]:
     return (chosen * 4)[:4] if len(chosen) < 4 else chosen
 
 
-def batches(family: str) -> list[dict[str, Tensor]]:
-    """Return the batches of a training."""
+def _ids() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    made = [torch.randint(3, VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(STEPS)]
-    return [FAMILIES[family].batch(ids) for ids in made]
+    return [torch.randint(3, VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(STEPS)]
 
 
-def build(family: str, kind: str) -> nn.Module:
-    """Return a model of ``kind``, the same each time, in training mode."""
+def _build(auto: str, kind: str) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
     config = tiny(kind)
     config.architectures = []  # or those of several classes are not found
-    if family != "causal":
+    if auto != CAUSAL:
         config.is_decoder = False
-    model: nn.Module = getattr(transformers, FAMILIES[family].auto).from_config(config)
+    model: nn.Module = getattr(transformers, auto).from_config(config)
     return model.train()
 
 
 def trained(family: str, kind: str, ours: dict[str, Any] | None = None) -> Ended:
-    """Train under Lightning; with our strategy if there are ``ours``, its settings."""
-    strategy: Any = "auto" if ours is None else lt_offload.OffmateStrategy(solver_time_limit=2.0, **ours)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Train; with our strategy if there are ``ours``, its settings."""
     with quiet(), no_failed_kernels():
-        module = Stepping(build(family, kind), partial(make_optimizer, name="adamw"))
-        found = stepped(strategy, module, batches(family), accelerator=device, devices=1)
-    return Ended.of(found.model, found.optimizer, {"losses": found.losses}, getattr(strategy, "plan", None))
+        return FAMILIES[family].train(kind, ours)
 
 
 def planned(kind: str) -> Found:

@@ -32,7 +32,9 @@ def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> 
         said += [f"- {family}, not trained by plain PyTorch in such sizes either: {_listed(left)}"] * bool(left)
     if not rows:
         return ""
-    title = f"Architectures of transformers {results[0]['versions']['transformers']}, those with equal numbers"
+    transformers = f"transformers {results[0]['versions']['transformers']}"
+    libraries = dict.fromkeys([transformers, *(result["settings"].get("library", transformers) for result in results)])
+    title = f"Architectures of {', '.join(libraries)}, those with equal numbers"
     return "\n\n".join([section(title, "scripts.breadth --family FAMILY", results, HEAD, rows), "\n".join(said)])
 
 

@@ -36,6 +36,15 @@ def test_names_of_models() -> None:
     assert not model._tied_weights_keys
 
 
+def test_a_property_of_a_class_names_no_layers() -> None:
+    class Wrapper(torch.nn.Module):  # as SentenceTransformer
+        @property
+        def _no_split_modules(self) -> list[str]:
+            return []
+
+    assert compat.unsplittable(Wrapper()) is None
+
+
 def test_names_of_data() -> None:
     from jinja2 import TemplateSyntaxError
 

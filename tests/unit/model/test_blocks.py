@@ -172,6 +172,12 @@ def test_layers_by_name() -> None:
         find_blocks(model, "layers")
 
 
+def test_members_of_dictionaries_beside_the_layers_are_blocks() -> None:
+    model = Wrapper(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    model.ends = nn.ModuleDict({"2-1": nn.Linear(4, 4), "more": nn.ModuleList([nn.Linear(2, 1)])})  # as Z-Image's
+    assert [block.name for block in find_blocks(model).blocks] == ["model.0", "model.1", "ends.2-1"]
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [
