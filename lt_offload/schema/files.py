@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from lt_offload.errors import PlanError
 
 T = TypeVar("T")
-Older = Callable[[dict[str, Any]], dict[str, Any]]
 MOST_NUMBER = 2**60
 """Numbers beyond this do not fit the planners' arithmetic."""
 
@@ -24,7 +23,7 @@ def to_json(obj: Any) -> str:
     return TypeAdapter(type(obj)).dump_json(obj, indent=1).decode()
 
 
-def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int, older: Older | None = None) -> T:
+def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T:
     """Return an instance of the dataclass ``cls`` from JSON.
 
     Args:
@@ -32,7 +31,6 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int, olde
         text: the JSON document.
         source: where it comes from, for errors.
         schema: the schema version this release reads.
-        older: makes a document of this version of one of the version before.
 
     Raises:
         PlanError: if the text is not JSON, is of another schema version, or does not fit ``cls``.
@@ -52,14 +50,6 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int, olde
         raise PlanError(f"{source} is not a valid {cls.__name__} file: it is nested too deeply") from None
     version = document.get("schema") if isinstance(document, dict) else None
     # True and 2.0 equal numbers, and no release has written them as its version.
-    if version == schema - 1 and older is not None and not isinstance(version, bool | float):
-        try:
-            document = older(document)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise PlanError(
-                f"{source} is not a valid {cls.__name__} file of schema {version}: {type(error).__name__}: {error}"
-            ) from None
-        text, version = json.dumps(document), document["schema"]
     if version != schema or isinstance(version, bool | float):
         raise PlanError(
             f"{source} has schema {version!r}, this release of lt_offload reads schema {schema} of {cls.__name__}; "
@@ -98,7 +88,6 @@ def load_json(
     *,
     schema: int,
     problems: Callable[[T], Iterator[str]] | None = None,
-    older: Older | None = None,
 ) -> T:
     """Read an instance of ``cls`` from ``path``.
 
@@ -107,7 +96,6 @@ def load_json(
         path: the file.
         schema: the schema version this release reads.
         problems: says what is wrong with an instance beyond its types.
-        older: makes a document of this version of one of the version before.
 
     Raises:
         PlanError: if the file is missing or is not a valid ``cls`` of this schema version.
@@ -116,7 +104,7 @@ def load_json(
         text = Path(path).read_bytes()
     except OSError as error:
         raise PlanError(f"cannot read {cls.__name__} file {str(path)!r}: {error.strerror}") from None
-    loaded = from_json(cls, text, source=repr(str(path)), schema=schema, older=older)
+    loaded = from_json(cls, text, source=repr(str(path)), schema=schema)
     problem = None if problems is None else next(problems(loaded), None)
     if problem is not None:
         raise PlanError(f"{str(path)!r} is not a valid {cls.__name__} file: {problem}; make it again")

@@ -74,7 +74,6 @@ from pydantic import ConfigDict
 
 from lt_offload.schema.files import load_json, save_json
 from lt_offload.schema.lanes import LaneName, OpKind
-from lt_offload.schema.older import from_schema_2
 from lt_offload.schema.profile import WITH_LOSS, OptionName
 
 if TYPE_CHECKING:
@@ -478,7 +477,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read JSON, also of schema 2; raises ``PlanError`` if it is not a plan of this version or that one."""
-        return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems, older=from_schema_2)
+        return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems)
 
     def explain(self) -> str:
         """Return a table of the tensors that stay, travel, are recomputed and updated, and of the predictions."""
