@@ -431,6 +431,16 @@ def test_none_is_visible() -> None:
     assert done.stdout.split() == ["False", "0"], done.stderr
 
 
+def test_a_driver_that_cannot_map_page_by_page() -> None:
+    code = """
+import torch
+from lt_offload.machine import driver
+assert not driver.use_expandable_segments(torch.device("cuda", 0))
+print(torch.ones(3, device="cuda").sum().item())
+"""
+    assert child(code, FAKE_CUDA_EXPANDABLE="0").stdout.strip() == "3.0"
+
+
 def test_processes_that_import_no_torch_do_not_load_it() -> None:
     code = "import sys, lt_offload.units; print([m for m in sys.modules if 'fake_cuda.runtime' in m or m == 'torch'])"
     assert child(code).stdout.strip() == "[]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import lt_offload
+from lt_offload.execute.engine import Engine
 from tests.gpu.engine.runs import SOMEWHERE, fit, on, trainer, travelling
 from tests.gpu.target import ROOM, Target
-from tests.support import trainers
+from tests.support import models, trainers
 
 pytestmark = SOMEWHERE
 
@@ -75,6 +78,46 @@ def test_forwards_alone(target: Target) -> None:
         found.append(module.validation)
     assert len(found[0]) == 3
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loop_whose_batches_are_on_the_host(micro_batches: int, target: Target) -> None:
+    """All of what blocks are given: token ids, masks, labels of a loss that is computed with the projection."""
+    results = []
+    for ours in (False, True):
+        model = models.build("llama")
+        batches = [models.batch(model, seed=seed) for seed in range(3)]
+        model = model if ours else model.to(target.torch_device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if not ours:
+            losses = plain(model, optimizer, [on(target.torch_device, batch) for batch in batches], micro_batches)
+        else:
+            options: dict[str, Any] = {"accelerator": target.accelerator, "host_update": False}
+            options |= {"micro_batches": micro_batches, "memory": ROOM}
+            with lt_offload.offloaded(model, optimizer, batches[0], **options):
+                losses = train(model, optimizer, batches)
+        results.append([*losses, *(parameter.detach().cpu() for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+def plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], micro_batches: int
+) -> list[Tensor]:
+    if micro_batches == 1:
+        return train(model, optimizer, batches)
+    with lt_offload.micro_batched_reference(model, micro_batches):
+        return train(model, optimizer, batches)
 
 
 class Own(nn.Module):
@@ -204,3 +247,23 @@ def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) ->
         optimizer.zero_grad()
         losses.append(loss.detach().cpu())
     return losses
+
+
+def test_copies_are_where_they_are_and_classes_are_as_before(target: Target) -> None:
+    model, other = models.build("llama"), models.build("llama")
+    cls = type(model)
+    before = [vars(base)["device"] for base in cls.__mro__ if "device" in vars(base)]
+    device = target.open()
+    engine = Engine(model, None, None, device)
+    engine.install()
+    assert model.device == model.model.device == target.torch_device
+    assert type(model) is cls
+    host = torch.device("cpu")
+    assert other.device == host
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert [twin.device for twin in twins] == [host, host]
+    assert all(type(twin) is cls for twin in twins)
+    engine.close()
+    device.close()
+    assert model.device == host
+    assert [vars(base)["device"] for base in cls.__mro__ if "device" in vars(base)] == before

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lt_offload.errors import UnsupportedError
 from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways
 
 pytestmark = [*LOOPS, pytest.mark.only("cuda", "fake")]
@@ -88,6 +89,31 @@ def test_a_prefetcher_with_a_stream(way: str, bench: Bench) -> None:
         return steps(here, Prefetcher(pinned))
 
     assert bench.compare(way, loop) == []
+
+
+@in_both_ways
+def test_a_whole_session_on_a_stream(way: str, bench: Bench) -> None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def loop(here: Here) -> list[torch.Tensor]:
+        return steps(here, here.batches)
+
+    expected, _ = bench.plainly(loop)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found, _ = bench.ours(way, loop)
+    assert all(map(torch.equal, expected.losses, (loss.cpu() for loss in found.losses)))
+    assert all(map(torch.equal, expected.model.parameters(), found.model.parameters()))
+
+
+@in_both_ways
+def test_a_step_on_a_stream_is_refused(way: str, bench: Bench) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            return steps(here, here.batches)
+
+    with pytest.raises(UnsupportedError, match="on another CUDA stream"):
+        bench.ours(way, loop)
 
 
 @in_both_ways

@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways
 
@@ -57,6 +58,22 @@ def test_weights_are_saved_and_loaded(way: str, bench: Bench) -> None:
                 here.model.load_state_dict(best)
             if number == 2:
                 here.optimizer.load_state_dict(saved["optimizer"])
+        return losses
+
+    assert bench.compare(way, loop) == []
+
+
+@in_both_ways
+def test_an_average_of_the_weights(way: str, bench: Bench) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        average: dict[str, torch.Tensor] = {}
+        for batch in here.batches:
+            trained(here, batch, losses)
+            for name, parameter in here.model.named_parameters():
+                new = parameter.detach().cpu()
+                average[name] = average.get(name, new).mul(0.9).add(new, alpha=0.1)
+        here.seen["average"] = average
         return losses
 
     assert bench.compare(way, loop) == []
@@ -163,6 +180,44 @@ def test_a_loop_asks_the_model_where_it_is(way: str, bench: Bench) -> None:
             where: Any = here.model.device
             trained(here, {name: value.cpu().to(where) for name, value in batch.items()}, losses)
             here.seen["where"] = str(where)
+        return losses
+
+    assert bench.compare(way, loop) == []
+
+
+@in_both_ways
+def test_checkpointing_in_the_model(way: str, bench: Bench) -> None:
+    """What is stored is the plan's business then; the numbers are the same."""
+
+    def loop(here: Here) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        for batch in here.batches:
+            trained(here, batch, losses)
+        return losses
+
+    assert bench.compare(way, loop, dropout=0.1, checkpointed=True) == []
+
+
+@in_both_ways
+def test_hooks_on_blocks(way: str, bench: Bench) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        norms: list[torch.Tensor] = []
+
+        def forward(module: nn.Module, args: Any, output: Any) -> None:
+            norms.append((output[0] if isinstance(output, tuple) else output).detach().float().abs().amax())
+
+        def backward(module: nn.Module, inner: Any, outer: Any) -> None:
+            norms.append(outer[0].detach().float().abs().amax())
+
+        layers = here.model.get_submodule("model.layers")
+        handles = [layers[1].register_forward_hook(forward), layers[2].register_full_backward_hook(backward)]  # type: ignore[index]
+        losses: list[torch.Tensor] = []
+        for batch in here.batches:
+            trained(here, batch, losses)
+        for handle in handles:
+            handle.remove()
+        trained(here, here.batches[0], losses)
+        here.seen["norms"] = [norm.clone() for norm in norms]
         return losses
 
     assert bench.compare(way, loop) == []

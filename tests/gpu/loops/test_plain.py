@@ -123,6 +123,26 @@ def test_autocast(cached: bool, way: str, bench: Bench) -> None:
 
 
 @in_both_ways
+def test_schedulers(way: str, bench: Bench) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        warmup = torch.optim.lr_scheduler.LinearLR(here.optimizer, 0.1, total_iters=2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(here.optimizer, T_max=3)
+        schedule = torch.optim.lr_scheduler.SequentialLR(here.optimizer, [warmup, cosine], milestones=[2])
+        losses, rates = [], []
+        for batch in here.batches:
+            loss = here.model(**batch).loss
+            loss.backward()
+            here.step()
+            schedule.step()
+            losses.append(loss.detach().clone())
+            rates.append(schedule.get_last_lr())
+        here.seen["rates"] = rates
+        return losses
+
+    assert bench.compare(way, loop) == []
+
+
+@in_both_ways
 def test_a_plateau_scheduler_reads_the_loss(way: str, bench: Bench) -> None:
     def loop(here: Here) -> list[torch.Tensor]:
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(here.optimizer, patience=0, threshold=1.0)

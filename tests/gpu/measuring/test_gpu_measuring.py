@@ -18,7 +18,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.machine import dispatch, driver, forked, zero_copy
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.numa import memory_node_of
-from lt_offload.profiling import contention, hardware, host_reads, optimizer, rates
+from lt_offload.profiling import assemble, contention, hardware, host_reads, optimizer, rates
 from lt_offload.profiling.meters import Stopwatch, Watch
 from lt_offload.profiling.optimizer import measure_optimizer
 from tests.gpu.measuring.tiny import MIB, profiled, tiny_model
@@ -250,6 +250,42 @@ def test_no_tensor_leaves_a_forked_process_on_the_device(device: torch.device) -
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("short")
+def test_a_profile_leaves_no_trace(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
+    monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", contention.measure_contention)
+    model, optimizer = tiny_model()
+    weights = [(p, p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+    torch.manual_seed(3)
+    torch.cuda.manual_seed(4)
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    driver.warm_up(device)
+    gc.collect()  # of tests before
+    torch.cuda.empty_cache()  # and what streams have used is not counted as free before that
+    before = torch.cuda.memory_allocated(device)
+    profile = profiled(model, optimizer, device)
+    gc.collect()
+    assert torch.cuda.memory_allocated(device) <= before, "less: of what tests before left to a lane"
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(torch.cuda.get_rng_state(device), states[1])
+    for parameter, address, value in weights:
+        assert parameter.data_ptr() == address
+        assert parameter.grad is None
+        assert torch.equal(parameter, value)
+    assert not profile.estimated
+    assert profile.slack_share == assemble.ALLOCATOR_SLACK
+    assert profile.page_table_bytes > 0
+    assert profile.contention.slowdowns
+    assert profile.hardware.context_bytes >= driver.beside_bytes(device)[0] * 0.9
+    machine = profile.hardware
+    assert (machine.h2d_bytes_per_s, machine.d2h_bytes_per_s) == (
+        machine.h2d_alone_bytes_per_s,
+        machine.d2h_alone_bytes_per_s,
+    )
+    assert [t.name for t in profile.tensors if t.zero_copy is None] == []
+    assert all(block.launch_s > 0 for block in profile.blocks)
 
 
 def test_sizes_are_those_of_the_emulated_device(device: torch.device) -> None:

@@ -152,6 +152,36 @@ def test_text_that_steps_generate(way: str, bench: Bench) -> None:
     assert differences(stock, ours) == []
 
 
+class Asks(Callback):
+    """Asks the module and the model where they are, as code does that makes tensors by hand, and uses the answer."""
+
+    def __init__(self) -> None:
+        self.places: list[Any] = []
+        self.losses: list[Tensor] = []
+
+    def ask(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.places += [module.device, module.model.device]
+        ids = torch.arange(3, 11)[None]
+        for device in (module.device, module.model.device):
+            with torch.no_grad():
+                self.losses.append(module.model(input_ids=ids.to(device), labels=ids.to(device)).loss.cpu())
+
+    on_train_batch_start = on_train_batch_end = on_validation_batch_end = on_train_epoch_end = ask
+
+
+@in_both_ways
+def test_who_asks_for_the_device(way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> tuple[Run, Asks]:
+        asks = Asks()
+        return bench.fit(strategy, callbacks=[asks], max_epochs=1), asks
+
+    (stock, expected), (ours, found) = bench.compare(way, scene)
+    assert expected.places == found.places
+    assert set(found.places) == {bench.device}
+    assert all(map(torch.equal, expected.losses, found.losses))
+    assert differences(stock, ours) == []
+
+
 def test_inputs_on_the_device_that_parameters_say_within_a_step(bench: Bench) -> None:
     """``next(model.parameters()).device`` in a step, for a position or a mask that the step makes."""
 

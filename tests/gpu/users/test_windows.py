@@ -10,7 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
-from tests.gpu.users.runs import USERS, Bench, check_way, in_both_ways, module
+from lt_offload.model import head
+from tests.gpu.users.runs import MODEL, USERS, Bench, check_way, in_both_ways, module
+from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.support.trainers import Run, Tokens, differences
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
@@ -83,6 +85,21 @@ def test_validation_in_the_middle_of_a_window(way: str, bench: Bench) -> None:
     assert differences(*bench.compare(way, scene)) == []
 
 
+@in_both_ways
+def test_a_module_that_clips_by_itself(way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> Run:
+        made = module()
+
+        def clip(optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+            if made.trainer.global_step % 2 == 0:
+                made.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+        made.configure_gradient_clipping = clip
+        return bench.fit(strategy, made)
+
+    assert differences(*bench.compare(way, scene)) == []
+
+
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_batch_size_that_is_chosen(window: int, bench: Bench) -> None:
     """The run is that of stock Lightning with the size, and the number of batches per update, that were chosen."""
@@ -116,3 +133,26 @@ def test_batches_in_parts_are_the_same_whatever_the_plan(way: str, bench: Bench)
         gc.collect()
     assert differences(*runs) == []
     assert torch.isfinite(runs[0].module.losses[-1])
+
+
+@in_both_ways
+def test_losses_in_chunks_from_the_first_step_on(way: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_LEAST_TOKENS", CHUNK)
+    monkeypatch.setattr(head, "_PART_BYTES", CHUNK * 4 * MODEL["vocab_size"])
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
+
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, module(), **settings)
+
+    stock = module()
+    use_reference(stock.model, CHUNK)
+    expected = bench.fit("auto", stock, **settings)
+    gc.collect()
+    strategy = bench.strategy(way, scene, chunked_loss=True)
+    found = scene(strategy)
+    check_way(way, strategy)
+    assert strategy.plan is not None
+    assert strategy.plan.chunk_tokens == CHUNK
+    for run in (expected, found):
+        run.module.validation = [torch.zeros(())]  # there is none
+    assert differences(expected, found) == []

@@ -14,35 +14,17 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import PlanError, UnsupportedError
 from tests import sampling
-from tests.parity.models.test_models import batches, made
+from tests.parity.lightning.test_clipping import Pictures
 from tests.support.engines import equal
 from tests.support.trainers import Run, budgets, differences, fit, seeded_module, tight
 
 OPTIONS: dict[str, Any] = {"layers": 3, "dropout": 0.1}
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 Act = Callable[[LightningModule, list[Any]], Any]
-
-
-class Pictures(LightningModule):
-    """Has parameters outside its blocks: patches and classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = made("ViT")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(batches("ViT"), batch_size=None)  # type: ignore[arg-type]
 
 
 class Looking(Callback):
@@ -195,6 +177,10 @@ def test_gradients_that_are_kept_after_the_last_hook() -> None:
 @pytest.mark.slow
 def test_adapters_and_frozen_weights() -> None:
     require_equal("on_after_backward", copies, lambda: seeded_module(layers=3, lora=True))
+
+
+class Norms(LightningModule):
+    """Logs norms as the manual of Lightning shows."""
 
 
 # -- before the step after it ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -403,6 +404,21 @@ def test_of_callbacks_that_read_weights(kind: type[Traced]) -> None:
     _, (stock, *ours) = compared(kind, Reading)
     for found in ours:
         assert all(map(equal, stock.average, found.average))
+
+
+AVERAGES: dict[str, Callable[[], Any]] = {
+    "mean": WeightAveraging,
+    "ema": lambda: EMAWeightAveraging(decay=0.9, device="cpu"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AVERAGES)
+def test_of_averages(name: str) -> None:
+    _, (stock, *ours) = compared(Traced, AVERAGES[name])
+    expected = list(stock._average_model.state_dict().values())
+    for found in ours:
+        assert all(map(equal, expected, found._average_model.state_dict().values()))
 
 
 # -- no room -----------------------------------------------------------------------------------------------------------

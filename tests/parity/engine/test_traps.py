@@ -19,6 +19,7 @@ from lt_offload.errors import OverBudget, PlanError, UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.user_code.param_grad import ConsumedGradient
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.saving import CacheCostly
 from tests.support import models, plans
 from tests.support.engines import BUDGET, Case, batches, build, differences, make_optimizer, offloaded, plain, scheduler
 from tests.support.hostile.device import HostileDevice
@@ -138,6 +139,22 @@ def test_lora_trains_the_adapters_of_the_first_layer() -> None:
     assert start
     assert all(not torch.equal(p, start[n]) for n, p in result.model.named_parameters() if n in start)
     assert differences(plain(case), result) == []
+
+
+def test_cached_results_are_neither_random_nor_written_in_place() -> None:
+    """What ``mixed`` caches, over all families with dropout: only pure operations."""
+    for family in models.FAMILIES:
+        case = Case(family=family, dropout=0.1)
+        model = build(case)
+        seen: set[Any] = set()
+        cache = CacheCostly(lambda leaf: leaf)
+        with torch.no_grad(), cache:
+            model(**batches(case, model)[0])
+        seen.update(func for func, _ in cache.results)
+        assert seen
+        for func in seen:
+            assert not func._schema.is_mutable, func
+            assert torch.Tag.nondeterministic_seeded not in func.tags, func
 
 
 @pytest.mark.parametrize("mode", ["lazy", "thread"])
@@ -303,6 +320,22 @@ def test_storages_that_die_and_return_are_not_confused() -> None:
             other.step()
             other.zero_grad()
             assert torch.equal(loss, reference)
+
+
+def test_bookkeeping_does_not_grow() -> None:
+    case = Case(options=ALL, places=("paged", "host"))
+    model = build(case)
+    optimizer = make_optimizer(model, case.optimizer)
+    batch = batches(case, model)[0]
+    with session(case, model, optimizer, check=False) as engine:
+        sizes = []
+        for _ in range(12):
+            iterate(engine, model, optimizer, batch)
+            engine.drain()
+            gc.collect()
+            sizes.append((len(gc.get_objects()), engine.pool.nbytes, engine.device.host_bytes))
+        assert sizes[-1][1:] == sizes[2][1:]
+        assert abs(sizes[-1][0] - sizes[5][0]) < 200
 
 
 def test_a_saved_weight_that_is_gone_is_an_error() -> None:

@@ -7,13 +7,16 @@ import types
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.strategy import offmate
 from tests import sampling
+from tests.parity.models.test_models import batches, made
 from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Run, budgets, differences, fit, seeded_module
 
@@ -186,6 +189,47 @@ def test_gradients_that_are_not_finite_do_what_they_do_in_stock(settings: dict[s
     assert all(torch.equal(value.nan_to_num(), found[name].nan_to_num()) for name, value in weights.items())
     assert all(torch.equal(value.isnan(), found[name].isnan()) for name, value in weights.items())
     assert not all(value.isfinite().all() for value in weights.values())
+
+
+class Pictures(lightning.pytorch.LightningModule):
+    """Has parameters outside its blocks: patches and classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = made("ViT")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(batches("ViT"), batch_size=None)  # type: ignore[arg-type]
+
+
+class WatchedPictures(Pictures):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+
+
+ALGORITHMS = [("norm", 0.1), ("value", 1e-3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "settings"), sampling.grid(ALGORITHMS, [{}, {"accumulate_grad_batches": 2}]))
+def test_parameters_outside_the_blocks_are_clipped_with_the_others(
+    algorithm: tuple[str, float], settings: dict[str, Any]
+) -> None:
+    name, value = algorithm
+    clip = {"gradient_clip_val": value, "gradient_clip_algorithm": name, **settings}
+    watched = fit("auto", WatchedPictures(), **clip).module
+    stock = watched.state_dict()
+    for memory in budgets(watched):
+        run = fit(OffmateStrategy(memory=memory), Pictures(), log_every_n_steps=1, **clip)
+        ours = run.module.state_dict()
+        assert float(run.trainer.callback_metrics["grad_norm"]) == pytest.approx(watched.norm, rel=1e-5)
+        assert [name for name in stock if not torch.equal(stock[name], ours[name])] == []
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -79,6 +80,14 @@ def test_every_option_and_place_equals_stock(options: dict[str, Any], precision:
     assert ours.trainer.strategy.engine is None
     if "use_cache" in options:
         assert ours.module.model.config.use_cache
+
+
+def test_the_public_class_trains_under_pytorch_lightning() -> None:
+    strategy = OffmateStrategy(memory=MEMORY)
+    ours = fit(strategy, L=pytorch_lightning, max_epochs=1)
+    assert isinstance(strategy, pytorch_lightning.strategies.Strategy)
+    assert strategy.plan is not None
+    assert differences(ours, fit("auto", L=pytorch_lightning, max_epochs=1)) == []
 
 
 @pytest.mark.parametrize("L", NAMESPACES, ids=lambda L: L.__name__)
@@ -218,6 +227,15 @@ class Rollback(Callback):
 @pytest.mark.usefixtures("_hostile")
 def test_loading_in_the_middle_of_training_equals_stock() -> None:
     assert differences(fit("auto", callbacks=[Rollback()]), fit(Forced(), callbacks=[Rollback()])) == []
+
+
+@pytest.mark.usefixtures("_hostile")
+def test_a_checkpoint_written_behind_training_is_of_one_step(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(Forced(), callbacks=[saver], plugins=[AsyncCheckpointIO()], enable_checkpointing=True)
+    weights = fit("auto", max_steps=2).module.state_dict()
+    saved = torch.load(tmp_path / "step=2.ckpt")["state_dict"]
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,9 +19,11 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from transformers.activations import ACT2FN
 
 from lt_offload import OffmateStrategy, micro_batched_reference
 from lt_offload.errors import UnsupportedError
+from lt_offload.model.objects import is_library
 from tests.support.trainers import Forced, Module, Tokens, differences, fit
 
 
@@ -156,6 +160,36 @@ def test_what_cannot_be_undone_need_not_be(options: dict[str, Any]) -> None:
 def test_of_a_step_that_runs_aside_it_is_named_before_training() -> None:
     with pytest.raises(UnsupportedError, match=r"Named\.schedule changes when the training step runs"):
         fit(Forced(), seeded(Named))
+
+
+class Gated(Module):
+    """Looks its activation up in a table of transformers, which makes an object of the class that it holds."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.gate(super().training_step(batch, batch_idx))
+
+    def gate(self, x: Tensor) -> Tensor:
+        return ACT2FN["gelu"](x)
+
+
+def in_libraries() -> dict[str, list[int]]:
+    """What the dictionaries of own kinds hold that are global variables of libraries, those that count aside."""
+    return {
+        f"{name}.{variable}": [*map(id, dict.keys(held)), *map(id, dict.values(held))]
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and is_library(name)
+        for variable, held in list(vars(module).items())
+        if issubclass(type(held), dict) and type(held) is not dict and {*map(type, dict.values(held))} != {int}
+    }
+
+
+def test_tables_of_libraries_hold_what_they_held() -> None:
+    plain, before = fit("auto", seeded(Gated)), in_libraries()
+    assert len(before) > 100
+    ours = fit(OffmateStrategy(memory="300kB"), seeded(Gated))
+    after = in_libraries()
+    assert [name for name in before if after.get(name, before[name]) != before[name]] == []
+    assert differences(plain, ours) == []
 
 
 def seeded(make: type[Module]) -> Module:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.plan.assembly.window import windowed, with_sums
@@ -378,6 +379,23 @@ def test_squares_of_gradients_are_those_of_sums() -> None:
         norms.append(training.norms)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert len(norms[0]) == len(WINDOWS)
+
+
+def test_a_use_of_other_rows_in_one_micro_batch_is_an_error() -> None:
+    plan, budget = planned("torch", 1.0)
+    training, calls = Training("torch"), 0
+    table = training.model.get_input_embeddings()
+    plainly = type(table).forward
+
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        x: torch.Tensor = plainly(self, ids)
+        return x + self.weight[-1] if calls == 2 else x
+
+    table.forward = forward.__get__(table)
+    with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight is used in another way.*planner='greedy'"):
+        training.run(plan, budget, flat())
 
 
 def slow(found: Profile) -> Profile:

@@ -170,6 +170,17 @@ def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engin
         optimizer.step(closure)  # type: ignore[arg-type]
 
 
+def clamped(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    if engine is not None:
+        engine.clip_value = 1e-3
+    for seed in range(3):
+        backward(model, seed)
+        if engine is None:
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def sometimes(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
     """Clip every second update, by norm and then by value."""
     for seed in range(4):
@@ -252,6 +263,16 @@ def test_updates_that_wait_for_the_step(steps: Any) -> None:
 def test_a_closure_that_clips_where_updates_do_not_wait_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="delayed=True"):
         run(in_a_closure)
+
+
+@pytest.mark.parametrize("settings", [{}, {"delayed": True}, {"accumulate": 2}], ids=str)
+def test_clipping_by_value(settings: dict[str, Any]) -> None:
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+        if engine is not None and settings.get("accumulate"):
+            engine.accumulate = 1
+        clamped(model, optimizer, engine)
+
+    require_equal(steps, **settings)
 
 
 def test_a_norm_that_is_not_finite_updates_nothing() -> None:
