@@ -101,7 +101,26 @@ def test_others_memory_is_not_the_context(monkeypatch: pytest.MonkeyPatch) -> No
         assert device._context.nbytes < found + MB
 
 
+def test_what_a_plan_expects_the_context_to_take_is_left_to_it() -> None:
+    with opened(taken() + 200 * MB) as device:
+        torch.empty(150 * MB, dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+        device.expect(context() + torch.cuda.memory_reserved() + 100 * MB)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(150 * MB, dtype=torch.uint8, device="cuda")
+        device.expect(0)  # of an engine without a plan, which knows nothing better
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(150 * MB, dtype=torch.uint8, device="cuda")
+
+
 # -- host memory -------------------------------------------------------------------------------------------------------
+
+
+def test_where_nothing_has_to_be_locked_tensors_stay_where_they_are() -> None:
+    memory, tensor = HostMemory(), torch.ones(1000)
+    assert memory.adopt(tensor) is tensor
+    assert memory.nbytes == tensor.nbytes
+    memory.close()
 
 
 def test_memory_that_cannot_be_locked_is_copied_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
