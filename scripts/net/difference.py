@@ -8,9 +8,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lt_offload.schema.older import from_schema_2
-from lt_offload.schema.plan import PLAN_SCHEMA
-
 
 def differences(before: Path, after: Path) -> Iterator[str]:
     """Yield the first difference of each file that is not the same below ``before`` and ``after``.
@@ -28,20 +25,8 @@ def differences(before: Path, after: Path) -> Iterator[str]:
             yield f"{name}: only in {where[0]}"
             continue
         texts = [(folder / name).read_text(encoding="utf-8") for folder in (before, after)]
-        if any(_is_older(text) for text in texts):
-            texts = [_as_now(text) for text in texts]
         if texts[0] != texts[1]:
             yield f"{name}: {first_difference(*texts)}"
-
-
-def _is_older(text: str) -> bool:
-    """Return whether this is a plan of another form, whose content may be the same."""
-    return text.startswith("{") and json.loads(text).get("schema") == PLAN_SCHEMA - 1
-
-
-def _as_now(text: str) -> str:
-    """Return a plan, also one of the form before, in one form."""
-    return json.dumps(from_schema_2(json.loads(text)) if _is_older(text) else json.loads(text), sort_keys=True)
 
 
 def first_difference(before: str, after: str) -> str:
