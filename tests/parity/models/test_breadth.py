@@ -35,7 +35,6 @@ def _rows(kinds: dict[str, tuple[str, ...]], *marks: pytest.MarkDecorator) -> li
 
 @pytest.mark.parametrize(("family", "kind"), _rows(KINDS) + _rows(LONGER, pytest.mark.slow))
 def test_models_train_as_they_are(family: str, kind: str) -> None:
-    pytest.importorskip(FAMILIES[family].library.replace("-", "_"))
     ended = {run.budget: run for run in compare(family, kind)}
     expected = {"smallest": "equal", "recomputing": "equal"}
     assert {budget: run.outcome for budget, run in ended.items()} == expected | (
