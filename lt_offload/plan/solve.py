@@ -51,7 +51,7 @@ _BY_NAME: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
     "memferry": propose_memferry,
     "pofo": propose_pofo,
 }
-"""Methods of papers that are asked only by name."""
+"""Methods of papers that are asked by name; ``auto`` asks ``memferry`` where nothing else fits."""
 _LEAST_S = 1.0
 """Seconds for a second attempt, at least."""
 
@@ -77,7 +77,7 @@ def solve(
         profile: what model and machine cost.
         memory: device budget, context included, e.g. ``"10GB"``; None: all the device has.
         host_memory: RAM budget; None: all that the profile says may be taken.
-        planner: ``auto``: the best of all but ``memferry`` and ``pofo``;
+        planner: ``auto``: the best of all but ``pofo``, and ``memferry`` only where no other has a plan;
             ``offmate``: the linear program of OFFMATE (2024);
             ``greedy``: some weights travel, after "Weight Offloading Strategies for Training Large DNN Models" (2022);
             ``l2l``: all weights travel, one layer at a time (Pudipeddi et al., 2020);
@@ -375,6 +375,10 @@ class _Selection:
         if planner == "auto":
             for name, propose in _ASKED_BY_AUTO.items():
                 self._ask(name, propose)
+            if not self.candidates.fitting:
+                # What the device reads in host memory takes no room: without this, models with large embeddings would
+                # be refused that fit.
+                self._ask("memferry", propose_memferry)
         elif (method := (_ASKED_BY_AUTO | _BY_NAME).get(planner)) is not None:
             self._add_by_name(planner, method)
         # This comes last: it takes as long again, and is not to take the time of other planners.
