@@ -130,3 +130,13 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", lambda *args, **kwargs: Contention())
     monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", lambda *args, **kwargs: this_machine())
     monkeypatch.setattr("lt_offload.profiling.meters._MOST", 1)
+
+
+@pytest.fixture(autouse=True)
+def no_modes() -> Iterator[None]:
+    """See to it that no mode of torch is left behind: all that the process runs later would be other code, compiled."""
+    yield
+    if "torch" in sys.modules:
+        from lt_offload.compat.torch import all_dispatch_modes, all_function_modes
+
+        assert (all_function_modes(), all_dispatch_modes()) == ([], [])

@@ -82,7 +82,6 @@ without_dispatch_modes: Any = _dispatch._disable_current_modes
 function_modes: Callable[[], int] = _C._len_torch_function_stack
 push_function_mode: Callable[[Any], None] = _overrides._push_mode
 pop_function_mode: Callable[[], Any] = _overrides._pop_mode
-top_function_mode: Callable[[], Any] = _overrides._get_current_function_mode
 all_function_modes: Callable[[], list[Any]] = _overrides._get_current_function_mode_stack
 """The same for function modes, of which the guard and the watch of the logits are."""
 functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lt_offload.compat.torch import address_of, top_function_mode, tree_flatten, tree_leaves
+from lt_offload.compat.torch import address_of, tree_flatten, tree_leaves
 from lt_offload.machine.accounting import Account
+from lt_offload.machine.dispatch import FUNCTION_MODES, WatchingMode
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import Call
 from lt_offload.model.head import (
@@ -108,7 +108,7 @@ class AfterLoss:
         return sum(nbytes for serial, nbytes in self._account.live().items() if serial not in self._others)
 
 
-class LogitsWatch(TorchFunctionMode):
+class LogitsWatch(WatchingMode):
     """Observes uses of the last block's output, from its return to the end of the run.
 
     On the stack of modes from :meth:`begin` to :meth:`end` only: code before that is not slowed down by it.
@@ -128,7 +128,7 @@ class LogitsWatch(TorchFunctionMode):
         self._scaling: Scaling = ()
         self._before: list[weakref.ref[Tensor]] = []
         """The logits before each of these steps; code that still has them may use them."""
-        self._used = False
+        self._used = self._inside_loss = False
         self._arguments: list[tuple[Any, int, dict[str, Any]]] = []
         """Arguments of the calls of the loss: labels, size of the vocabulary, others."""
 
@@ -146,7 +146,7 @@ class LogitsWatch(TorchFunctionMode):
         self._possible = self._possible and isinstance(out, Tensor)
         if self._possible:
             self._logits = out
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.place()
 
     def forgo(self) -> None:
         """Stop watching, as another forward begins: a loss can no longer be matched to its logits."""
@@ -169,9 +169,13 @@ class LogitsWatch(TorchFunctionMode):
         """Take the mode off the stack if it is there; return the logits then."""
         logits, self._logits = self._logits, None
         if logits is not None:
-            # A caller's own mode that ended meanwhile has taken this one off, and left its own place to us.
-            self._used |= top_function_mode() is not self
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            above = self.lift()
+            self._used |= above != 0
+            if above is None and FUNCTION_MODES.size():
+                # A caller's own mode that ended meanwhile has taken this one off, and left its own place to us.
+                FUNCTION_MODES.pop()
+                FUNCTION_MODES.push(self)
+                self.lift()
         return logits
 
     def calls(self, call: Call) -> Mapping[OptionName, Call]:
@@ -205,9 +209,9 @@ class LogitsWatch(TorchFunctionMode):
 
     def _loss(self, loss: Callable[..., Any], logits: Tensor, labels: Any, vocab_size: int, **options: Any) -> Any:
         # Not watched meanwhile: what the loss itself does with the logits is the use that is looked for.
-        own, self._logits = self._logits, None
+        own, self._inside_loss = self._logits, True
         result = loss(logits, labels, vocab_size, **options)
-        self._logits = own
+        self._inside_loss = False
         if logits is own:
             others = {name: options[name] for name in LOSS_ARGUMENTS if name in options}
             self._arguments.append((labels, vocab_size, others))
@@ -220,7 +224,7 @@ class LogitsWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         logits = self._logits
-        if logits is None or asks_form(func):
+        if logits is None or self._inside_loss or asks_form(func):
             return func(*args, **kwargs)
         step = scaling_step(func, args, kwargs)
         if step is not None and args[0] is logits and not self._arguments:
