@@ -148,7 +148,7 @@ def test_resumed_in_more_and_more_memory(
 
     def measured(measure: Callable[[], Profile], _: Any) -> Profile:
         found = with_fixed_times(measure())
-        speeds = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), 2e8 if mechanism.slow_copies else 2e9)
+        speeds = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), 4e8 if mechanism.slow_copies else 2e9)
         return replace(found, hardware=replace(found.hardware, **speeds))
 
     profiled(monkeypatch, measured)
