@@ -77,22 +77,22 @@ class Recomputing:
                 terminalreporter.line(f"repeated none: {name}")
 
     def _count(self, patch: pytest.MonkeyPatch) -> None:
-        from lt_offload.execute.blocks.part_run import PartRun
+        from lt_offload.execute.blocks.run import BlockRun
 
-        first, second = PartRun._call, PartRun.as_first
+        first, second = BlockRun._call, BlockRun.as_first
 
-        def call(part: PartRun, *args: Any) -> Any:
+        def call(run: BlockRun, *args: Any) -> Any:
             self.runs += 1
-            return first(part, *args)
+            return first(run, *args)
 
         @contextmanager
-        def as_first(part: PartRun, **kwargs: Any) -> Iterator[None]:
+        def as_first(run: BlockRun, *args: Any, **kwargs: Any) -> Iterator[None]:
             self.again += 1
-            with second(part, **kwargs):
+            with second(run, *args, **kwargs):
                 yield
 
-        patch.setattr(PartRun, "_call", call)
-        patch.setattr(PartRun, "as_first", as_first)
+        patch.setattr(BlockRun, "_call", call)
+        patch.setattr(BlockRun, "as_first", as_first)
 
 
 def _force(patch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,9 @@ class Rows:
     def put(self, part: int, tensor: Tensor) -> None:
         """Add what one part has given, in any order."""
         self._missing.discard(part)
+        if len(self._sizes) == 1:
+            self._apart[part] = tensor
+            return
         if self._whole is None and not self._apart and tensor.is_contiguous():
             self._whole = tensor.new_empty((sum(self._sizes), *tensor.shape[1:]))
         whole = self._whole
@@ -201,6 +204,8 @@ class Rows:
         with torch.no_grad():
             for part in self._missing:
                 self._clear(part)
+            if len(self._sizes) == 1:
+                return self._apart[0]
             if not self._apart:
                 return self._whole
             return torch.cat([self._apart.get(part, self._of(part)) for part in range(len(self._sizes))])

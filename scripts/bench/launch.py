@@ -114,7 +114,7 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
     import torch
 
     from lt_offload.execute import engine
-    from lt_offload.execute.blocks import part_run as units
+    from lt_offload.execute.blocks import run as units
     from lt_offload.execute.device import cuda, emulated
     from lt_offload.execute.program import Walk
     from lt_offload.execute.training.passes import Passes
@@ -146,7 +146,7 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
         within(Passes, "around the backward", "_run_backward")
         within(engine.Engine, "end of the iteration", "finish")
         within(Walk, "walk", "begin", "end")
-        within(units.PartRun, "model", "_call")
+        within(units.BlockRun, "model", "_call")
         within(torch.autograd, "model", "backward")
         within(gradients.Gradients, "gradient hooks", "_collect")
         within(gradients.Gradients, "update", "use_on_device")

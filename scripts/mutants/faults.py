@@ -16,7 +16,7 @@ RESIDENCY, LIVE, ACTIVATIONS, SNAPSHOTS, STREAMING = (
 GRADIENTS, SLOTS, OPTIMIZER, MICRO_BATCHES = (
     f"execute/updates/{name}.py" for name in ("gradients", "gradient_slots", "optimizer", "window")
 )
-PART, SHARED = "execute/blocks/part_run.py", "execute/blocks/shared_inputs.py"
+BLOCK_RUN, SHARED = "execute/blocks/run.py", "execute/blocks/shared_inputs.py"
 GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/param_grad.py", "execute/iteration.py"
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
     f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "first/sample", "checkpoint/sums", "batch_size")
@@ -295,15 +295,15 @@ BLOCKS = (
     ),
     mutant(
         "a second run draws other numbers",
-        PART,
-        "device.set_rng_state(self._rng)",
+        BLOCK_RUN,
+        "device.set_rng_state(part.rng)",
         "pass",
         ENGINE,
         "parity/engine/test_reruns.py",
     ),
     mutant(
         "a second run leaves the generators behind",
-        PART,
+        BLOCK_RUN,
         "device.set_rng_state(now)",
         "pass",
         ENGINE,
@@ -311,14 +311,14 @@ BLOCKS = (
     ),
     mutant(
         "a mask may be rewritten between two runs",
-        "execute/blocks/part_run.py",
+        BLOCK_RUN,
         "            if version(x) != known:\n                raise limits.REWRITTEN",
         "            if False:\n                raise limits.REWRITTEN",
         "parity/reruns/test_callers.py",
     ),
     mutant(
         "a shared input loses a gradient",
-        PART,
+        BLOCK_RUN,
         "                pairs.append((entry, total.gradient))\n",
         "",
         "parity/models/test_shared_inputs.py",
@@ -327,8 +327,8 @@ BLOCKS = (
     mutant("a shared input is not one", SHARED, "total.users += 1", "pass", "parity/models/test_shared_inputs.py"),
     mutant(
         "a second run is outside its contexts",
-        PART,
-        "if call.ambient == ambient() and not call.ambient.autocasts:",
+        BLOCK_RUN,
+        "if self._ambient == ambient() and not self._ambient.autocasts:",
         "if True:",
         "parity/users/test_contexts.py",
         "parity/lightning/test_mixed_precision.py",

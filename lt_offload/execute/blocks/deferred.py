@@ -46,9 +46,9 @@ class DeferredForward:
         """Run all blocks once more by ``run``, under ``options``."""
         outputs: list[Tensor] = []
         for waiting, original, option in zip(self.runs, self.originals, options, strict=True):
-            # A run that waits is always of the whole batch; the second one may be in parts.
-            (whole,), (inputs,) = waiting.parts, waiting.take_again(outputs)
-            with whole.repeated(inputs, graph=option in RECORDED) as (args, kwargs):
+            # A run that waits is always of the whole batch; the second one may be in slices.
+            (whole,), (inputs,) = waiting.slices, waiting.take_again(outputs)
+            with waiting.repeated(inputs, graph=option in RECORDED) as (args, kwargs):
                 del inputs
                 outputs.clear()  # nobody holds what the block does not need
                 passed, outputs = run(waiting.index, original, args, kwargs)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lt_offload.compat.torch import buffers_of
 from lt_offload.errors import PlanError
-from lt_offload.execute.blocks.part_run import PlannedBlock
 from lt_offload.execute.blocks.repeats import Repeats
 from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
+from lt_offload.execute.blocks.slices import PlannedBlock
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.tensors import Weight

@@ -239,7 +239,7 @@ class Passes:
         run = self._runs.make(index, forward, self._blocks[index], args, kwargs)
         if run.needs_backward:
             for weight in self._blocks[index]:
-                weight.uses += len(run.parts) * weight.param.requires_grad
+                weight.uses += len(run.slices) * weight.param.requires_grad
         return run
 
     # -- a step that began without a plan ----------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class Passes:
             present = ref()
             if present is not None:
                 for weight in self._blocks[index]:
-                    weight.uses += len(present.parts) * weight.param.requires_grad
+                    weight.uses += len(present.slices) * weight.param.requires_grad
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 

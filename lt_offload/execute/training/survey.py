@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lt_offload import limits
 from lt_offload.compat.torch import buffers_of, functorch_level
-from lt_offload.execute.blocks.part_run import PlannedBlock
 from lt_offload.execute.blocks.repeats import Repeats
 from lt_offload.execute.blocks.run import BlockFunction, BlockRun
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
+from lt_offload.execute.blocks.slices import PlannedBlock
 from lt_offload.execute.device.base import NO_BYTES, Device
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.tensors import Weight
@@ -138,7 +138,7 @@ class Survey:
             run.totals = self.shared.note(index, run.inputs)
             inputs = run.take_inputs()
             out = run.unflatten(BlockFunction.apply(run, self.anchor, self._run_backward, *inputs))  # type: ignore[no-untyped-call]
-        run.call.forward = again or _over
+        run.body = again or _over
         if run.offloader.leave(-1) is not None:
             run.offloader.released()
         self._used += run.offloader.nbytes
@@ -217,7 +217,7 @@ class Survey:
         # It has no place in the plan: its weights stay on the device.
         assert run.offloader is not None
         run.offloader.fetch(-1)
-        with _present(run.call.weights):
+        with _present(run.weights):
             return run.backward(anchor, grads)
 
 

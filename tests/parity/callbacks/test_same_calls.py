@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lt_offload import OffmateStrategy
-from lt_offload.execute.blocks.part_run import PartRun
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.model.blocks import find_blocks
 from lt_offload.profiling.step.first import FirstStep
 from tests.parity.callbacks.calls import Noted, drawn, note, noting
@@ -442,14 +442,14 @@ def test_where_the_host_has_no_room_for_activations(
 ) -> None:
     """Blocks run again in the backward of the first step: all but the first of a kind, which shows what one keeps."""
     again: set[str] = set()
-    as_first = PartRun.as_first
+    as_first = BlockRun.as_first
 
-    def counted(part: PartRun, **options: Any) -> Any:
+    def counted(run: BlockRun, *args: Any, **options: Any) -> Any:
         if steps == 1:
-            again.add(part.call.block.name)
-        return as_first(part, **options)
+            again.add(run.name)
+        return as_first(run, *args, **options)
 
-    monkeypatch.setattr(PartRun, "as_first", counted)
+    monkeypatch.setattr(BlockRun, "as_first", counted)
     monkeypatch.setattr(FirstStep, "host_room", lambda *_: 0)
     stock, _ = compared(kind, memory=memory)
     first, *others = [block.name for block in find_blocks(stock.module).blocks if block.kind == "layer"]

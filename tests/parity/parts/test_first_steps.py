@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lt_offload import OffmateStrategy, micro_batched_reference
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.blocks.part_run import PartRun
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.model import head
 from lt_offload.plan.orders import PartsChoice
 from lt_offload.profiling.step.first import FirstStep
@@ -58,13 +58,13 @@ def test_parts(way: str, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``no room``: activations of the first step do not wait in RAM, so that blocks run again, part by part."""
     again: set[str] = set()
     if room == "no room":
-        as_first = PartRun.as_first
+        as_first = BlockRun.as_first
 
-        def counted(part: PartRun, **options: Any) -> Any:
-            again.add(part.call.block.name)
-            return as_first(part, **options)
+        def counted(run: BlockRun, *args: Any, **options: Any) -> Any:
+            again.add(run.name)
+            return as_first(run, *args, **options)
 
-        monkeypatch.setattr(PartRun, "as_first", counted)
+        monkeypatch.setattr(BlockRun, "as_first", counted)
         monkeypatch.setattr(FirstStep, "host_room", lambda *_: 0)
     module = made()
     with micro_batched_reference(module.model, 2):
