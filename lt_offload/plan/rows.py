@@ -18,7 +18,7 @@ from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan, TensorGroup
+from lt_offload.schema.plan import ADDING, ALIGNMENT, Op, Plan, TensorGroup
 from lt_offload.schema.profile import BlockProfile, Profile, ReadProfile
 
 
@@ -159,7 +159,6 @@ def _fetched_later(plan: Plan, table: int, step: int) -> Plan:
     return replace(
         plan,
         ops=tuple(ops),
-        programs={which: tuple(sorted(number[op] for op in issued)) for which, issued in plan.programs.items()},
         initial=tuple(copy for copy in plan.initial if copy.group not in moved),
     )
 
@@ -175,7 +174,6 @@ def _parted(plan: Plan, profile: Profile, table: int, host_budget: int | None) -
         host_budget_bytes=host_budget or plan.host_budget_bytes + parts.room,
         groups=parts.groups(),
         ops=parts.ops(),
-        programs=parts.programs(),
         gradient_bytes=plan.gradient_bytes + parts.room,
         notes=(*plan.notes, f"{profile.tensors[table].name} is updated in two parts: {_PARTS}"),
     )
@@ -233,14 +231,6 @@ class _TwoParts:
         changed = [self._changed(op) for op in self.plan.ops]
         return (*changed[: self.at], *self._new(), *changed[self.at :])
 
-    def programs(self) -> dict[Pass, tuple[int, ...]]:
-        """Return the ops of each kind of pass."""
-        programs: dict[Pass, tuple[int, ...]] = {}
-        for which, numbers in self.plan.programs.items():
-            more = self.at, (self.uses[-1] if which == "updating" else self.uses[0])
-            programs[which] = tuple(sorted((*map(self._number, numbers), *(more if which != "settling" else ()))))
-        return programs
-
     def _number(self, op: int) -> int:
         return op + (1 + len(self.uses)) * (op >= self.at)
 
@@ -273,6 +263,7 @@ class _TwoParts:
         yield new(
             self.sends[-1],
             id=self.at,
+            passes=tuple(which for which in self.plan.passes if which != "settling"),
             groups=(len(self.plan.groups),),
             bytes=tensor.lookup_bytes,
             after=tuple(sorted({self._number(self.backward), *self.uses})),
@@ -283,6 +274,6 @@ class _TwoParts:
             after = {self.at, *sends, *adds, *self.uses}
             if self.plan.delayed:
                 after |= {self._number(update) for update in updates}
-            yield new(op, id=self.uses[0], after=tuple(sorted(after)))
+            yield new(op, id=self.uses[0], passes=ADDING, after=tuple(sorted(after)))
         for op in () if self.plan.delayed else self.updates:
             yield new(op, id=self.uses[-1], after=tuple(sorted({self.at, *updates})))

@@ -42,8 +42,8 @@ follows. The first block reads the table directly. In windows each pass adds up 
 
 **Windows.** A plan of ``window`` above 1 serves any number of micro-batches per update. Each is one *pass* through the
 timeline: the first is *beginning*, those behind it are *accumulating*, the last one is *updating*, and all begin and
-end with the same groups at the same places, so that they may follow each other in any order. ``Plan.programs`` lists
-the ops that each kind of pass carries out, in the order of issue. Gradients are added up in groups of payload ``sum``:
+end with the same groups at the same places, so that they may follow each other in any order. ``Op.passes`` says
+which kinds of passes carry an op out. Gradients are added up in groups of payload ``sum``:
 they are where the states of their tensors are, so that whoever updates finds them. In a beginning pass gradients for
 the host are copied to where their sums are (:meth:`Plan.begins_sums`): the first gradient is the sum so far. An
 ``accumulate`` adds the gradients of a later pass to them; on the device it begins with those of the first, too. An
@@ -66,7 +66,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.packing import Packing
 
 
-PLAN_SCHEMA = 3
+PLAN_SCHEMA = 4
 ALIGNMENT = 512
 """Every arena offset is a multiple of this many bytes."""
 
@@ -203,6 +203,8 @@ class Op:
     """Tensors saved by a forward that runs again in a backward step. None: a first forward saves by its option."""
     zero_copy: tuple[int, ...] = ()
     """For computations: the groups of weights that they read in host memory."""
+    passes: tuple[Pass, ...] = ("updating",)
+    """The kinds of passes that carry it out, in the order of ``Plan.passes``."""
     rows: Rows | None = None
     """For gradients and updates of a table that is updated in two parts; None: all of the tensor at once."""
 
@@ -346,10 +348,7 @@ class Plan:
     """Every weight is in one group; states are if they are ever on the device, gradients if they go to the host."""
     initial: tuple[InitialCopy, ...]
     ops: tuple[Op, ...]
-    """All ops of all kinds of passes, each once."""
-    programs: dict[Pass, tuple[int, ...]]
-    """By kind of pass: the ids of the ops that it carries out, in the order of issue. The last kind is the one that
-    ends with updates."""
+    """All ops of all kinds of passes, each once, in the order of issue."""
     arena_bytes: int
     """Extent of the arena; the rest of the budget is for activations, gradients and workspaces."""
     predicted: Prediction
@@ -426,24 +425,22 @@ class Plan:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """The kinds of passes that may follow each other."""
-        return tuple(self.programs)
+        """The kinds of passes that it has, the one with the updates last."""
+        if self.delayed:
+            return (*ADDING, "settling")
+        return (*ADDING, "updating") if self.adds_up else ("updating",)
 
     def program(self, which: Pass) -> list[Op]:
         """Return the ops of a kind of pass, in the order of issue."""
-        return [self.ops[number] for number in self.programs[which]]
+        return [op for op in self.ops if which in op.passes]
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Times that an iteration, up to an update, carries out each op."""
         # Where updates wait, every micro-batch adds up and the settling pass comes on top.
         adding = self.window if self.delayed else self.window - 1
-        counts = [0] * len(self.ops)
-        begins = min(adding, "beginning" in self.programs)
-        times = {"beginning": begins, "accumulating": adding - begins}
-        for which, numbers in self.programs.items():
-            for number in numbers:
-                counts[number] += times.get(which, 1)
+        times = {"beginning": 1, "accumulating": adding - 1}
+        counts = (sum(times.get(which, 1) for which in op.passes) for op in self.ops)
         return tuple(1 if op.kind == "reduce" else count for op, count in zip(self.ops, counts, strict=True))
 
     @property
@@ -498,13 +495,6 @@ class Plan:
         return picture(self)
 
 
-def kinds_of_passes(*, adds_up: bool, delayed: bool) -> tuple[Pass, ...]:
-    """Return the kinds of passes that a plan has, the one with the updates last."""
-    if delayed:
-        return (*ADDING, "settling")
-    return (*ADDING, "updating") if adds_up else ("updating",)
-
-
 def problems(plan: Plan) -> Iterator[str]:
     """Yield the contradictions in ``plan``, one sentence each; nothing if it is sound."""
     tensors = len(plan.update_places)
@@ -550,28 +540,12 @@ def problems(plan: Plan) -> Iterator[str]:
         for problem in _of_op(op, position, plan):
             unsound = True
             yield f"ops.{position}: {problem}"
-    for problem in program_problems(plan):
-        unsound = True
-        yield problem
     # The walk through the arena takes numbers for granted, and would stumble over those that have been named already.
     if not unsound:
         try:
             assert plan.packing is not None
         except KeyError as error:
             yield f"ops: group {error.args[0]} leaves the device without being there"
-
-
-def program_problems(plan: Plan) -> Iterator[str]:
-    """Yield the contradictions in the programs of ``plan``."""
-    expected = kinds_of_passes(adds_up=plan.adds_up, delayed=plan.delayed)
-    # Plans of earlier releases have no beginning passes.
-    if plan.passes not in (expected, tuple(which for which in expected if which != "beginning")):
-        yield f"programs: they are of {', '.join(plan.passes)} passes, the plan has {', '.join(expected)} ones"
-    for which, numbers in plan.programs.items():
-        if any(not 0 <= number < len(plan.ops) for number in numbers):
-            yield f"programs.{which}: it names ops that do not exist, there are {len(plan.ops)}"
-        elif any(one >= other for one, other in pairwise(numbers)):
-            yield f"programs.{which}: ops are not in the order of issue"
 
 
 def _of_op(op: Op, position: int, plan: Plan) -> Iterator[str]:
@@ -582,6 +556,8 @@ def _of_op(op: Op, position: int, plan: Plan) -> Iterator[str]:
         yield f"step {op.step} of block {op.block}, there are {steps} and {blocks}"
     if op.release_after is not None and not 0 <= op.release_after < steps:
         yield f"release_after step {op.release_after}, there are {steps}"
+    if not op.passes or not {*op.passes} <= {*plan.passes}:
+        yield f"passes {', '.join(op.passes)}, the plan has {', '.join(plan.passes)}"
     groups = (*op.groups, *op.zero_copy)
     if any(not 0 <= group < len(plan.groups) for group in groups):
         # All that follows looks groups up.

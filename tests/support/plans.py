@@ -222,7 +222,6 @@ def streamed(
         groups=grouped.groups,
         initial=grouped.initial,
         ops=grouped.ops,
-        programs={"updating": tuple(range(len(grouped.ops)))},
         arena_bytes=arena,
         gradient_bytes=gradient_bytes,
         chunk_tokens=chunk_tokens,

@@ -218,7 +218,6 @@ def make_plan(profile: Profile) -> Plan:
         groups=grouped.groups,
         initial=grouped.initial,
         ops=tuple(replace(op, seconds=seconds) for op, seconds in zip(grouped.ops, durations, strict=True)),
-        programs={"updating": tuple(range(len(grouped.ops)))},
         arena_bytes=300 * MB,
         predicted=Prediction(
             iteration_s=1.81,

@@ -42,7 +42,6 @@ class Window:
         """Passes of the present window whose gradients have been added up."""
         self.complete = 0
         """Complete micro-batches of the present window; counted in a loop of one's own only."""
-        self._begins = plan is not None and "beginning" in plan.programs
         self._largest = plan.accumulate if plan is not None else 1
         self._size = self._largest
 
@@ -77,7 +76,7 @@ class Window:
     def begin_pass(self, waiting: int) -> None:
         """The next pass begins, and so many more of the same micro-batch follow."""
         # After an update the weights are others, so no pass of the same window may follow it.
-        adding: Pass = "accumulating" if self.added or not self._begins else "beginning"
+        adding: Pass = "accumulating" if self.added else "beginning"
         self.which = "updating" if self.last and not self.delayed and not waiting else adding
 
     def end(self) -> None:

@@ -63,7 +63,6 @@ def build(
         groups=grouped.groups,
         initial=grouped.initial,
         ops=grouped.ops,
-        programs={"updating": tuple(range(len(grouped.ops)))},
         arena_bytes=timetable.arena_bytes,
         gradient_bytes=gradient_bytes,
         predicted=UNKNOWN,

@@ -87,8 +87,7 @@ def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False
         delayed=delayed,
         groups=tuple(split.groups),
         initial=tuple(split.initial),
-        ops=(ops := tuple(split.linked())),
-        programs=split.programs(ops),
+        ops=tuple(split.linked()),
         notes=tuple(
             note.replace("of optimizer states", "of optimizer states and sums of gradients") for note in plan.notes
         ),
@@ -142,8 +141,6 @@ class _Split:
         """By op of ``plan``: the ops in its place; an op that waited for it waits for all of them."""
         self._added: dict[int, int] = {}
         """By update of ``plan``: the op that adds up instead."""
-        self._only: list[frozenset[Pass]] = []
-        """By op: the kinds of passes that carry it out. Of settling passes see ``settling.py``."""
         self._reduced: dict[int, int] = {}
         """By tensor: the op in which machines add up."""
         self._between = delayed and profile.machines > 1 and profile.common_updates
@@ -169,11 +166,6 @@ class _Split:
             self._became[op.id] = list(self._write(op))
         for left in range(step, len(self.plan.timeline)):
             self._end(left)
-
-    def programs(self, ops: Sequence[Op]) -> dict[Pass, tuple[int, ...]]:
-        """Return the ops of each kind of pass, in the order of issue; settling passes have none yet."""
-        carried_by = {which: [op for op in ops if which in self._only[op.id]] for which in _EVERY}
-        return {which: tuple(op.id for op in carried) for which, carried in carried_by.items()}
 
     def linked(self) -> Iterator[Op]:
         """Yield the ops with their dependencies."""
@@ -402,8 +394,7 @@ class _Split:
         self.groups.append(TensorGroup(payload="sum", tensors=tensors, sizes=sizes, span=span))
 
     def _add(self, op: Op, *, only: frozenset[Pass] = _ALL) -> int:
-        self.ops.append(replace(op, id=len(self.ops)))
-        self._only.append(only)
+        self.ops.append(replace(op, id=len(self.ops), passes=tuple(which for which in _EVERY if which in only)))
         return len(self.ops) - 1
 
     def _bytes(self, groups: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.schema.accesses import IN_ARENA, takes_room
-from lt_offload.schema.plan import InitialCopy, Op, Pass, Plan, TensorGroup
+from lt_offload.schema.plan import InitialCopy, Op, Plan, TensorGroup
 from lt_offload.schema.profile import Profile
 
 
@@ -26,26 +26,31 @@ def with_settling_pass(plan: Plan, profile: Profile) -> Plan:
     """
     needed = _needed(plan.program("updating"), plan.groups, plan.initial)
     ops: list[Op] = []
-    became: dict[int, list[int]] = {}
-    """By op of ``plan``: that op, and those that a settling pass has instead."""
-    settling: list[int] = []
+    became: dict[int, range] = {}
+    """By op of ``plan``: the ops in its place, none where no pass carries it out any more."""
     for op in plan.ops:
-        became[op.id] = [len(ops)]
-        ops.append(replace(op, id=len(ops)))
-        for kept, stay in needed.get(op.id, ()):
-            if kept != op.groups or stay:
-                became[op.id].append(len(ops))
-                ops.append(_part(replace(op, id=len(ops)), kept, plan, profile, stay=stay))
-            settling.append(became[op.id][-1])
-    programs: dict[Pass, tuple[int, ...]] = {
-        which: tuple(became[number][0] for number in numbers)
-        for which, numbers in plan.programs.items()
-        if which != "updating"
-    }
-    programs["settling"] = tuple(settling)
-    linked = (replace(op, after=tuple(sorted(new for old in op.after for new in became[old]))) for op in ops)
-    carried = {number for numbers in programs.values() for number in numbers}
-    return _without_others(replace(plan, ops=tuple(linked), programs=programs), carried)
+        divided = [part for part in _divided(op, needed.get(op.id, ()), plan, profile) if part.passes]
+        became[op.id] = range(len(ops), len(ops) + len(divided))
+        ops += divided
+    return replace(
+        plan,
+        ops=tuple(
+            replace(op, id=number, after=tuple(sorted(new for old in op.after for new in became[old])))
+            for number, op in enumerate(ops)
+        ),
+    )
+
+
+def _divided(op: Op, needed: Sequence[tuple[tuple[int, ...], bool]], plan: Plan, profile: Profile) -> Iterator[Op]:
+    """Yield ``op`` as other passes carry it out, and those that a settling pass has instead."""
+    passes = tuple(which for which in op.passes if which != "updating")
+    parts = [
+        _part(replace(op, passes=("settling",)), kept, plan, profile, stay=stay)
+        for kept, stay in needed
+        if kept != op.groups or stay
+    ]
+    yield replace(op, passes=passes if len(parts) == len(needed) else (*passes, "settling"))
+    yield from parts
 
 
 def _part(op: Op, groups: tuple[int, ...], plan: Plan, profile: Profile, *, stay: bool) -> Op:
@@ -59,18 +64,6 @@ def _part(op: Op, groups: tuple[int, ...], plan: Plan, profile: Profile, *, stay
         bytes=sum(tensor.state_bytes if op.payload == "state" else tensor.bytes for tensor in tensors),
         release_after=None if stay else op.release_after,
     )
-
-
-def _without_others(plan: Plan, carried: set[int]) -> Plan:
-    """Return ``plan`` without the ops that are not ``carried`` out in any pass, for which nobody has to wait."""
-    number = {old: new for new, old in enumerate(sorted(carried))}
-    ops = (
-        replace(op, id=number[op.id], after=tuple(number[other] for other in op.after if other in number))
-        for op in plan.ops
-        if op.id in number
-    )
-    programs = {which: tuple(number[old] for old in numbers) for which, numbers in plan.programs.items()}
-    return replace(plan, ops=tuple(ops), programs=programs)
 
 
 def _needed(

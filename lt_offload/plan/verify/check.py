@@ -32,7 +32,6 @@ from lt_offload.schema.plan import (
     Save,
     Timeline,
     one_batch,
-    program_problems,
 )
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes, format_seconds
@@ -47,7 +46,7 @@ def check(plan: Plan, profile: Profile) -> list[str]:
         return violations
     violations = [
         *_structure(plan, profile),
-        *_programs(plan),
+        *_passes(plan),
         *_order_of_issue(plan),
         *_updates(plan, profile),
         *_activations(plan, profile),
@@ -117,33 +116,26 @@ def _size(payload: str, tensor: TensorProfile) -> int:
 
 
 def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Ids, and the numbers in ops and programs."""
-    yield from program_problems(plan)
+    """Ids, and the numbers in ops."""
     for position, op in enumerate(plan.ops):
         name = describe(op)
         if op.id != position:
             yield f"{name}: ids: it stands at position {position}"
         if not 0 <= op.step < len(plan.timeline) or not 0 <= op.block < len(profile.blocks):
             yield f"{name}: there are {len(plan.timeline)} steps and {len(profile.blocks)} blocks"
+        if not op.passes or not {*op.passes} <= {*plan.passes}:
+            yield f"{name}: passes: it has {', '.join(op.passes)}, the plan {', '.join(plan.passes)}"
         if any(not 0 <= other < len(plan.ops) for other in op.after):
             yield f"{name}: after: it waits for an op that does not exist"
         if any(not 0 <= group < len(plan.groups) for group in (*op.groups, *op.zero_copy)):
             yield f"{name}: groups: the plan has {len(plan.groups)}"
 
 
-def _programs(plan: Plan) -> Iterator[str]:
+def _passes(plan: Plan) -> Iterator[str]:
     """Every op belongs to the kinds of passes that have to carry it out, and to no others."""
     computing: set[Pass] = {which for which in plan.passes if which != "settling"}
     begun = {t for op in plan.ops if plan.begins_sums(op) for t in plan.tensors(op)}
-    carried: dict[int, set[Pass]] = {op.id: set() for op in plan.ops}
-    for which in plan.passes:
-        for op in plan.program(which):
-            carried[op.id].add(which)
     for op in plan.ops:
-        passes = carried[op.id]
-        if not passes:
-            yield f"{describe(op)}: programs: no pass carries it out"
-            continue
         # What begins a sum takes the place of the copy and the adding of later passes.
         # Rows that are looked up are sent and added up in all of them: what begins a sum is the last block's gradient.
         begins = op.rows != "looked up" and not begun.isdisjoint(plan.tensors(op))
@@ -161,8 +153,8 @@ def _programs(plan: Plan) -> Iterator[str]:
             expected = {plan.passes[-1]} if op.kind == "update" else computing.intersection(ADDING) - first
         else:
             continue
-        if passes != expected:
-            yield f"{describe(op)}: programs: it belongs to {' and '.join(sorted(expected))} passes, and to no others"
+        if {*op.passes} != expected:
+            yield f"{describe(op)}: passes: it belongs to {' and '.join(sorted(expected))} passes, and to no others"
 
 
 def _times(plan: Plan) -> Iterator[str]:

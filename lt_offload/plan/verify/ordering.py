@@ -25,8 +25,6 @@ _START: _Clock = (0,) * len(LANES)
 _Key = tuple[str, int]
 _ORDERS: dict[tuple[bool, int], tuple[int, ...]] = {
     (False, 1): (0, 0),
-    (False, 2): (1, 0, 0, 1, 0, 1, 1, 0),
-    (True, 2): (0, 1, 0, 0, 1, 0, 1),
     (False, 3): (2, 0, 0, 1, 0, 2, 2, 0, 1, 1, 2),
     (True, 3): (0, 2, 0, 0, 1, 0, 1, 1, 2, 0),
 }

@@ -197,7 +197,7 @@ def test_a_table_that_a_plan_fetches_again_is_fetched_by_the_next_micro_batch(pl
     table = table_of(measured("noise"))
     (fetch,) = (op for op in plan.ops if op.kind == "prefetch" and table in plan.tensors(op))
     assert fetch.step < len(plan.options)
-    assert all(fetch.id in plan.programs[which] for which in plan.passes)
+    assert fetch.passes == plan.passes
     rows = {op.id for op in plan.ops if op.updates_on_host and op.rows == "looked up"}
     early = replace(fetch, after=tuple(other for other in fetch.after if other not in rows))
     assert check(replace(plan, ops=tuple(early if op is fetch else op for op in plan.ops)), measured("noise"))
@@ -470,8 +470,9 @@ def test_a_plan_in_two_parts_that_is_broken_is_refused(what: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["beginning", "accumulating"])
-def test_a_pass_that_adds_no_rows_up_is_refused(which: Any) -> None:
+def test_rows_that_only_one_pass_adds_up_are_refused(which: Any) -> None:
     plan, _ = planned("torch", 0.3)
-    rows = next(op.id for op in plan.ops if op.kind == "accumulate" and op.rows == "looked up")
-    without = tuple(number for number in plan.programs[which] if number != rows)
-    assert check(replace(plan, programs=plan.programs | {which: without}), measured("torch"))
+    ops = [
+        replace(op, passes=(which,)) if op.kind == "accumulate" and op.rows == "looked up" else op for op in plan.ops
+    ]
+    assert check(replace(plan, ops=tuple(ops)), measured("torch"))

@@ -191,4 +191,4 @@ def require_noticed(plan: Plan, profile: Profile, text: str, other: str) -> None
 def of_one_pass(plan: Plan, ops: Iterable[Op]) -> Plan:
     """Return ``plan`` with other ops, all of which its only kind of pass carries out."""
     ops = tuple(ops)
-    return replace(plan, ops=ops, programs={"updating": tuple(range(len(ops)))})
+    return replace(plan, ops=ops)

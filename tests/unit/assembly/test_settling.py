@@ -99,6 +99,10 @@ def _op(id: int, kind: str, step: int, **values: object) -> Op:
     return Op(id=id, kind=kind, step=step, block=0, lane=lanes.get(kind, "none"), **values)  # type: ignore[arg-type]
 
 
+def _both(beginning: bool = True) -> tuple[Pass, ...]:
+    return ("beginning", "updating") if beginning else ("updating",)
+
+
 def _by_hand(*, taken: bool) -> tuple[Plan, Profile]:
     """A pass over four weights of 512 bytes: the first is trained, the second and third are not, the fourth neither.
 
@@ -123,8 +127,7 @@ def _by_hand(*, taken: bool) -> tuple[Plan, Profile]:
         solve(small_profile(), memory="1GB", time_limit=3),
         groups=tuple(weights),
         initial=(InitialCopy(group=2, offset=512),),
-        ops=ops,
-        programs={"beginning": tuple(op.id for op in ops if op.kind != "update"), "updating": tuple(range(len(ops)))},
+        ops=tuple(replace(op, passes=_both(op.kind != "update")) for op in ops),
     )
     return plan, profile
 
@@ -161,8 +164,7 @@ def test_a_part_of_the_states_that_travel_together_counts_its_bytes() -> None:
         _op(5, "prefetch", 2, offsets=places, **state),
     )
     initial = tuple(InitialCopy(group=g, offset=at) for g, at in zip(numbers, places, strict=True))
-    ids = tuple(op.id for op in ops)
-    plan = replace(plan, groups=groups, initial=initial, ops=ops, programs={"beginning": ids, "updating": ids})
+    plan = replace(plan, groups=groups, initial=initial, ops=tuple(replace(op, passes=_both()) for op in ops))
     found = with_settling_pass(plan, profile).program("settling")
     moved = [(op.kind, op.groups, op.bytes) for op in found if op.payload == "state"]
     assert moved == [("offload", (4,), 1024), ("prefetch", (4,), 1024)]
@@ -181,9 +183,10 @@ def test_what_an_update_has_changed_goes_to_the_host_where_other_passes_drop_it(
         _op(4, "drop", 0, **state),
         _op(5, "prefetch", 1, offsets=(2048,), after=(3, 4), **state),
     )
-    programs: dict[Pass, tuple[int, ...]] = {"beginning": (0, 4, 5), "updating": (0, 1, 2, 3, 5)}
+    passes = (_both(), ("updating",), ("updating",), ("updating",), ("beginning",), _both())
+    ops = tuple(replace(op, passes=which) for op, which in zip(ops, passes, strict=True))
     initial = (InitialCopy(group=4, offset=2048),)
-    plan = replace(plan, groups=(*plan.groups, states), initial=initial, ops=ops, programs=programs)
+    plan = replace(plan, groups=(*plan.groups, states), initial=initial, ops=ops)
     found = with_settling_pass(plan, profile).program("settling")
     assert [(op.kind, op.release_after) for op in found if op.payload == "state"] == [("offload", None)]
 
@@ -196,6 +199,6 @@ def test_a_weight_that_is_there_at_the_start_comes_back_when_the_host_has_update
         replace(_op(1, "update", 0, groups=(0,)), lane="host"),
         _op(2, "prefetch", 1, offsets=(512,), after=(0, 1), **weight),
     )
-    programs: dict[Pass, tuple[int, ...]] = {"beginning": (0, 2), "updating": (0, 1, 2)}
-    plan = replace(plan, initial=(InitialCopy(group=0, offset=512),), ops=ops, programs=programs)
+    ops = tuple(replace(op, passes=_both(op.kind != "update")) for op in ops)
+    plan = replace(plan, initial=(InitialCopy(group=0, offset=512),), ops=ops)
     assert [op.kind for op in with_settling_pass(plan, profile).program("settling")] == ["drop", "update", "prefetch"]

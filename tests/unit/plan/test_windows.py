@@ -258,11 +258,7 @@ def broken(plan: Plan, which: Any, **changes: Any) -> Plan:
 def elsewhere(plan: Plan, which: Any, *passes: Pass) -> Plan:
     """Return ``plan`` with the first op that ``which`` accepts carried out in these kinds of passes."""
     number = next(op.id for op in plan.ops if which(op))
-    programs = {
-        kind: tuple(sorted({*numbers, number} if kind in passes else {*numbers} - {number}))
-        for kind, numbers in plan.programs.items()
-    }
-    return replace(plan, programs=programs)
+    return replace(plan, ops=tuple(replace(op, passes=passes) if op.id == number else op for op in plan.ops))
 
 
 def test_broken_windows_are_refused() -> None:
@@ -279,8 +275,9 @@ def test_broken_windows_are_refused() -> None:
         elsewhere(plan, lambda op: op.kind == "update", "accumulating", "updating"),
         elsewhere(plan, lambda op: op.kind == "forward", "updating"),
         elsewhere(plan, lambda op: op.payload == "sum" and op.kind == "prefetch", "updating"),
-        replace(plan, programs={"updating": plan.programs["updating"]}),
-        replace(plan, programs={**plan.programs, "updating": plan.programs["updating"][::-1]}),
+        replace(plan, ops=plan.ops[::-1]),
+        elsewhere(plan, lambda op: op.payload == "weight"),
+        elsewhere(plan, lambda op: op.payload == "weight", *plan.passes, "settling"),
         broken(host, lambda op: op.kind == "accumulate", after=()),
         broken(host, lambda op: op.kind == "update", after=()),
         elsewhere(host, lambda op: op.payload == "grad", "updating"),

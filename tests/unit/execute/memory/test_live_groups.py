@@ -71,7 +71,6 @@ def plan_of(weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (
         groups=grouped.groups,
         initial=(),
         ops=grouped.ops,
-        programs={"updating": tuple(range(len(grouped.ops)))},
         gradient_bytes=1 << 20,
         arena_bytes=1 << 20,
         predicted=Prediction(
