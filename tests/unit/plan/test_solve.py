@@ -80,7 +80,7 @@ def test_any_model_can_be_planned_from_its_floor_on(seed: int, share: float) -> 
     profile = random_profile(np.random.default_rng(seed), KINDS[seed % len(KINDS)])
     needed = floor(profile).needed_bytes
     assert needed is not None
-    assert check(solve(profile, memory=int(share * needed), time_limit=1.5), profile) == []
+    assert check(solve(profile, memory=int(share * needed), time_limit=6), profile) == []
     with pytest.raises(InfeasibleError):
         solve(profile, memory=needed - 1)
 
