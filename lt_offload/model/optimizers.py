@@ -5,14 +5,11 @@ And what its states are: tensors of each parameter's, wherever they are in it, a
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +18,7 @@ from lt_offload.compat.torch import FakeTensorMode, TorchDispatchMode, address_o
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.snapshot import untouched
+from lt_offload.model.state.generators import GLOBAL, is_generator, same_state, state_of
 from lt_offload.units import round_up
 
 _KNOWN = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
@@ -114,14 +112,14 @@ def _draws(optimizer: Optimizer, index: int, shape: tuple[int, ...], dtype: torc
             return True
         except Exception:  # whatever a foreign optimizer meets on fake tensors
             pass
-        return _generators(optimizer) != before
+        return _drawn_since(optimizer, before)
 
 
 def _held(optimizer: Optimizer) -> Iterator[Any]:
     """Yield the generators of random numbers that are attributes or options of ``optimizer``."""
     for place in (vars(optimizer), *optimizer.param_groups):
         for value in place.values():
-            if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            if is_generator(value):
                 yield value
 
 
@@ -130,14 +128,13 @@ def _defaults() -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators if gpu else ())]
 
 
-def _generators(optimizer: Optimizer) -> list[bytes]:
+def _generators(optimizer: Optimizer) -> list[Any]:
     """Return where the generators are that a step may draw from: those of torch, Python, NumPy, and its own."""
-    states = [generator.get_state() for generator in _defaults()]
-    states += [one.get_state() for one in _held(optimizer) if isinstance(one, torch.Generator)]
-    others = [one for one in _held(optimizer) if not isinstance(one, torch.Generator)]
-    return [state.numpy().tobytes() for state in states] + [
-        pickle.dumps(value) for value in (random.getstate(), np.random.get_state(), *others)
-    ]
+    return [state_of(one) for one in (*_defaults(), *GLOBAL, *_held(optimizer))]
+
+
+def _drawn_since(optimizer: Optimizer, before: list[Any]) -> bool:
+    return not all(map(same_state, _generators(optimizer), before))
 
 
 class _Drawn(Exception):
@@ -198,7 +195,7 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
             before = _generators(optimizer)
             for twin in twins:
                 type(twin).step(twin)
-            if _generators(optimizer) != before:
+            if _drawn_since(optimizer, before):
                 raise _Drawn
             for of_twin in map(of_none, twins):
                 if of_twin.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in of_twin.values()):

@@ -12,7 +12,6 @@ import functools
 import gc
 import io
 import itertools
-import random
 import sys
 import types
 import warnings
@@ -33,6 +32,7 @@ from lt_offload.compat.torch import DisableTorchFunctionSubclass, tensor_hooks_o
 from lt_offload.errors import UnsupportedError
 from lt_offload.model import objects
 from lt_offload.model.objects import Contents, attributes_of, bases, is_library, module_of, name_of, own, same
+from lt_offload.model.state.generators import generators_kept, is_generator, set_state, state_of
 
 MOST = 1_000_000
 """Objects that are looked at: about three seconds."""
@@ -146,8 +146,8 @@ class ObjectSnapshot:
             return
         elif issubclass(kind, Tensor):
             self._tensor(thing, path)
-        elif (restore := generator_state(thing)) is not None:
-            self._keep(path, restore)
+        elif is_generator(thing):
+            self._keep(path, functools.partial(_rewind, thing, state_of(thing)))
             self._attributes(thing, path)
         elif issubclass(kind, np.ndarray):
             self._array(thing, path)
@@ -361,9 +361,8 @@ def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
             "changes there while it is measured is not undone",
             stacklevel=3,
         )
-    python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with generators_kept(devices):
             yield
     except BaseException as error:
         try:
@@ -375,14 +374,16 @@ def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
         raise
     else:
         before.restore()
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _refill(container: Any, contents: Contents) -> bool:
     if not objects.unchanged(container, contents):
         objects.write(container, contents)
+    return True
+
+
+def _rewind(generator: Any, state: Any) -> bool:
+    set_state(generator, state)
     return True
 
 
@@ -422,33 +423,6 @@ def _is_opaque(kind: type) -> bool:
         name_of(base) in _MACHINERY and module_of(base).startswith(("lightning.", "pytorch_lightning."))
         for base in bases(kind)
     )
-
-
-def generator_state(thing: Any) -> Callable[[], bool] | None:
-    """Return what brings a generator of random numbers back to where it is; None if ``thing`` is none."""
-    back: Callable[[], object]
-    kind, state = type(thing), np.random.RandomState
-    if issubclass(kind, torch.Generator):
-        back = functools.partial(torch.Generator.set_state, thing, torch.Generator.get_state(thing))
-    # It draws from the system, and its ``getstate`` raises.
-    elif issubclass(kind, random.SystemRandom):
-        return lambda: True
-    elif issubclass(kind, random.Random):
-        back = functools.partial(random.Random.setstate, thing, random.Random.getstate(thing))
-    elif issubclass(kind, state):
-        back = functools.partial(state.set_state, thing, state.get_state(thing))
-    elif issubclass(kind, np.random.Generator):
-        return generator_state(np.random.Generator.bit_generator.__get__(thing))
-    elif issubclass(kind, np.random.BitGenerator):  # whose base has no state
-        back = functools.partial(setattr, thing, "state", thing.state)
-    else:
-        return None
-
-    def restore() -> bool:
-        back()
-        return True
-
-    return restore
 
 
 def progress(iterator: Any) -> object:

@@ -9,9 +9,6 @@ call (``torch.autocast``) that of ``contexts.py``.
 
 from __future__ import annotations
 
-import copy
-import random
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,6 +24,7 @@ from lt_offload.compat.torch import HOOKS, MODULE_PARTS, address_of, buffers_of
 from lt_offload.model import objects
 from lt_offload.model.objects import Contents, holders, kind_of, read, same, unchanged, write
 from lt_offload.model.snapshot import version as _version
+from lt_offload.model.state.generators import GLOBAL, is_generator, same_state, set_state, state_of
 
 _INTERNAL = MODULE_PARTS | {"forward", "__getstate__"}
 """Attributes of ``nn.Module`` that a forward does not change, or that are looked at as a part of their own."""
@@ -84,10 +82,9 @@ class Effects:
             tensors = [name for name, value in vars(member).items() if issubclass(type(value), Tensor)]
             for holder, names in ((buffers_of(member), list(buffers_of(member))), (vars(member), tensors)):
                 self._parts += [_BufferPart(holder, name, f"{path}.{name}" if path else name) for name in names]
-        self._generators: list[_Part] = [_Python(), _NumPy()]
         held = [value for member in members for value in vars(member).values()]
-        self._generators += [_Generator(value) for value in _below(held) if _is_generator(value)]
-        self._mode = _Mode(members)
+        own = (value for value in _below(held) if is_generator(value))
+        self._generators: list[_Part] = [_Generator(generator) for generator in (*GLOBAL, *own)]
         self._left = watched
         self._seen: set[_Part] = set()
         self._graded: dict[Owner, bool] = {}
@@ -97,7 +94,6 @@ class Effects:
         """Enclose the first of a block's runs; the snapshot that it yields is complete afterwards."""
         parts = [*self._parts, *self._generators]
         snapshot = Snapshot([(part, part.save()) for part in parts], self._graded)
-        mode = self._mode.save()
         snapshot.copied_bytes = sum(part.copied_bytes(before) for part, before in snapshot.items)
         yield snapshot
         closely = self._left > 0
@@ -108,8 +104,8 @@ class Effects:
                 changed.append((part, before))
             elif part not in self._generators:  # what draws nothing does not depend on what others draw
                 untouched.append((part, before))
-        snapshot.items = [(self._mode, mode), *changed]
-        snapshot.rest = Rest([(self._mode, mode), *((part, part.thin(before)) for part, before in untouched)])
+        snapshot.items = changed
+        snapshot.rest = Rest([(part, part.thin(before)) for part, before in untouched])
         self._seen |= {part for part, _ in changed}
         if closely:
             self._left -= 1
@@ -163,7 +159,7 @@ class Snapshot:
     @property
     def changed(self) -> bool:
         """True if the run has changed anything."""
-        return len(self.items) > 1
+        return bool(self.items)
 
     def locations(self) -> list[Location]:
         """Return where the last run has put tensors of numbers that were not there."""
@@ -233,26 +229,6 @@ class _Part(ABC):
     def locations(self, before: Any) -> Iterator[Location]:
         """Yield where tensors of numbers are that were not there before."""
         yield from ()
-
-
-class _Mode(_Part):
-    """The training mode of each module: users may change it before the backward."""
-
-    def __init__(self, members: list[nn.Module]) -> None:
-        self._members = members
-
-    @override
-    def save(self) -> list[bool]:
-        return [member.training for member in self._members]
-
-    @override
-    def differs(self, before: list[bool], closely: bool) -> bool:
-        return before != self.save()
-
-    @override
-    def restore(self, before: list[bool]) -> None:
-        for member, training in zip(self._members, before, strict=True):
-            member.training = training
 
 
 class _Attributes(_Part):
@@ -368,83 +344,22 @@ class _BufferPart(_Part):
 
 
 class _Generator(_Part):
-    """A random generator that a module holds."""
+    """A random generator: one that a module holds, or a global one."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
     @override
     def save(self) -> Any:
-        held = self._generator
-        if isinstance(held, torch.Generator):
-            return held.get_state()
-        if isinstance(held, random.Random):
-            return held.getstate()
-        return copy.deepcopy(held.bit_generator.state if hasattr(held, "bit_generator") else held.get_state())
+        return state_of(self._generator)
 
     @override
     def differs(self, before: Any, closely: bool) -> bool:
-        now = self.save()
-        # By ``repr``: states of NumPy's are dictionaries with arrays, which ``==`` does not compare.
-        return not torch.equal(now, before) if isinstance(now, Tensor) else repr(now) != repr(before)
+        return not same_state(self.save(), before)
 
     @override
     def restore(self, before: Any) -> None:
-        held = self._generator
-        if isinstance(held, torch.Generator):
-            held.set_state(before)
-        elif isinstance(held, random.Random):
-            held.setstate(before)
-        elif hasattr(held, "bit_generator"):
-            held.bit_generator.state = before
-        else:
-            held.set_state(before)
-
-
-class _Python(_Part):
-    """Python's global generator."""
-
-    @override
-    def save(self) -> Any:
-        return random.getstate()
-
-    @override
-    def differs(self, before: Any, closely: bool) -> bool:
-        return bool(random.getstate() != before)
-
-    @override
-    def restore(self, before: Any) -> None:
-        random.setstate(before)
-
-
-class _NumPy(_Part):
-    """NumPy's global generator."""
-
-    @override
-    def save(self) -> Any:
-        import numpy
-
-        return numpy.random.get_state()
-
-    @override
-    def differs(self, before: Any, closely: bool) -> bool:
-        now = self.save()
-        # The position first, which nearly every draw moves; then the words, and the normal number that is left over.
-        return bool(now[2] != before[2] or (now[1] != before[1]).any() or now[3:] != before[3:])
-
-    @override
-    def restore(self, before: Any) -> None:
-        import numpy
-
-        numpy.random.set_state(before)
-
-
-def _is_generator(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    kinds = (torch.Generator, random.Random)
-    if issubclass(type(value), kinds):
-        return True
-    return numpy is not None and issubclass(type(value), (numpy.random.Generator, numpy.random.RandomState))
+        set_state(self._generator, before)
 
 
 def _has_numbers(value: Any) -> bool:

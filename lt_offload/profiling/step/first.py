@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload.machine.driver import context_bytes, current
 from lt_offload.model.blocks import Structure
+from lt_offload.model.state.generators import generators_kept
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.machine import MeasuredMachine
 from lt_offload.profiling.meters import Stopwatch
@@ -64,7 +61,9 @@ class FirstStep(WatchedStep):
             ModelError, UnsupportedError: if the model cannot be trained exactly.
             OverBudget: if a GPU has no memory for one block of the batch.
         """
-        with current(self.device), _random_kept(self.device), torch.enable_grad():
+        gpus = [self.device.index] if self.device.type == "cuda" else []
+        # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
+        with current(self.device), generators_kept(gpus), torch.enable_grad():
             self.reached()
             return self.measure(parts, optimizer or self._optimizer)
 
@@ -85,16 +84,3 @@ class FirstStep(WatchedStep):
             estimated=False,
         )
         return replace(profile, contention=contention)
-
-
-@contextmanager
-def _random_kept(device: torch.device) -> Iterator[None]:
-    """Leave all global generators as they are."""
-    # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device.index] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

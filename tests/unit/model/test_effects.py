@@ -29,13 +29,13 @@ class Block(nn.Module):
 
 
 def changed(run: Callable[[Any], object], runs: int = 5) -> list[int]:
-    """Return, per run, how many parts beside the modes of modules have been changed."""
+    """Return, per run, how many parts have been changed."""
     block = Block(run)
     effects, counts = Effects(block), []
     for _ in range(runs):
         with effects.first_run() as snapshot:
             block.run(block)
-        counts.append(len(snapshot.items) - 1)
+        counts.append(len(snapshot.items))
     return counts
 
 

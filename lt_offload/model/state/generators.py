@@ -1,0 +1,74 @@
+"""States of random generators: torch's, Python's and NumPy's, old and new, read and set without code of users."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
+GLOBAL: tuple[Any, ...] = (random.random.__self__, np.random.random_sample.__self__)  # type: ignore[attr-defined]
+"""Python's and NumPy's global generators."""
+
+
+def is_generator(value: object) -> bool:
+    """Return whether ``value`` is a random generator."""
+    return issubclass(type(value), GENERATORS)
+
+
+def state_of(generator: Any) -> Any:
+    """Return a copy of the state of ``generator``; None if it has none."""
+    kind = type(generator)
+    if issubclass(kind, torch.Generator):
+        return torch.Generator.get_state(generator)
+    if issubclass(kind, random.Random):
+        # That one draws from the system, and its ``getstate`` raises.
+        return None if issubclass(kind, random.SystemRandom) else random.Random.getstate(generator)
+    if issubclass(kind, np.random.RandomState):
+        return np.random.RandomState.get_state(generator, legacy=False)
+    return _bits_of(generator).state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Bring ``generator`` back to ``state``."""
+    kind = type(generator)
+    if issubclass(kind, torch.Generator):
+        torch.Generator.set_state(generator, state)
+    elif issubclass(kind, random.Random):
+        if state is not None:
+            random.Random.setstate(generator, state)
+    elif issubclass(kind, np.random.RandomState):
+        np.random.RandomState.set_state(generator, state)
+    else:
+        _bits_of(generator).state = state
+
+
+def same_state(left: Any, right: Any) -> bool:
+    """Return whether two states of a generator are equal: tensors, tuples, or dictionaries with arrays."""
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_state(left[key], right[key]) for key in left)
+    return np.array_equal(left, right) if isinstance(left, np.ndarray) else bool(left == right)
+
+
+@contextmanager
+def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
+    """Leave all global generators as they are; ``devices``: those of CUDA whose generators are meant as well."""
+    before = [state_of(generator) for generator in GLOBAL]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for generator, state in zip(GLOBAL, before, strict=True):
+            set_state(generator, state)
+
+
+def _bits_of(generator: Any) -> Any:
+    new = issubclass(type(generator), np.random.Generator)
+    return np.random.Generator.bit_generator.__get__(generator) if new else generator
