@@ -45,8 +45,6 @@ of its storage tells whose memory a tensor is: the guard, snapshots and accounti
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """The number of writes to a tensor. Arguments of blocks that are written to, and a user's tensors that a measured step
 changes, are found by it."""
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that a tensor is a view of. Without it memory that nobody in Python holds is not told from a view's."""
 has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
 """True for a tensor with memory; sparse ones have several pieces, and asking them for their storage raises."""
 _storage_uses: Callable[[int], int] = _C._storage_Use_Count

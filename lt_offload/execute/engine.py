@@ -147,14 +147,14 @@ class Engine(LoopCalls):
         assert not self.installed
         device, plan = self.device, self.plan
         # Counted before anything below holds the weights' memory, too.
-        aliases = held_by_others(self.model, self.structure, device.torch_device)
+        held = held_by_others(self.model, self.structure, device.torch_device)
         self.weights = [
             Weight(i, name, param) if self._survey is None else self._survey.weight(i, name, param)
             for i, (name, param) in enumerate(self.structure.tensors)
         ]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
-        common = self._common = self._in_common(aliases.held)
-        staying = aliases.held if common is None else common.staying
+        common = self._common = self._in_common(held)
+        staying = held if common is None else common.staying
         layout = Layout(device, self.weights, self._blocks, plan, staying, common)
         move_rest(self.model, self.structure, device.torch_device)
         if plan is not None:
@@ -172,7 +172,7 @@ class Engine(LoopCalls):
             tables = tables_of(plan, self.structure, self.weights, device)
             self.gradients = Gradients(device, updates, self.weights, plan, tables, common)
         self._intercept()
-        unseen = [self.weights[index] for index in aliases.unseen]
+        unseen = [self.weights[index] for index in held]
         checks_of_use = self._iteration.check_read, self._iteration.check_write
         modes = self._survey.modes if self._survey is not None else None
         self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
@@ -190,7 +190,7 @@ class Engine(LoopCalls):
             guard=self._guard,
             setup=self._fixed,
             view=self._gradient_view,
-            staying=bool(aliases.held),
+            staying=bool(held),
         )
         self.host_copies = HostCopies(
             self.weights, updates, plan, device=device, residency=self.residency, guard=self._guard, common=common

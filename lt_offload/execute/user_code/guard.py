@@ -89,7 +89,7 @@ class Guard:
         updates: knows the optimizer's states; None without an optimizer.
         check_read: raises if nothing may be read now; is told what was done.
         check_write: raises if nothing may be written now.
-        unseen: weights whose memory somebody else reads and writes without operations on tensors, all the time.
+        unseen: weights whose memory somebody else holds, and may read and write unseen, all the time.
         common: has host copies that several processes have together.
         modes: placed before, where the guard is installed from within a backward; None: it places its own.
     """
