@@ -44,9 +44,8 @@ from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.updates.tables import tables_of
-from lt_offload.execute.user_code import checks
 from lt_offload.execute.user_code.aliases import held_by_others
-from lt_offload.execute.user_code.checks import InstalledSetup
+from lt_offload.execute.user_code.checks import InstalledSetup, UserHooks
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.logits import LossInBlock
@@ -120,7 +119,8 @@ class Engine(LoopCalls):
         """Contexts in which the model runs on another device than its parameters are on."""
         self._runs = BlockRuns(device, self.pool, self.structure, plan)
         deferred = plan is not None and plan.deferred_forwards > 0
-        checks.check_hooks(self.structure, self._runs.repeated, parted=self._runs.parted, deferred=deferred)
+        self._hooks = UserHooks(self.structure, self._runs.repeated, parted=self._runs.parted, deferred=deferred)
+        self._hooks.check()
         self._loss = LossInBlock.of_plan(self.structure, plan) if plan is not None else None
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
@@ -176,7 +176,7 @@ class Engine(LoopCalls):
         checks_of_use = self._iteration.check_read, self._iteration.check_write
         modes = self._survey.modes if self._survey is not None else None
         self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
-        self._fixed = InstalledSetup(self.structure, self.weights, updates, self._runs.repeated, self._runs.parted)
+        self._fixed = InstalledSetup(self.weights, updates, self._hooks)
         shown = ShownGradients(self.weights, self._guard, self.residency)
         self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
         self.handover = Handover(

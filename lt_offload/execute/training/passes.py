@@ -334,7 +334,7 @@ class Passes:
         self._deferred.run_again(forward, again)
 
     def _begin_backward(self) -> None:
-        self._setup.check_hooks()
+        self._setup.hooks.check()
         self._view.begin_backward(cleared=self.manual is not None)
         self._iteration.begin_backward()
         if self.common is not None and self._window.which == "updating":

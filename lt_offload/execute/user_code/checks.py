@@ -34,34 +34,6 @@ from lt_offload.model.blocks import Structure
 from lt_offload.model.state.hooks import InnerHooks
 
 
-def check_hooks(
-    structure: Structure, repeated: Collection[int], *, parted: bool = False, deferred: bool = False
-) -> None:
-    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch, or see them twice.
-
-    Args:
-        structure: the model's blocks.
-        repeated: those that run a second time for their backward.
-        parted: blocks take a batch in parts, so that every weight gets a gradient per part.
-        deferred: a backward follows several forwards, so that every weight gets a gradient per forward.
-
-    Raises:
-        UnsupportedError: naming the parameter or the module.
-    """
-    for inner in _inner_hooks(structure, repeated):
-        _check_inner(inner)
-    for name, param in structure.tensors:
-        if accumulated_hooks_of(param):
-            raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
-        if _has_joint_hook(param):
-            raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
-    for index in _shared(structure, parted=parted or deferred):
-        name, param = structure.tensors[index]
-        if tensor_hooks_of(param):
-            why = _PER_FORWARD if deferred else _SHARING[parted]
-            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which {why}")
-
-
 def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
     """Return whether no hook of a user forbids that ``blocks`` run a second time for their backward."""
     return all(inner.find() is None for inner in _inner_hooks(structure, blocks))
@@ -78,51 +50,68 @@ def check_reached(weights: Iterable[Weight], runs: BlockRuns) -> None:
     runs.check()
 
 
-class InstalledSetup:
-    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
+class UserHooks:
+    """Hooks of users that would see other gradients than in plain PyTorch, or be called twice.
 
     Args:
         structure: the model's blocks.
-        weights: of the engine.
-        updates: knows the optimizer's groups; None without an optimizer.
         repeated: blocks that run a second time for their backward.
-        parted: blocks take a batch in parts.
+        parted: blocks take a batch in parts, so that every weight gets a gradient per part.
+        deferred: a backward follows several forwards, so that every weight gets a gradient per forward.
     """
 
     def __init__(
-        self,
-        structure: Structure,
-        weights: Sequence[Weight],
-        updates: Updates | None,
-        repeated: Collection[int],
-        parted: bool = False,
+        self, structure: Structure, repeated: Collection[int], *, parted: bool = False, deferred: bool = False
     ) -> None:
-        self._updates = updates
-        self._members = updates.members if updates is not None else set()
-        self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
-        self._inside = [address_of(param) for _, param, _, _ in self._weights]
-        """Addresses of what hooks of gradients are attached to: other tensors may be put into the same parameters."""
-        self._shared = [weights[index] for index in _shared(structure, parted=parted)]
-        self._sharing = _SHARING[parted]
         self._inner = _inner_hooks(structure, repeated)
+        self._weights = [(f"weight {name}", param) for name, param in structure.tensors]
+        self._own = [0] * len(self._weights)
+        """Hooks of the engine's on each weight."""
+        uses = Counter(tensor for block in structure.blocks for tensor in block.tensors)
+        several = parted or deferred
+        self._shared = [one for at, one in enumerate(self._weights) if several or uses[at] > 1]
+        self._why = _PER_FORWARD if deferred else _SHARING[parted]
 
-    def check_hooks(self) -> None:
-        """Refuse hooks that were not there when the engine was installed and that it cannot call as plain PyTorch does.
+    def let_in(self) -> None:
+        """Let hooks be that the engine itself has attached by now."""
+        self._own = [len(accumulated_hooks_of(param) or ()) for _, param in self._weights]
+
+    def check(self) -> None:
+        """Refuse hooks that the engine cannot call as plain PyTorch does.
 
         Raises:
             UnsupportedError: naming the module or the weight.
         """
         for inner in self._inner:
-            _check_inner(inner)
-        for weight, param, _, hooks in self._weights:
+            hook = inner.find()
+            if hook is not None:
+                raise limits.MODULE_HOOKS.error(hook)
+        for (label, param), own in zip(self._weights, self._own, strict=True):
             # Not by functions: this is asked of every weight, twice an iteration, and mostly there is nothing.
-            if len(accumulated_hooks_of(param) or ()) != hooks:
-                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
+            if len(accumulated_hooks_of(param) or ()) != own:
+                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {label}")
             if tensor_hooks_of(param) and _has_joint_hook(param):
-                raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
-        for weight in self._shared:
-            if tensor_hooks_of(weight.param):
-                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which {self._sharing}")
+                raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {label}")
+        for label, param in self._shared:
+            if tensor_hooks_of(param):
+                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {label}, which {self._why}")
+
+
+class InstalledSetup:
+    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
+
+    Args:
+        weights: of the engine.
+        updates: knows the optimizer's groups; None without an optimizer.
+        hooks: of users.
+    """
+
+    def __init__(self, weights: Sequence[Weight], updates: Updates | None, hooks: UserHooks) -> None:
+        self.hooks, self._updates = hooks, updates
+        self._members = updates.members if updates is not None else set()
+        self._weights = [(w, w.param, w.param.requires_grad, address_of(w.param)) for w in weights]
+        """With the address of what hooks of gradients are attached to: other tensors may be put into a parameter."""
+        hooks.let_in()
 
     def check(self) -> None:
         """Compare with what there is now.
@@ -130,8 +119,8 @@ class InstalledSetup:
         Raises:
             UnsupportedError: naming what has changed.
         """
-        self.check_hooks()
-        for (weight, *_), inside in zip(self._weights, self._inside, strict=True):
+        self.hooks.check()
+        for weight, _, _, inside in self._weights:
             if address_of(weight.param) != inside:
                 raise limits.CHANGED_PARAMETERS.error(f"another tensor was swapped into {weight.label}")
         if self._updates is not None:
@@ -164,16 +153,6 @@ def _inner_hooks(structure: Structure, blocks: Collection[int]) -> list[InnerHoo
     return [InnerHooks(block.name, block.module) for index, block in enumerate(structure.blocks) if index in blocks]
 
 
-def _check_inner(inner: InnerHooks) -> None:
-    hook = inner.find()
-    if hook is not None:
-        raise limits.MODULE_HOOKS.error(hook)
-
-
-def _hooks(weight: Weight) -> int:
-    return len(accumulated_hooks_of(weight.param) or ())
-
-
 def _has_joint_hook(param: Tensor) -> bool:
     """Return whether ``param`` has a hook that waits for the gradients of several tensors in one backward."""
     hooks = tensor_hooks_of(param)
@@ -183,14 +162,6 @@ def _has_joint_hook(param: Tensor) -> bool:
 
 _PER_FORWARD = "has a gradient per forward of the model"
 _SHARING = ("several blocks share", "has a gradient per part of the batch (micro_batches)")
-
-
-def _shared(structure: Structure, *, parted: bool) -> list[int]:
-    """Return the tensors that several blocks use, or several parts of a batch."""
-    if parted:
-        return list(range(len(structure.tensors)))
-    uses = [tensor for block in structure.blocks for tensor in block.tensors]
-    return [index for index in range(len(structure.tensors)) if uses.count(index) > 1]
 
 
 class OwnParameters:

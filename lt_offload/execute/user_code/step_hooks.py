@@ -33,19 +33,41 @@ class StepHooks:
 
     Args:
         optimizer: whose steps they are.
-        before: is called as a hook before a step.
-        after: is called as a hook after it.
+        begin: is called when the step proper begins: a closure runs forward and backward, so that it has returned.
+        end: is called when the step has ended.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        before: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any],
-        after: Callable[..., None],
+        self, optimizer: Optimizer, begin: Callable[[], object], end: Callable[[], object] = lambda: None
     ) -> None:
-        self._optimizer = optimizer
-        self._before = optimizer.register_step_pre_hook(lambda *call: before(*call) if _outermost(call[0]) else None)
-        self._after = optimizer.register_step_post_hook(lambda *call: after(*call) if _outermost(call[0]) else None)
+        self._optimizer, self._begin = optimizer, begin
+
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._begun(optimizer, args, kwargs) if _outermost(optimizer) else None
+
+        def after(optimizer: Optimizer, *_: object) -> None:
+            if _outermost(optimizer):
+                end()
+
+        self._before = optimizer.register_step_pre_hook(before)
+        self._after = optimizer.register_step_post_hook(after)
+
+    def _begun(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        others = {f"argument {number}": value for number, value in enumerate(args[2:], 2)} | kwargs
+        extra = [name for name, value in others.items() if name != "closure" and value is not None]
+        if extra:
+            raise limits.STEP_ARGUMENTS.error(f"{type(optimizer).__name__}.step() was given {extra[0]}")
+        if closure is None:
+            self._begin()
+            return None
+
+        def run() -> Any:
+            loss = closure()
+            self._begin()
+            return loss
+
+        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": run})
 
     def enclose(self) -> None:
         """Be the last hooks that are called before a step, and the first after it."""
@@ -99,7 +121,7 @@ class OptimizerStepHook:
         self._updates, self._weights, self._delayed = updates, weights, delayed
         self._begins, self._ended = begins, ended
         self._hidden: list[list[nn.Parameter]] = []
-        self._hooks = StepHooks(updates.optimizer, self._before_step, self._after_step)
+        self._hooks = StepHooks(updates.optimizer, self.begin, self._after_step)
 
     def remove(self) -> None:
         """End."""
@@ -116,33 +138,9 @@ class OptimizerStepHook:
             group["params"] = params
         self._hidden = []
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self) -> None:
         self.restore()
         self._ended()
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        others = {f"argument {number}": value for number, value in enumerate(args[2:], 2)} | kwargs
-        extra = [name for name, value in others.items() if name != "closure" and value is not None]
-        if extra:
-            raise limits.STEP_ARGUMENTS.error(f"{type(optimizer).__name__}.step() was given {extra[0]}")
-        if closure is None:
-            self.begin()
-            return None
-        # The closure runs forward and backward, so that the step proper, with what updates use, begins after it.
-        if len(args) > 1:
-            return (args[0], self._following(closure), *args[2:]), kwargs
-        return args, kwargs | {"closure": self._following(closure)}
-
-    def _following(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which the step proper begins."""
-
-        def run() -> Any:
-            loss = closure()
-            self.begin()
-            return loss
-
-        return run
 
     def begin(self) -> None:
         """The step proper begins."""
@@ -237,7 +235,7 @@ class ManualLoop:
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] = []
         """Options of the groups, as the updates have used them; none before there are any."""
-        self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
+        self._hooks = StepHooks(optimizer, self._begin, self._after_step)
 
     def remove(self) -> None:
         """End."""
@@ -245,28 +243,12 @@ class ManualLoop:
 
     def begin_backward(self, *, updating: bool) -> None:
         """A backward has begun; to be called from within it. ``updating``: the step follows it."""
-        after_backward(self._end_backward)
+        after_backward(self._end)
         self._options = _options(self._optimizer) if updating else []
         if not updating:
             return
         # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
         self._hooks.enclose()
-
-    def _end_backward(self) -> None:
-        self._end()
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._begin()
-            return None
-
-        def ending() -> Any:
-            loss = closure()
-            self._begin()
-            return loss
-
-        return (args[0], ending), {}
 
     def _begin(self) -> None:
         """Gradients are complete, and the optimizer, which has none to use, comes next."""
@@ -286,7 +268,7 @@ class ManualLoop:
                     change = f"from {used.get(name)} to {value}"
                     raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {index} was changed {change}")
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self) -> None:
         used, self._used = self._used, False
         self._finish()
         if used:

@@ -50,21 +50,7 @@ class Carried:
 @contextmanager
 def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]:
     """Let ``begin`` be called within the context, when the closure of a step of ``optimizer`` has returned."""
-
-    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            begin()
-            return None
-
-        def run() -> Any:
-            loss = closure()
-            begin()
-            return loss
-
-        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": run})
-
-    hooks = StepHooks(optimizer, before, lambda *_: None)
+    hooks = StepHooks(optimizer, begin)
     try:
         yield
     finally:
