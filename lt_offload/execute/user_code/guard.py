@@ -108,6 +108,8 @@ class Guard:
         self._common, self._modes = common, modes
         self._weights, self._residency, self._updates = weights, residency, updates
         self._check_read, self._check_write = check_read, check_write
+        self.remote = residency.device.torch_device.type != "cpu"
+        """Blocks run on another device than the host."""
         self.suspended = Suspended(lambda: self._modes)
         """Context in which the engine itself works, and blocks run."""
         self._of_weights: dict[int | None, TrackedTensor] = {
@@ -402,6 +404,10 @@ class _Calls(WatchingMode):
             return func(*args, **(kwargs or {}))
         look(guard, *args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
+        # In plain PyTorch weights are on the GPU, and this would copy them: a script that keeps the best ones must not
+        # see them trained.
+        if guard.remote and _brings(func, args, kwargs or {}) and guard.find(args[0]) is not None:
+            return out.copy() if func is Tensor.numpy else out.clone() if guard.find(out) is not None else out
         if func in _VIEWS:
             owned = guard.find(args[0])
             if owned is not None:
@@ -489,12 +495,20 @@ def _differentiate(guard: Guard, outputs: Any, inputs: Any, *args: Any, **kwargs
             raise limits.PARTIAL_BACKWARD.error(f"torch.autograd.grad of {owned.label}")
 
 
+def _brings(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call asks for a tensor to be on the host, or on the device that it names."""
+    if func is Tensor.to:
+        return any(isinstance(one, (str, torch.device, Tensor)) for one in (*args[1:], *kwargs.values()))
+    return func is Tensor.cpu or (func is Tensor.numpy and bool(kwargs.get("force")))
+
+
 _VIEWS = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, typed_storage)
 """Calls that return a view of a tensor's memory that is no tensor."""
 _PLAIN_READS = (Tensor.tolist, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__reduce_ex__)
 _READS = (*_VIEWS, *_PLAIN_READS, Tensor.__repr__, Tensor.__format__)
 _SEEN: dict[Any, Callable[..., None]] = {
     **dict.fromkeys(_READS, _read),
+    **dict.fromkeys((Tensor.cpu, Tensor.to), lambda *_, **__: None),  # a copy that is made is seen as an operation
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     torch.autograd.grad: _differentiate,
 }

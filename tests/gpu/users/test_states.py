@@ -31,6 +31,23 @@ def test_reading_weights_and_states(way: str, bench: Bench) -> None:
     assert len(compared(bench, way, ReadsStates)) > 100
 
 
+class KeepsOnTheHost(Reads):
+    """Keeps the last weights and states as scripts for a GPU do it: what comes to the host is a copy."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.seen += [value.cpu() for value in list(pl_module.state_dict().values())[::3]]
+        self.seen += [p.detach().to("cpu", non_blocking=True) for p in list(pl_module.parameters())[::5]]
+        self.seen += [torch.from_numpy(p.numpy(force=True)) for p in list(pl_module.parameters())[::7]]
+        self.seen += [state["exp_avg"].cpu() for state in list(trainer.optimizers[0].state.values())[::9]]
+
+
+@in_both_ways
+def test_what_is_brought_to_the_host_is_a_copy(way: str, bench: Bench) -> None:
+    if bench.device.type == "cpu":
+        pytest.skip("there it is the tensor itself, in plain PyTorch, too")
+    assert len(compared(bench, way, KeepsOnTheHost)) > 100
+
+
 class WritesStates(Callback):
     """Changes weights and states between steps, in place and by assignment, where they are and from elsewhere."""
 
