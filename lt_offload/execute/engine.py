@@ -49,7 +49,6 @@ from lt_offload.execute.user_code.checks import InstalledSetup, UserHooks
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.logits import LossInBlock
-from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGradients
 from lt_offload.execute.user_code.place import Place
 from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, SavedStates
 from lt_offload.model.blocks import Structure, find_blocks
@@ -177,8 +176,8 @@ class Engine(LoopCalls):
         modes = self._survey.modes if self._survey is not None else None
         self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
         self._fixed = InstalledSetup(self.weights, updates, self._hooks)
-        shown = ShownGradients(self.weights, self._guard, self.residency)
-        self._gradient_view = GradientView(ConsumedGradients(self.weights), shown, self._window, self._forget_sums)
+        window = self._window, self._forget_sums
+        self._gradient_view = GradientView(self.weights, self._guard, self.residency, *window)
         self.handover = Handover(
             self.structure,
             plan,
@@ -271,8 +270,8 @@ class Engine(LoopCalls):
         if not self.installed:
             return
         self.installed = False
-        with self._gradient_view.consumed.standing():
-            self._gradient_view.shown.drop()
+        with self._gradient_view.standing():
+            self._gradient_view.discard()
         self._guard.remove()
         for undo in self._undo:
             undo()
@@ -313,8 +312,8 @@ class Engine(LoopCalls):
             return
         begun = self._iteration.begun > 0
         self._iteration.fail()
-        with self._guard.suspended, self._gradient_view.consumed.standing(begun=begun):
-            self._gradient_view.shown.drop()
+        with self._guard.suspended, self._gradient_view.standing(begun=begun):
+            self._gradient_view.discard()
             self._close_passes()
             try:
                 self.device.drain()

@@ -72,8 +72,8 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
             guard.end()
 
     def stand_ins() -> None:
-        engine._gradient_view.consumed.put()
-        engine._gradient_view.consumed.drop()
+        engine._gradient_view.put_stand_ins()
+        engine._gradient_view.drop_stand_ins()
 
     for _ in range(3):
         iterate()

@@ -17,7 +17,9 @@ GRADIENTS, SLOTS, OPTIMIZER, MICRO_BATCHES = (
     f"execute/updates/{name}.py" for name in ("gradients", "gradient_slots", "optimizer", "window")
 )
 BLOCK_RUN, SHARED = "execute/blocks/run.py", "execute/blocks/shared_inputs.py"
-GUARD, PARAM_GRAD, ITERATION = "execute/user_code/guard.py", "execute/user_code/param_grad.py", "execute/iteration.py"
+GUARD, GRADIENT_VIEW, ITERATION = (
+    f"execute/{name}.py" for name in ("user_code/guard", "user_code/gradient_view", "iteration")
+)
 REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
     f"strategy/{name}.py" for name in ("replan", "checkpoint/resume", "first/sample", "checkpoint/sums", "batch_size")
 )
@@ -359,7 +361,7 @@ BLOCKS = (
     ),
     mutant(
         "a gradient that was set to None updates",
-        PARAM_GRAD,
+        GRADIENT_VIEW,
         "        if grad is None:\n            total.use_up()",
         "        if grad is None:\n            pass",
         "parity/callbacks/test_gradients.py",
@@ -367,7 +369,7 @@ BLOCKS = (
     ),
     mutant(
         "a gradient that was kept changes",
-        PARAM_GRAD,
+        GRADIENT_VIEW,
         "tensor.data = tensor.data.clone()",
         "pass",
         "parity/callbacks/test_gradients.py",

@@ -110,7 +110,7 @@ class Handover:
                     weight.total.host.copy_(begun.sums[weight.param])
                     weight.total.fill() if begun.added else weight.total.use_up()
             if begun.sums and not begun.added:
-                self._view.shown.use(begun.sums)
+                self._view.use(begun.sums)
             for param, grad in begun.rest.items():
                 param.grad = grad.to(param.device)
             self._window.added = begun.added

@@ -179,9 +179,9 @@ class LoopCalls(ABC):
         """
         self._require_waiting("show_gradients")
         with self._guard.suspended:
-            self._gradient_view.shown.drop()
+            self._gradient_view.discard()
             self.passes.end()
-            self._gradient_view.shown.put()
+            self._gradient_view.show()
 
     def show_clipped(self) -> None:
         """Let ``param.grad`` be what updates will use, clipped as has been said by now, which may be edited.
@@ -192,7 +192,8 @@ class LoopCalls(ABC):
         self._require_waiting("show_clipped_gradients")
         with self._guard.suspended:
             self.passes.end()
-            self._gradient_view.show_clipped(self._clipping.edit(now=True))
+            self._gradient_view.hide(final=False)
+            self._gradient_view.show(self._clipping.edit(now=True))
 
     def hide(self, *, final: bool) -> None:
         """End that, if they are shown: updates will use what ``param.grad`` is now.
@@ -238,13 +239,13 @@ class LoopCalls(ABC):
                     passes.end()
             else:
                 self.clip_rest()
-            view.consumed.put()
+            view.put_stand_ins()
 
         def consumed() -> bool:
             return self._iteration.begun > 0 and not window.delayed
 
         hooks = ManualLoop(
-            view.consumed,
+            view,
             self._guard.suspended,
             optimizer,
             end_backward,

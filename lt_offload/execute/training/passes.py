@@ -426,13 +426,13 @@ class Passes:
             return False
         # Lightning ends a run of several processes whose training_step returns None.
         assert self.of_all is None or self._rest_complete, "gradients of other processes have not been added"
-        self._view.shown.take()
+        self._view.adopt()
         if self.common is not None:
             self.common.begin(beside=False)
         if not self._residency.settled:
             self._residency.settle()
         self._iteration.settle()
-        with self._view.kept(self._gradients, self._residency) if keep else nullcontext():
+        with self._view.kept(self._gradients) if keep else nullcontext():
             self._walk.settle("settling" if self._window.delayed else "updating")
         if self.common is not None:
             self.common.end()

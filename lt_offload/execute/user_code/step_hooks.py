@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.torch import after_backward, step_post_hooks_of, step_pre_hooks_of
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.execute.user_code.param_grad import ConsumedGradients
+from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.model.optimizers import of_parameters
 
 _PLACE, _NAME = "torch.optim.optimizer", "wrapper"
@@ -218,7 +218,7 @@ class ManualLoop:
 
     def __init__(
         self,
-        gradients: ConsumedGradients,
+        gradients: GradientView,
         suspended: AbstractContextManager[None],
         optimizer: Optimizer,
         end_backward: Callable[[], None],
@@ -256,7 +256,7 @@ class ManualLoop:
         # Every access to `param.grad` would go through the guard's modes, which have nothing to see in it.
         with self._suspended:
             self._gradients.check(present=self._consumed())
-            self._gradients.drop()
+            self._gradients.drop_stand_ins()
         self._check_options()
 
     def _check_options(self) -> None:
