@@ -382,7 +382,9 @@ class Engine(LoopCalls):
                 self._gradient_view.leave()
 
     def _begin_step_within(self) -> None:
-        if not self._iteration.manual:
+        if self._iteration.manual:
+            self._begin_step_of_loop()
+        else:
             with self._guard.suspended:
                 if self._passes is not None:
                     self._passes.complete_rest(keep=self.keeps_gradients)
@@ -390,7 +392,9 @@ class Engine(LoopCalls):
 
     def _after_step(self) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
-        if self._iteration.enclosed and self._iteration.begun:
+        if self._iteration.manual:
+            self._end_step_of_loop()
+        elif self._iteration.enclosed and self._iteration.begun:
             self._end_step()
 
     @contextmanager

@@ -35,7 +35,9 @@ class LoopCalls(ABC):
     _iteration: Iteration
     _guard: Guard
     _gradient_view: GradientView
-    _undo: list[Callable[[], None]]
+    _manual: ManualLoop | None = None
+    _updating = False
+    """The step of a loop that is not ours uses gradients up."""
 
     @property
     @abstractmethod
@@ -241,30 +243,31 @@ class LoopCalls(ABC):
                 self.clip_rest()
             view.put_stand_ins()
 
-        def consumed() -> bool:
-            return self._iteration.begun > 0 and not window.delayed
+        passes.manual = self._manual = ManualLoop(optimizer, end_backward)
+        self._iteration.manual = True
 
-        hooks = ManualLoop(
-            view,
-            self._guard.suspended,
-            optimizer,
-            end_backward,
-            consumed,
-            self._begin_step,
-            self.finish,
-            view.leave,
-        )
-        self._undo.append(hooks.remove)
-        self._iteration.manual, passes.manual = True, hooks
-
-    def _begin_step(self) -> bool:
-        """``optimizer.step()`` begins; return whether there is something to update with."""
+    def _begin_step_of_loop(self) -> None:
+        """``optimizer.step()`` begins: gradients are complete, and the optimizer, which has none to use, comes next."""
         self._iteration.check_step()
+        view, delayed = self._gradient_view, self._window.delayed
         with self._guard.suspended:
             self.passes.complete_rest()
-        if self._window.delayed:
-            with self._guard.suspended:
-                self._gradient_view.begin_step_of_loop(final=self.clip_value is None)
+            if delayed:
+                view.begin_step_of_loop(final=self.clip_value is None)
         if not self._iteration.ran_backward:
             self.clip_rest()
-        return self._iteration.begun > 0
+        self._updating = self._iteration.begun > 0
+        # Every access to `param.grad` would go through the guard's modes, which have nothing to see in it.
+        with self._guard.suspended:
+            view.check(present=self._updating and not delayed)
+            view.drop_stand_ins()
+        assert self._manual is not None
+        self._manual.check_options()
+
+    def _end_step_of_loop(self) -> None:
+        """``optimizer.step()`` has ended, before hooks of users."""
+        used, self._updating = self._updating, False
+        self.finish()
+        if used:
+            with self._guard.suspended:
+                self._gradient_view.leave()

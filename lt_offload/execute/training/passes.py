@@ -340,9 +340,9 @@ class Passes:
         if self.common is not None and self._window.which == "updating":
             with self._recorder.waiting():
                 self.common.begin(beside=True)
-        # Both move their hooks to the end of those of ``optimizer.step()``: the last to do so encloses the other.
         if self.manual is not None:
             self.manual.begin_backward(updating=self._window.which == "updating")
+        # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
         self._step.enclose()
 
     def _backward_of(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

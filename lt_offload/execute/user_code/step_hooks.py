@@ -1,14 +1,13 @@
 """Hooks around ``optimizer.step()``: for the user's own optimizer beside the plan, and for a user's own training loop.
 
-The optimizer's own step finds nothing left to do (:class:`OptimizerStepHook`), its states are complete when they are
-saved (:class:`SavedStates`), and in a loop of one's own its step ends an iteration (:class:`ManualLoop`).
+The optimizer's own step finds nothing left to do, and in a loop of one's own it ends an iteration
+(:class:`OptimizerStepHook`, :class:`ManualLoop`); its states are complete when they are saved (:class:`SavedStates`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.torch import after_backward, step_post_hooks_of, step_pre_hooks_of
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.model.optimizers import of_parameters
 
 _PLACE, _NAME = "torch.optim.optimizer", "wrapper"
@@ -203,63 +201,29 @@ class SavedStates:
 
 
 class ManualLoop:
-    """Follows a training loop that users have written, by the hooks of ``optimizer.step()``.
+    """A training loop that users have written: its backwards end without us, and its step finds what they have left.
 
     Args:
-        gradients: what parameters hold after a backward.
-        suspended: a context in which no use of theirs is watched.
         optimizer: whose step ends an iteration.
         end_backward: is called at the end of each backward.
-        consumed: tells whether parameters hold gradients that updates have used, or are to use with the step.
-        begin_step: is called when a step begins; returns whether there is something to update with.
-        finish: ends an iteration.
-        leave: lets parameters hold what updates have left of their gradients.
     """
 
-    def __init__(
-        self,
-        gradients: GradientView,
-        suspended: AbstractContextManager[None],
-        optimizer: Optimizer,
-        end_backward: Callable[[], None],
-        consumed: Callable[[], bool],
-        begin_step: Callable[[], bool],
-        finish: Callable[[], None],
-        leave: Callable[[], None],
-    ) -> None:
-        self._gradients, self._suspended = gradients, suspended
-        self._end, self._begin_step, self._finish, self._leave = end_backward, begin_step, finish, leave
-        self._consumed = consumed
-        self._used = False
-        """The step uses gradients up."""
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, end_backward: Callable[[], None]) -> None:
+        self._optimizer, self._end = optimizer, end_backward
         self._options: list[dict[str, Any]] = []
         """Options of the groups, as the updates have used them; none before there are any."""
-        self._hooks = StepHooks(optimizer, self._begin, self._after_step)
-
-    def remove(self) -> None:
-        """End."""
-        self._hooks.remove()
 
     def begin_backward(self, *, updating: bool) -> None:
-        """A backward has begun; to be called from within it. ``updating``: the step follows it."""
+        """A backward has begun; to be called from within it. ``updating``: updates are in it."""
         after_backward(self._end)
         self._options = _options(self._optimizer) if updating else []
-        if not updating:
-            return
-        # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
-        self._hooks.enclose()
 
-    def _begin(self) -> None:
-        """Gradients are complete, and the optimizer, which has none to use, comes next."""
-        self._used = self._begin_step()
-        # Every access to `param.grad` would go through the guard's modes, which have nothing to see in it.
-        with self._suspended:
-            self._gradients.check(present=self._consumed())
-            self._gradients.drop_stand_ins()
-        self._check_options()
+    def check_options(self) -> None:
+        """Refuse options that were changed since updates have used them.
 
-    def _check_options(self) -> None:
+        Raises:
+            UnsupportedError: naming one.
+        """
         options, self._options = self._options, []
         present = _options(self._optimizer) if options else []  # without a backward no update has used any
         for index, (used, now) in enumerate(zip(options, present, strict=True)):
@@ -267,13 +231,6 @@ class ManualLoop:
                 if name not in used or not _equal(used[name], value):
                     change = f"from {used.get(name)} to {value}"
                     raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {index} was changed {change}")
-
-    def _after_step(self) -> None:
-        used, self._used = self._used, False
-        self._finish()
-        if used:
-            with self._suspended:
-                self._leave()
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
