@@ -196,52 +196,44 @@ class WatchingMode(TorchFunctionMode):
     def place(self, above: int = 0) -> None:
         """Begin to see calls, below the ``above`` modes on top."""
         FUNCTION_MODES.insert(self, above)
-        _question.ask(self)
+        _count(1)
 
     def lift(self) -> int | None:
         """End it; return how many modes were above this one, None if it was not in place."""
         above = FUNCTION_MODES.lift(self)
         if above is not None:
-            _question.forget(self)
+            _count(-1)
         return above
 
 
 _OVERRIDES, _ASKED = vars(torch.overrides), "has_torch_function"
+_original: Callable[[Any], bool] = _OVERRIDES[_ASKED]
+_changing = threading.Lock()
+_placed = 0
+"""Watching modes that are in place, in all threads."""
 
 
-class _HasTorchFunction:
-    """``torch.overrides.has_torch_function``, while watching modes are in place in any thread."""
-
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._modes: list[WatchingMode] = []
-        """The modes that are in place, once per thread."""
-        self._original: Callable[[Any], bool] = _OVERRIDES[_ASKED]
-
-    def ask(self, mode: WatchingMode) -> None:
-        with self._changing:
-            self._modes.append(mode)
-            if _OVERRIDES[_ASKED] is not self:
-                self._original = _OVERRIDES[_ASKED]
-                _OVERRIDES[_ASKED] = self
-
-    def forget(self, mode: WatchingMode) -> None:
-        with self._changing:
-            # Somebody who has put another function in place of ours keeps it, and calls ours, which then answers as the
-            # original.
-            self._modes.remove(mode)
-            if not self._modes and _OVERRIDES[_ASKED] is self:
-                _OVERRIDES[_ASKED] = self._original
-
-    def __call__(self, relevant_args: Any) -> bool:
-        """Answer without the watching modes of this thread."""
-        # A tuple first, as other threads place and lift theirs meanwhile.
-        lifted = [(mode, above) for mode in tuple(self._modes) if (above := FUNCTION_MODES.lift(mode)) is not None]
-        try:
-            return self._original(relevant_args)
-        finally:
-            for mode, above in reversed(lifted):
-                FUNCTION_MODES.insert(mode, above)
+def _count(change: int) -> None:
+    global _original, _placed
+    with _changing:
+        _placed += change
+        if _placed and _OVERRIDES[_ASKED] is not _has_torch_function:
+            _original, _OVERRIDES[_ASKED] = _OVERRIDES[_ASKED], _has_torch_function
+        # Who has put another function in place of ours keeps it, and calls ours, which answers as the original.
+        elif not _placed and _OVERRIDES[_ASKED] is _has_torch_function:
+            _OVERRIDES[_ASKED] = _original
 
 
-_question = _HasTorchFunction()
+def _has_torch_function(relevant_args: Any) -> bool:
+    """Answer without the watching modes of this thread."""
+    modes = [FUNCTION_MODES.pop() for _ in range(FUNCTION_MODES.size())]
+    others = [mode for mode in modes if not isinstance(mode, WatchingMode)]
+    for mode in reversed(others):
+        FUNCTION_MODES.push(mode)
+    try:
+        return _original(relevant_args)
+    finally:
+        for _ in others:
+            FUNCTION_MODES.pop()
+        for mode in reversed(modes):
+            FUNCTION_MODES.push(mode)

@@ -24,8 +24,7 @@ from typing import Any
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameters of ``mallopt``, see ``malloc.h``."""
 _NEVER = -1
-_GIVEN_BY = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
-_TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.mmap_max", "glibc.malloc.trim_threshold")
+_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
 
 _keepers: set[object] = set()
 
@@ -36,10 +35,10 @@ def keep_freed_memory() -> Callable[[], None]:
     It ends when everybody who has asked for it has ended it. Then free memory goes back to the system. Does nothing
     where there is no glibc, and where the environment says what is to be kept.
     """
-    keeper = object()
-    libc = _glibc()
-    if libc is None or _chosen():
-        return _nothing
+    keeper, libc = object(), _glibc()
+    chosen = any(name in os.environ for name in _SETTINGS) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if libc is None or chosen:
+        return lambda: None
     _keepers.add(keeper)
     libc.mallopt(_MMAP_MAX, 0)
     libc.mallopt(_TRIM_THRESHOLD, _NEVER)
@@ -71,13 +70,3 @@ def _glibc() -> Any:
     except (OSError, AttributeError, TypeError):  # not Linux, another C library, Windows
         return None
     return libc
-
-
-def _chosen() -> bool:
-    """Return whether the environment sets the thresholds."""
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return any(name in os.environ for name in _GIVEN_BY) or any(name in tunables for name in _TUNABLES)
-
-
-def _nothing() -> None:
-    pass
