@@ -121,7 +121,8 @@ class Guard:
         self._generation = -1
         self._views: dict[TrackedTensor, list[weakref.ref[Any]]] = {}
         """Views of host copies that are no tensors (NumPy's), through which they may be read and written unseen."""
-        self._unseen = [TrackedTensor(weight) for weight in unseen]
+        self._unseen = dict.fromkeys(TrackedTensor(weight) for weight in unseen)
+        """Host copies that may be read and written unseen until the end."""
         self._addresses = [weight.host.data_ptr() for weight in weights]
         self._tensors: dict[TrackedTensor, list[weakref.ref[Tensor]]] = {}
         """Tensors in a host copy's memory that were made since the last iteration began, or live."""
@@ -210,7 +211,10 @@ class Guard:
         """Remember that somebody has a view of a host copy, through which it can be read and written unseen."""
         # From here on it may change without a word, so snapshots take what is there now.
         self._residency.snapshots.changing([self._memory(owned)])
-        self._views.setdefault(owned, []).append(weakref.ref(view))
+        try:
+            self._views.setdefault(owned, []).append(weakref.ref(view))
+        except TypeError:  # a capsule of dlpack does not say how long its memory is in use
+            self._unseen[owned] = None
         self._complete_common()
 
     def made(self, owned: TrackedTensor, tensor: Tensor) -> None:
@@ -252,12 +256,12 @@ class Guard:
         """Watch them no longer."""
         for owned in gradients:
             self._of_weights.pop(_sum_memory(owned), None)
-            self._views.pop(owned, None)
-            self._tensors.pop(owned, None)
+            for known in (self._views, self._tensors, self._unseen):
+                known.pop(owned, None)
 
     def seen_otherwise(self, owned: TrackedTensor) -> bool:
         """Return whether somebody was given a view that is no tensor, through which it may have been written."""
-        return owned in self._views
+        return owned in self._views or owned in self._unseen
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
@@ -282,7 +286,7 @@ class Guard:
         # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
         stale = dict.fromkeys(group for owned in (*self._views, *self._unseen) for group in owned.groups)
         stale |= dict.fromkeys(self._replaced_states())
-        viewed = [owned.weight for owned in self._views if owned.state != GRADIENT]
+        viewed = [owned.weight for owned in (*self._views, *self._unseen) if owned.state != GRADIENT]
         self._forget_views()
         if stale:
             self._residency.bring_home(stale)
@@ -295,7 +299,7 @@ class Guard:
         self._forget_views()
         for owned in (*self._views, *self._unseen):
             self._residency.bring_home(owned.groups)
-        if self._views:
+        if self._views or self._unseen:
             self._complete_common()
 
     def _complete_common(self) -> None:
@@ -502,9 +506,9 @@ def _brings(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return func is Tensor.cpu or (func is Tensor.numpy and bool(kwargs.get("force")))
 
 
-_VIEWS = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, typed_storage)
+_VIEWS = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, typed_storage, Tensor.__dlpack__)
 """Calls that return a view of a tensor's memory that is no tensor."""
-_PLAIN_READS = (Tensor.tolist, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__reduce_ex__)
+_PLAIN_READS = (Tensor.tolist, Tensor.data_ptr, Tensor.__reduce_ex__)
 _READS = (*_VIEWS, *_PLAIN_READS, Tensor.__repr__, Tensor.__format__)
 _SEEN: dict[Any, Callable[..., None]] = {
     **dict.fromkeys(_READS, _read),

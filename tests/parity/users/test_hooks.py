@@ -310,7 +310,8 @@ def test_views_that_are_kept(budget: str) -> None:
     def act(module: Any, optimizer: Any, turn: int) -> Any:
         if turn == 1:
             named = [(p, optimizer.state[p]["exp_avg"]) for p in module.parameters()]
-            module.__dict__["views"] = [view.numpy() for p, state in named for view in (p.data, state)]
+            module.__dict__["views"] = [p.data.numpy() for p, _ in named]
+            module.views += [torch.from_dlpack(state).numpy() for _, state in named]
             module.__dict__["dictionary"] = module.model.state_dict()
         if turn == 3:
             for view in module.views:
