@@ -51,7 +51,8 @@ class Survey:
         """By class of blocks: bytes that one has saved at most."""
         self.modes = GuardModes()
         """Modes of the guard to come."""
-        self._suspended = Suspended(lambda: self.modes)  # compiled code is not entered within them
+        self.modes.place()
+        self._suspended = Suspended(self.modes)  # compiled code is not entered within them
         self._weights = {param: Weight(i, name, param) for i, (name, param) in enumerate(structure.tensors)}
         for weight in self._weights.values():
             weight.host = NO_BYTES  # or it would seem that somebody holds the memory, when the engine takes it over

@@ -91,7 +91,7 @@ class Guard:
         check_write: raises if nothing may be written now.
         unseen: weights whose memory somebody else holds, and may read and write unseen, all the time.
         common: has host copies that several processes have together.
-        modes: placed before, where the guard is installed from within a backward; None: it places its own.
+        modes: placed before, where the guard is installed from within a backward; None: it has its own.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Guard:
         common: Common | None = None,
         modes: GuardModes | None = None,
     ) -> None:
-        self._common, self._modes = common, modes
+        self._common, self._modes = common, modes or GuardModes()
         self._weights, self._residency, self._updates = weights, residency, updates
         self._check_read, self._check_write = check_read, check_write
         self.remote = residency.device.torch_device.type != "cpu"
         """Blocks run on another device than the host."""
-        self.suspended = Suspended(lambda: self._modes)
+        self.suspended = Suspended(self._modes)
         """Context in which the engine itself works, and blocks run."""
         self._of_weights: dict[int | None, TrackedTensor] = {
             address_of(w.host.untyped_storage()): TrackedTensor(w) for w in weights
@@ -131,15 +131,14 @@ class Guard:
 
     def install(self) -> None:
         """Begin to watch the operations of the calling thread."""
-        self._modes = self._modes or GuardModes()
+        self._modes.place()
         self._modes.watch_for(self)
         _installed.add(self)
 
     def remove(self) -> None:
         """End it; operations of other threads were never seen."""
         _installed.discard(self)
-        if self._modes is not None:
-            self._modes.remove()
+        self._modes.remove()
         self._views.clear()
         self._tensors.clear()
         self._of_states, self._kept = {}, []  # states on the device are moved, or dropped, by others from now on
@@ -267,7 +266,7 @@ class Guard:
 
     def check_thread(self) -> None:
         """Raise ``UnsupportedError`` in a thread whose operations are not seen."""
-        if self._modes is None or threading.get_ident() != self._modes.thread:
+        if threading.get_ident() != self._modes.thread:
             raise limits.OTHER_THREAD.error(f"a training forward ran in thread {threading.current_thread().name}")
 
     def begin(self) -> None:
@@ -420,7 +419,7 @@ class _Calls(WatchingMode):
 
 
 class GuardModes:
-    """The modes of a guard, on the stacks of the thread that makes this; without a guard they do nothing.
+    """The modes of a guard, on the stacks of the thread that places them; without a guard they do nothing.
 
     Torch gives a backward stacks of its own, whose changes are gone with it: what is to be there afterwards has to be
     placed before.
@@ -428,9 +427,15 @@ class GuardModes:
 
     def __init__(self) -> None:
         self.operations, self.calls = _Operations(), _Calls()
-        self.thread = threading.get_ident()
-        self.calls.place()
-        DISPATCH_MODES.push(self.operations)
+        self.thread = 0
+        """The thread that has placed them; 0: none."""
+
+    def place(self) -> None:
+        """Place them on the stacks of the calling thread, unless they are in place."""
+        if not self.thread:
+            self.thread = threading.get_ident()
+            self.calls.place()
+            DISPATCH_MODES.push(self.operations)
 
     def watch_for(self, guard: Guard | None) -> None:
         """Watch for ``guard`` from now on."""
@@ -535,10 +540,10 @@ class Suspended(threading.local):
     the thread that called ``backward``: there the modes are lifted from the copy.
 
     Args:
-        modes: returns them, or None before there are any.
+        modes: those of the guard.
     """
 
-    def __init__(self, modes: Callable[[], GuardModes | None]) -> None:
+    def __init__(self, modes: GuardModes) -> None:
         self._modes = modes
         self._depth = 0
         self._above: tuple[int | None, int | None] = (None, None)
@@ -546,18 +551,16 @@ class Suspended(threading.local):
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            modes = self._modes()
-            if modes is not None:
-                self._above = DISPATCH_MODES.lift(modes.operations), modes.calls.lift()
+            self._above = DISPATCH_MODES.lift(self._modes.operations), self._modes.calls.lift()
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            modes, (operations, calls), self._above = self._modes(), self._above, (None, None)
-            if modes is not None and calls is not None:
-                modes.calls.place(calls)
-            if modes is not None and operations is not None:
-                DISPATCH_MODES.insert(modes.operations, operations)
+            (operations, calls), self._above = self._above, (None, None)
+            if calls is not None:
+                self._modes.calls.place(calls)
+            if operations is not None:
+                DISPATCH_MODES.insert(self._modes.operations, operations)
 
 
 _installed: weakref.WeakSet[Guard] = weakref.WeakSet()
