@@ -195,14 +195,6 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{format_bytes(predicted.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}: "
         f"{format_bytes(plan.arena_bytes)} for weights and optimizer states, up to {format_bytes(rest)} for all else",
     )
-    packing = plan.packing
-    if packing is not None:
-        yield (
-            "arena",
-            f"{format_bytes(packing.extent)} for {format_bytes(packing.live_peak)} in use at most, "
-            f"{packing.waste:.1%} more; transfers per iteration: {packing.transfers} for {packing.tensors} weights and "
-            "states",
-        )
     ram = f"{format_bytes(predicted.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}{_own(plan)}"
     arriving = sum(op.bytes for op in plan.ops if op.sends_gradients and not plan.begins_sums(op))
     if arriving:
