@@ -349,13 +349,6 @@ class _BatchSearch:
         if fastest != chosen:
             more = self._seconds(chosen) / self._seconds(fastest) - 1
             text.append(f"{fastest} gives only {more:.1%} more")
-        others = [s for s in self.plans if self._seconds(s) > self._seconds(chosen)]
-        for other in (
-            max((s for s in others if s < chosen), default=0),
-            min((s for s in others if s > chosen), default=0),
-        ):
-            if other:
-                text.append(f"{other} gives {1 - self._seconds(chosen) / self._seconds(other):.1%} less")
         limit = min(self.unfit, default=None)
         if limit is not None:
             text.append(f"{limit} does not fit in {format_bytes(plan.budget_bytes)}")
