@@ -124,16 +124,23 @@ def _own(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     """Return a sentence about the duration of an iteration."""
-    predicted = plan.predicted
-    if not predicted.iteration_s:
+    if not plan.predicted.iteration_s:
         return "It was not simulated."
     unit = "An iteration" if plan.accumulate == 1 else f"A {plan.unit}"
-    about = "about " if plan.estimated else ""
+    return f"{unit} takes {_seconds(plan)}, {_cost(plan)}."
+
+
+def _seconds(plan: Plan) -> str:
+    """Return the duration of an iteration."""
+    return f"{'about ' if plan.estimated else ''}{format_seconds(plan.predicted.iteration_s)}"
+
+
+def _cost(plan: Plan) -> str:
+    """Return the price of offloading, and the speed where it is known, as the rest of a sentence."""
+    predicted = plan.predicted
     slower = predicted.iteration_s / predicted.no_offload_s if predicted.no_offload_s else 1.0
-    return (
-        f"{unit} takes {about}{format_seconds(predicted.iteration_s)}, {slower:.2f} times the "
-        f"{format_seconds(predicted.no_offload_s)} of a device with enough memory{_rate(plan)}."
-    )
+    enough = format_seconds(predicted.no_offload_s)
+    return f"{slower:.2f} times the {enough} of a device with enough memory{_rate(plan)}"
 
 
 def _rate(plan: Plan) -> str:
@@ -169,13 +176,7 @@ def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
     if not predicted.iteration_s:
         yield "iteration", _NOT_SIMULATED
         return
-    slower = predicted.iteration_s / predicted.no_offload_s if predicted.no_offload_s else 1.0
-    about = "about " if plan.estimated else ""
-    yield (
-        "iteration",
-        f"{about}{format_seconds(predicted.iteration_s)}, {_gap(predicted)}; {slower:.2f} times the "
-        f"{format_seconds(predicted.no_offload_s)} of a device with enough memory{_rate(plan)}",
-    )
+    yield "iteration", f"{_seconds(plan)}, {_gap(predicted)}; {_cost(plan)}"
 
 
 def _gap(predicted: Prediction) -> str:
