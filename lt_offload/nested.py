@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,3 +15,15 @@ def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from dotted(value or {}, prefix if name == "init_args" else f"{prefix}{name}.")
         else:
             yield (prefix.removesuffix(".") if name == "class_path" else f"{prefix}{name}"), value
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """Return a value as a recipe has it, in one line of at most so many characters; classes by their names."""
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        names = (one.get("class_path", "...") if isinstance(one, dict) else shown(one) for one in value)
+        return ", ".join(name.rpartition(".")[2] for name in names)
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    return textwrap.shorten(
+        value if isinstance(value, str) else json.dumps(value, default=str), most, placeholder=" ..."
+    )

@@ -14,7 +14,7 @@ from lt_offload import __version__
 from lt_offload.cli import recipes
 from lt_offload.cli.progress import clear, keeping_quiet, status, wrapped
 from lt_offload.cli.static import pages
-from lt_offload.cli.static.completion import ASK, OPTIONS, answers
+from lt_offload.cli.static.completion import ASKED, OPTIONS, answer
 from lt_offload.cli.static.settings import check, parse, values
 from lt_offload.cli.table import VERBS, Verb, imported
 from lt_offload.errors import ConfigError, OffloadError, named
@@ -27,11 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The codes are explained in ``static/pages/lt-finetune.txt``, which ``--help`` shows.
     """
+    if ASKED in os.environ:  # a shell waits, at every press of the tab key
+        answer()
     args = list(sys.argv[1:] if argv is None else argv)
-    # This comes first: a shell waits at every press of the tab key, and takes whatever is printed for an answer.
-    if args[:1] == [ASK]:
-        print(*answers(args[1:]), sep="\n")
-        return 0
     # They are taken out by hand, as they are valid at any place, and for verbs that know nothing of them.
     debug, quiet = "--debug" in args, "--quiet" in args or not processes.is_first()
     args = [arg for arg in args if arg not in ("--debug", "--quiet")]

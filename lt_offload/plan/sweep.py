@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import csv
-import io
+import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Any, Literal
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.infeasible import as_setting
-from lt_offload.schema.files import load_json, save_json
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, format_rate, format_seconds, parse_bytes
 
-SWEEP_SCHEMA = 1
 MOST_POINTS = 40
-_LITTLE = 0.5
-"""A further card that is worth less of one card than this is said to buy little."""
 _FEW_POINTS = 12
 """A range without a step gets the smallest round step with at most so many points."""
 
 Axis = Literal["memory", "host_memory", "hardware", "devices", "nodes"]
-_EXAMPLES: dict[Axis, str] = {
-    "memory": "memory=6GB:24GB:2GB",
-    "host_memory": "host_memory=32GB:128GB",
-    "hardware": "hardware=rtx-3060,rtx-3090",
-    "devices": "devices=1:8",
-    "nodes": "nodes=1:64",
+_AXES: dict[Axis, tuple[str, str]] = {
+    "devices": (r"devi|cards|gpus", "devices=1:8"),
+    "nodes": (r"node|machines", "nodes=1:64"),
+    "hardware": (r"hard|card|gpu|rtx|[av]100|h200", "hardware=rtx-3060,rtx-3090"),
+    "host_memory": (r"host|ram", "host_memory=32GB:128GB"),
+    "memory": (r"mem", "memory=6GB:24GB:2GB"),
 }
+"""Names: words that may have been meant for each, and an example."""
+HEAD = ("iteration", "tokens/s", "vs no offload", "device peak", "RAM", "planner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +42,7 @@ class SweepRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPoint:
-    """One plan of a sweep, or why there is none; sizes in bytes, times in seconds."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    """One machine of a sweep with its plan, or the reason for which there is none."""
 
     hardware: str
     memory_bytes: int
@@ -57,56 +50,54 @@ class SweepPoint:
     devices: int = 1
     """Cards of each machine."""
     nodes: int = 1
-    batch_size: int | None = None
-    iteration_s: float | None = None
-    """None, as all that follows: no plan fits."""
-    tokens_per_s: float | None = None
-    lower_bound_s: float | None = None
-    no_offload_s: float | None = None
-    device_peak_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    planner: str | None = None
+    plan: Plan | None = None
     reason: str = ""
-    """Why no plan fits."""
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, padding included; 0 without a plan."""
+        return self.plan.samples_per_s * self.plan.sequence_length if self.plan else 0.0
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sweep:
-    """The points of a sweep in ascending order, or in that of the machines asked for."""
+    def name(self, axis: Axis) -> str:
+        """Return the name that distinguishes this point from the others along ``axis``."""
+        if axis == "hardware":
+            return self.hardware
+        if axis == "devices":
+            return f"{self.devices} {'card' if self.devices == 1 else 'cards'}"
+        if axis == "nodes":
+            return f"{self.nodes} {'machine' if self.nodes == 1 else 'machines'}"
+        return format_bytes(self.memory_bytes if axis == "memory" else self.host_memory_bytes)
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    def figures(self) -> dict[str, Any]:
+        """Return the columns of a saved table; sizes in bytes, times in seconds."""
+        plan = self.plan
+        promise = plan.predicted if plan else None
+        shared = ("iteration_s", "lower_bound_s", "no_offload_s", "device_peak_bytes", "host_peak_bytes")
+        return {
+            **{
+                key: getattr(self, key) for key in ("hardware", "memory_bytes", "host_memory_bytes", "devices", "nodes")
+            },
+            "batch_size": plan.batch_size if plan else None,
+            "tokens_per_s": self.tokens_per_s or None,
+            **{key: getattr(promise, key, None) for key in shared},
+            "planner": plan.planner if plan else None,
+            "reason": self.reason,
+        }
 
-    axis: Axis
-    model: str
-    dtype: str
-    sequence_length: int
-    points: tuple[SweepPoint, ...]
-    smallest_bytes: int | None = None
-    """The smallest device memory that any plan fits into, where one of the points had less."""
-    schema: int = SWEEP_SCHEMA
-
-    @classmethod
-    def load(cls, path: str | Path) -> Sweep:
-        """Read JSON; raises ``PlanError`` if it is not a sweep of this schema version."""
-        return load_json(cls, path, schema=SWEEP_SCHEMA)
-
-    def save(self, path: str | Path) -> Path:
-        """Write JSON, or CSV with one line per point if ``path`` ends so."""
-        target = Path(path)
-        if target.suffix.lower() != ".csv":
-            return save_json(self, target)
-        names = [field.name for field in fields(SweepPoint)]
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows([getattr(point, name) for name in names] for point in self.points)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text.getvalue(), encoding="utf-8")
-        return target
-
-    def explain(self) -> str:
-        """Return a table, in at most 100 columns."""
-        return "\n".join(_explain(self)) + "\n"
+    def row(self, axis: Axis) -> tuple[str, ...]:
+        """Return the cells of a table: the name, and what ``HEAD`` lists; a reason in the place of the planner."""
+        if self.plan is None:
+            return (self.name(axis), *[""] * (len(HEAD) - 1), self.reason)
+        promise = self.plan.predicted
+        return (
+            self.name(axis),
+            format_seconds(promise.iteration_s),
+            format_rate(self.tokens_per_s),
+            f"{promise.iteration_s / promise.no_offload_s:.2f}x" if promise.no_offload_s else "",
+            format_bytes(promise.device_peak_bytes),
+            format_bytes(promise.host_peak_bytes),
+            self.plan.planner,
+        )
 
 
 # -- what is asked ---------------------------------------------------------------------------------------------------
@@ -118,84 +109,56 @@ def parse_sweep(text: str) -> SweepRange:
     Raises:
         ConfigError: if it is not of that form; says what is.
     """
-    axis, equals, value = text.partition("=")
-    axis = axis.strip().replace("-", "_")
-    if axis not in _EXAMPLES or not equals or not value.strip():
+    name, equals, value = text.partition("=")
+    name = name.strip().replace("-", "_")
+    axis = next((axis for axis in _AXES if axis == name), None)
+    if axis is None or not equals or not value.strip():
         raise ConfigError(f"sweep={text!r} is not understood; write {_nearest(text)}")
+    example, counted = _AXES[axis][1], axis in ("devices", "nodes")
     parts = [part.strip() for part in re.split("," if "," in value or axis == "hardware" else ":", value)]
     if axis == "hardware":
-        return SweepRange(axis="hardware", names=tuple(_machines(parts, text)))
-    if axis in ("devices", "nodes"):
-        counted: Axis = "devices" if axis == "devices" else "nodes"
-        return SweepRange(axis=counted, sizes=tuple(_counts(parts, text, counted, ranged="," not in value)))
-    name: Axis = "memory" if axis == "memory" else "host_memory"
-    sizes = [parse_bytes(part, setting=f"sweep: {name}") for part in parts]
-    if "," not in value:
-        sizes = _range(sizes, text, name)
-    return SweepRange(axis=name, sizes=tuple(sorted(set(sizes))))
+        return SweepRange(axis=axis, names=tuple(_machines(parts, text)))
+    if counted and not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"sweep={text!r} is not understood; write {example}, or {axis}=1,2,4,8")
+    sizes = [int(part) if counted else parse_bytes(part, setting=f"sweep: {axis}") for part in parts]
+    if "," in value:
+        return SweepRange(axis=axis, sizes=tuple(sorted(set(sizes))))
+    if len(sizes) not in (2, 3) or sizes[0] >= sizes[1]:
+        raise ConfigError(f"sweep={text!r} is not a range; write {example} (from:to:step, where from is less than to)")
+    first, last, *rest = sizes
+    if counted and not rest and last - first >= _FEW_POINTS:
+        return SweepRange(axis=axis, sizes=tuple(first << n for n in range(last.bit_length()) if first << n <= last))
+    step = rest[0] if rest else _round_step(last - first)
+    if (points := (last - first) // step + 1) > MOST_POINTS:
+        ends = [str(size) if counted else as_setting(size) for size in (first, last, _round_step(last - first))]
+        raise ConfigError(
+            f"sweep={text!r} has {points} points, at most {MOST_POINTS} are planned; write {axis}={':'.join(ends)}"
+        )
+    return SweepRange(axis=axis, sizes=tuple(range(first, last + 1, step)))
 
 
 def _nearest(text: str) -> str:
     """Return the form nearest to ``text``."""
     first = text.partition("=")[0].strip().lower()
-    if re.search(r"devi|cards|gpus", first):
-        return _EXAMPLES["devices"]
-    if re.search(r"node|machines", first):
-        return _EXAMPLES["nodes"]
-    if re.search(r"host|ram", first):
-        return _EXAMPLES["host_memory"]
-    if re.search(r"hard|card|gpu|rtx|[av]100|h200", first):
-        return _EXAMPLES["hardware"]
+    axis, example = next(((axis, form) for axis, (words, form) in _AXES.items() if re.search(words, first)), ("", ""))
     sizes = re.findall(r"[0-9][0-9.]* *[kmgt]i?b", text, flags=re.IGNORECASE)
-    if len(sizes) >= 2:
+    if axis in ("memory", "") and len(sizes) >= 2:
         return f"memory={':'.join(sizes[:3])}"
-    return _EXAMPLES["memory"] if "mem" in first else f"one of {', '.join(_EXAMPLES.values())}"
+    return example or f"one of {', '.join(form for _, form in reversed(_AXES.values()))}"
 
 
 def _machines(parts: list[str], text: str) -> Iterator[str]:
     """Yield machines; ``host=``, ``ram=``, ``link=`` and ``net=`` belong to the machine before them."""
-    machine = ""
-    for part in parts:
-        if "=" in part and machine:
+    if "" in parts:
+        raise ConfigError(f"sweep={text!r} has an empty name; write {_AXES['hardware'][1]}")
+    machine = parts[0]
+    for part in parts[1:]:
+        if "=" in part:
             machine += f",{part}"
             continue
-        if machine:
-            yield machine
+        yield machine
         machine = part
-        if not part:
-            raise ConfigError(f"sweep={text!r} has an empty name; write {_EXAMPLES['hardware']}")
     yield machine
-
-
-def _counts(parts: list[str], text: str, axis: Axis, *, ranged: bool) -> list[int]:
-    """Return numbers of cards or machines, ascending; of a long range without a step each twice the one before."""
-    if not all(part.isdecimal() and int(part) for part in parts) or (ranged and len(parts) > 3):
-        raise ConfigError(f"sweep={text!r} is not understood; write {_EXAMPLES[axis]}, or {axis}=1,2,4,8")
-    counts = [int(part) for part in parts]
-    if ranged and len(counts) > 1:
-        first, last, step = (*counts, 1)[:3]
-        if len(counts) == 2 and last - first >= _FEW_POINTS:
-            counts = [first << power for power in range(last.bit_length()) if first << power <= last]
-        else:
-            counts = list(range(first, last + 1, step))
-    if not counts or len(counts) > MOST_POINTS:
-        raise ConfigError(f"sweep={text!r} has {len(counts)} points; write {_EXAMPLES[axis]}, smallest first")
-    return sorted(set(counts))
-
-
-def _range(sizes: list[int], text: str, axis: Axis) -> list[int]:
-    if len(sizes) not in (2, 3) or sizes[0] >= sizes[1]:
-        raise ConfigError(
-            f"sweep={text!r} is not a range; write {_EXAMPLES[axis]} (from:to:step, where from is less than to)"
-        )
-    first, last, *rest = sizes
-    step = rest[0] if rest else _round_step(last - first)
-    if (last - first) // step + 1 > MOST_POINTS:
-        raise ConfigError(
-            f"sweep={text!r} has {(last - first) // step + 1} points, at most {MOST_POINTS} are planned; "
-            f"write {axis}={as_setting(first)}:{as_setting(last)}:{as_setting(_round_step(last - first))}"
-        )
-    return list(range(first, last + 1, step))
 
 
 def _round_step(span: int) -> int:
@@ -208,87 +171,38 @@ def _round_step(span: int) -> int:
 # -- planning --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """One point before it is planned. ``solve`` returns its plan; raises ``InfeasibleError`` if there is none."""
-
-    hardware: str
-    memory_bytes: int
-    host_memory_bytes: int
-    solve: Callable[[], Plan]
-    devices: int = 1
-    """Cards of each machine, each of which carries the plan out."""
-    nodes: int = 1
-
-
 def run_sweep(
-    axis: Axis, questions: list[Question], *, model: str, dtype: str, sequence_length: int, say: Callable[[str], None]
-) -> Sweep:
-    """Plan every point. A plan for less memory fits into more, so along memory no point is worse than the one before.
+    axis: Axis, questions: Sequence[tuple[SweepPoint, Callable[[], Plan]]], say: Callable[[str], None]
+) -> tuple[list[SweepPoint], str]:
+    """Return the points with their plans, and the answer in a sentence.
 
     Args:
-        axis: what differs between the questions.
-        questions: the points, ascending along an axis of sizes.
-        model: name of the model.
-        dtype: of its weights.
-        sequence_length: tokens per sequence.
+        axis: what differs between the points.
+        questions: points without plans, ascending along an axis of sizes, and what makes the plan of each; it raises
+            ``InfeasibleError`` if there is none.
         say: is told what is being solved.
     """
     points: list[SweepPoint] = []
     smallest: int | None = None
-    for at, question in enumerate(questions, start=1):
-        point = SweepPoint(
-            hardware=question.hardware,
-            memory_bytes=question.memory_bytes,
-            host_memory_bytes=question.host_memory_bytes,
-            devices=question.devices,
-            nodes=question.nodes,
-        )
-        say(f"{at} of {len(questions)}: planning for {_label(point, axis)}")
+    for at, (point, solve) in enumerate(questions, start=1):
+        say(f"{at} of {len(questions)}: planning for {point.name(axis)}")
         try:
-            point = _planned(point, question.solve())
+            point = replace(point, plan=solve())
         except InfeasibleError as error:
             point = replace(point, reason=reason(error))
             smallest = error.needed_bytes or smallest
         # A plan for less memory is one for more: within its time limit the search may miss it.
-        if axis in ("memory", "host_memory") and points:
-            point = _no_worse(point, points[-1])
+        if axis in ("memory", "host_memory") and points and points[-1].tokens_per_s > point.tokens_per_s:
+            point = replace(point, plan=_with_bound(points[-1].plan, point.plan), reason="")
         points.append(point)
-    return Sweep(
-        axis=axis,
-        model=model,
-        dtype=dtype,
-        sequence_length=sequence_length,
-        points=tuple(points),
-        smallest_bytes=smallest if axis in ("memory", "host_memory") else None,
-    )
+    return points, _headline(axis, points, smallest)
 
 
-def _planned(point: SweepPoint, plan: Plan) -> SweepPoint:
-    predicted = plan.predicted
-    return replace(
-        point,
-        batch_size=plan.batch_size,
-        iteration_s=predicted.iteration_s,
-        tokens_per_s=plan.samples_per_s * plan.sequence_length,
-        lower_bound_s=predicted.lower_bound_s,
-        no_offload_s=predicted.no_offload_s,
-        device_peak_bytes=predicted.device_peak_bytes,
-        host_peak_bytes=predicted.host_peak_bytes,
-        planner=plan.planner,
-    )
-
-
-def _no_worse(point: SweepPoint, before: SweepPoint) -> SweepPoint:
-    """Return ``point``, with the plan of the point ``before`` it, which has less memory, if that is the faster one."""
-    if (point.tokens_per_s or 0.0) >= (before.tokens_per_s or 0.0):
-        return point
-    return replace(
-        before,
-        memory_bytes=point.memory_bytes,
-        host_memory_bytes=point.host_memory_bytes,
-        lower_bound_s=point.lower_bound_s or before.lower_bound_s,
-    )
+def _with_bound(plan: Plan | None, other: Plan | None) -> Plan | None:
+    """Return ``plan`` with the lower bound of ``other``, which was made for more memory: that of less is none there."""
+    if plan is None or other is None:
+        return plan
+    return replace(plan, predicted=replace(plan.predicted, lower_bound_s=other.predicted.lower_bound_s))
 
 
 def reason(error: InfeasibleError) -> str:
@@ -300,98 +214,35 @@ def reason(error: InfeasibleError) -> str:
     return str(error)
 
 
-# -- for people ------------------------------------------------------------------------------------------------------
-
-
-def _label(point: SweepPoint, axis: Axis) -> str:
-    if axis in ("devices", "nodes"):
-        return name_of(point, axis)
-    if axis == "hardware":
-        return f"{format_bytes(point.memory_bytes)} on {point.hardware}"
-    return format_bytes(point.memory_bytes) if axis == "memory" else f"{format_bytes(point.host_memory_bytes)} of RAM"
-
-
-def name_of(point: SweepPoint, axis: Axis) -> str:
-    """Return the name that distinguishes ``point`` from the others."""
-    if axis == "hardware":
-        return point.hardware
-    if axis == "devices":
-        return f"{point.devices} {'card' if point.devices == 1 else 'cards'}"
-    if axis == "nodes":
-        return f"{point.nodes} {'machine' if point.nodes == 1 else 'machines'}"
-    return format_bytes(point.memory_bytes if axis == "memory" else point.host_memory_bytes)
-
-
-def headline(sweep: Sweep) -> str:
+def _headline(axis: Axis, points: Sequence[SweepPoint], smallest: int | None) -> str:
     """Return the answer in a sentence: the least that works, and the size from which on more buys little."""
-    planned = [point for point in sweep.points if point.tokens_per_s]
+    planned = [point for point in points if point.plan is not None]
     if not planned:
-        least = f" The smallest that does is {format_bytes(sweep.smallest_bytes)}." if sweep.smallest_bytes else ""
-        return f"Nothing in this range is enough.{least}"
-    best = max(point.tokens_per_s or 0.0 for point in planned)
-    enough = next(point for point in planned if (point.tokens_per_s or 0.0) >= 0.95 * best)
-    if sweep.axis == "hardware":
-        winner = max(planned, key=lambda point: point.tokens_per_s or 0.0)
-        return f"{winner.hardware} is the fastest: {format_rate(winner.tokens_per_s or 0.0)} tokens per second."
-    if sweep.axis in ("devices", "nodes"):
-        return _cards(planned, sweep.axis)
-    said = f"From {name_of(enough, sweep.axis)} on, more is worth less than 5 %."
-    if sweep.smallest_bytes and sweep.axis == "memory":
-        said = f"{format_bytes(sweep.smallest_bytes)} is the least that works. {said}"
-    return said
+        sized = smallest is not None and axis in ("memory", "host_memory")
+        return "Nothing in this range is enough." + (
+            f" The smallest that does is {format_bytes(smallest)}." if smallest is not None and sized else ""
+        )
+    best = max(planned, key=lambda point: point.tokens_per_s)
+    if axis == "hardware":
+        return f"{best.hardware} is the fastest: {format_rate(best.tokens_per_s)} tokens per second."
+    if axis in ("devices", "nodes"):
+        first, last = planned[0], planned[-1]
+        one = first.tokens_per_s / (first.devices if axis == "devices" else first.nodes)
+        return f"{last.name(axis)} are {last.tokens_per_s / one:.2f} times as fast as one."
+    enough = next(point for point in planned if point.tokens_per_s >= 0.95 * best.tokens_per_s)
+    least = f"{format_bytes(smallest)} is the least that works. " if smallest and axis == "memory" else ""
+    return f"{least}From {enough.name(axis)} on, more is worth less than 5 %."
 
 
-def _cards(planned: list[SweepPoint], axis: Axis) -> str:
-    """Return the speedup in words, and the number from which on a further card or machine buys little."""
-
-    def count(point: SweepPoint) -> int:
-        return point.devices if axis == "devices" else point.nodes
-
-    first, last = planned[0], planned[-1]
-    rate_of_one = (first.tokens_per_s or 0.0) / count(first)
-
-    def worth(before: SweepPoint, after: SweepPoint) -> float:
-        more = (after.tokens_per_s or 0.0) - (before.tokens_per_s or 0.0)
-        return more / rate_of_one / (count(after) - count(before))
-
-    times = (last.tokens_per_s or 0.0) / rate_of_one
-    said = f"{name_of(last, axis)} are {times:.2f} times as fast as one."
-    little = next((b for a, b in pairwise(planned) if worth(a, b) < _LITTLE), None)
-    if little is not None:
-        said += f" From {name_of(little, axis)} on, a further one buys less than half of one."
-    return said
-
-
-def _explain(sweep: Sweep) -> Iterator[str]:
-    batches = sorted({point.batch_size for point in sweep.points if point.batch_size})
-    batch = f"batch {'-'.join(map(str, batches[:: max(1, len(batches) - 1)]))} x " if batches else ""
-    yield f"{sweep.model}, {sweep.dtype}, {batch}{sweep.sequence_length} tokens; times and peaks are simulated"
-    yield ""
-    head = (sweep.axis.replace("_", " "), "iteration", "tokens/s", "vs no offload", "device peak", "RAM", "planner")
-    rows = [head, *(_row(point, sweep.axis) for point in sweep.points)]
-    # A row without a plan has its reason in place of the figures; it sets no widths.
-    widths = [max(len(row[column]) for row in rows if len(row) == len(head)) for column in range(len(head))]
-    widths[0] = max(len(row[0]) for row in rows)
-    for at, row in enumerate(rows):
-        first, *middle, last = row
-        cells = (cell.rjust(width) for cell, width in zip(middle, widths[1:], strict=False))
-        yield "  ".join([first.ljust(widths[0]), *cells, last])
-        if at == 0:
-            yield "-" * min(100, sum(widths) + 2 * (len(head) - 1))
-    yield ""
-    yield headline(sweep)
-
-
-def _row(point: SweepPoint, axis: Axis) -> tuple[str, ...]:
-    name = name_of(point, axis)
-    if point.iteration_s is None:
-        return name, point.reason
-    return (
-        name,
-        format_seconds(point.iteration_s),
-        format_rate(point.tokens_per_s or 0.0),
-        f"{point.iteration_s / point.no_offload_s:.2f}x" if point.no_offload_s else "",
-        format_bytes(point.device_peak_bytes or 0),
-        format_bytes(point.host_peak_bytes or 0),
-        point.planner or "",
-    )
+def save_sweep(path: str | Path, points: Sequence[SweepPoint]) -> Path:
+    """Write the figures of ``points`` as CSV or JSON, one line or object per point, and return the path."""
+    target, rows = Path(path), [point.figures() for point in points]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("w", encoding="utf-8", newline="") as file:
+        if target.suffix.lower() == ".csv":
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            json.dump(rows, file, indent=2)
+    return target

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.errors import ConfigError
+from lt_offload.nested import shown
 from lt_offload.report.page import NONE
-from lt_offload.report.runs import METRICS, RunFolder, plainly, read_run
+from lt_offload.report.runs import METRICS, RunFolder, read_run
 from lt_offload.schema.explain import samples_of
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, format_seconds
@@ -56,7 +57,7 @@ def tables(runs: Mapping[str, RunFolder]) -> dict[str, Rows]:
     beside = list(runs.values())
     settings = [
         # One that is null is none.
-        {name: plainly(value) for name, value in run.settings.items() if value is not None and name != _OF_A_PLACE}
+        {name: shown(value, 200) for name, value in run.settings.items() if value is not None and name != _OF_A_PLACE}
         for run in beside
     ]
     plans = [{} if run.plan is None else _decided(run.plan) for run in beside]

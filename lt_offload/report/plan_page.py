@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from plotly.graph_objects import Figure
-
 from lt_offload.plan.what_if import Gain
 from lt_offload.report import timeline
 from lt_offload.report.page import drawn, section, table, write_page
@@ -19,13 +17,6 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds
-
-_PLACES = {
-    "stays on the device": "#3f9c78",
-    "fetched for each use": "#d9a13b",
-    "read in host memory": "#d0664f",
-}
-"""Places in which a block finds a weight, and their colours."""
 
 
 def write_plan_report(
@@ -68,12 +59,7 @@ def sections(plan: Plan, profile: Profile, traces: dict[str, Trace], gains: Sequ
             drawn(timeline.iteration(traces), "iteration", label),
         ),
         _gains(plan, gains),
-        section(
-            "Weights of each block",
-            "Point at a bar for what is done with the block's activations and where its weights are updated.",
-            drawn(weights(plan, profile), "weights", "Bytes of weights per block by where they are"),
-        ),
-        section("Decisions", "As lt-finetune plan --explain tells them.", explained),
+        section("Decisions", "As lt-finetune plan --explain tells them, block by block.", explained),
         section("Machine", "", table((), _machine(plan, profile))),
     ]
 
@@ -95,31 +81,6 @@ def _gains(plan: Plan, gains: Sequence[Gain]) -> str:
     head = ("change", "iteration", "time", "lower bound", "why")
     note = "Planned again for a machine that differs in one thing only."
     return section("What more would buy", note, table(head, [as_planned, *rows]) if rows else "")
-
-
-def weights(plan: Plan, profile: Profile) -> Figure:
-    """Return the figure of the bytes of each block's weights, by where the block finds them."""
-    names = [block.name for block in profile.blocks]
-    fetched = {t for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" for t in plan.tensors(op)}
-    read = {t for op in plan.ops for t in plan.zero_copy(op)}
-    sizes = {place: [0] * len(names) for place in _PLACES}
-    updates: list[set[str]] = [set() for _ in names]
-    stays, comes, is_read = _PLACES
-    for index, tensor in enumerate(profile.tensors):
-        place = comes if index in fetched else is_read if index in read else stays
-        for block in tensor.blocks:
-            sizes[place][block] += tensor.bytes
-            updates[block].add(plan.update_places[index])
-    figure = Figure()
-    for place, color in _PLACES.items():
-        told = [
-            f"{name}: {format_bytes(size)} {place}; activations: {option}; updated on: {', '.join(sorted(where))}"
-            for name, size, option, where in zip(names, sizes[place], plan.options, updates, strict=True)
-        ]
-        figure.add_bar(y=sizes[place], name=place, marker_color=color, hovertext=told, hoverinfo="text")
-    figure.update_layout(barmode="stack", bargap=0.1, height=300, xaxis_title="block", legend_traceorder="normal")
-    figure.update_yaxes(tickformat="~s", ticksuffix="B")
-    return figure
 
 
 def _machine(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:

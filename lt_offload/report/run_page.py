@@ -10,13 +10,14 @@ from typing import Any
 from plotly.graph_objects import Figure
 from plotly.subplots import make_subplots
 
+from lt_offload import nested
 from lt_offload.plan import simulate
 from lt_offload.plan.what_if import Gain
 from lt_offload.report import plan_page
 from lt_offload.report.compare import described
 from lt_offload.report.page import LIMIT, drawn, section, table, thinned, write_page
 from lt_offload.report.processes import told
-from lt_offload.report.runs import RunFolder, RunSample, plainly, read_run
+from lt_offload.report.runs import RunFolder, RunSample, read_run
 from lt_offload.schema.lanes import shown
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds
@@ -209,7 +210,7 @@ def _quoted(sample: RunSample) -> str:
 
 def _settings(run: RunFolder) -> str:
     """Return the table of settings, versions and machine."""
-    rows = [(name, plainly(value)) for name, value in run.settings.items() if value is not None]
+    rows = [(name, nested.shown(value, 200)) for name, value in run.settings.items() if value is not None]
     for name, value in run.environment.items():
         is_size = isinstance(value, int) and name.endswith("_bytes")
         rows.append((name.removesuffix("_bytes"), format_bytes(value) if is_size else str(value)))

@@ -278,13 +278,3 @@ def _settings(path: Path, warnings: list[str]) -> dict[str, object]:
         warnings.append(f"{path.name} cannot be read: {error}")
         return {}
     return dict(dotted(values)) if isinstance(values, dict) else {}
-
-
-def plainly(value: object) -> str:
-    """Return the value of a setting as it is written in YAML, shortened."""
-    if isinstance(value, list) and value and all(isinstance(part, dict) and "class_path" in part for part in value):
-        return ", ".join(str(part["class_path"]).rpartition(".")[2] for part in value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -13,7 +13,7 @@ from lt_offload.schema.lanes import LANES
 from lt_offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from lt_offload.schema.plan import Alternative, Op, Plan, Prediction, UpdatePlace
+    from lt_offload.schema.plan import Alternative, Plan, Prediction, UpdatePlace
     from lt_offload.schema.profile import Profile
 
 WIDTH = 100
@@ -24,7 +24,6 @@ _BAR = 20
 _NOT_SIMULATED = "not simulated"
 OTHER_BITS = "last bits are not those of plain PyTorch"
 """The words of a plan's note about gradients that are summed in another order."""
-_MOST_CHAINS = 12
 _MEANINGS = {
     "keep": "activations stay on the device between forward and backward",
     "recompute": "only the block's input is kept; the backward runs the forward again",
@@ -73,9 +72,9 @@ def explain(plan: Plan) -> str:
         "",
         *_fields(_legend(plan)),
     ]
-    again = _chains(plan)
-    if again:
-        lines += ["", *_fields([("run again", again)])]
+    if again := [op.seconds for op in plan.ops if op.save is not None]:
+        said = f"{len(again)} forwards per iteration, {format_seconds(sum(again))}"
+        lines += ["", *_fields([("run again", said)])]
     if plan.notes:
         lines += ["", *_fields([("note", note) for note in plan.notes])]
     if plan.batch_curve:
@@ -125,16 +124,23 @@ def _own(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     """Return a sentence about the duration of an iteration."""
-    predicted = plan.predicted
-    if not predicted.iteration_s:
+    if not plan.predicted.iteration_s:
         return "It was not simulated."
     unit = "An iteration" if plan.accumulate == 1 else f"A {plan.unit}"
-    about = "about " if plan.estimated else ""
+    return f"{unit} takes {_seconds(plan)}, {_cost(plan)}."
+
+
+def _seconds(plan: Plan) -> str:
+    """Return the duration of an iteration."""
+    return f"{'about ' if plan.estimated else ''}{format_seconds(plan.predicted.iteration_s)}"
+
+
+def _cost(plan: Plan) -> str:
+    """Return the price of offloading, and the speed where it is known, as the rest of a sentence."""
+    predicted = plan.predicted
     slower = predicted.iteration_s / predicted.no_offload_s if predicted.no_offload_s else 1.0
-    return (
-        f"{unit} takes {about}{format_seconds(predicted.iteration_s)}, {slower:.2f} times the "
-        f"{format_seconds(predicted.no_offload_s)} of a device with enough memory{_rate(plan)}."
-    )
+    enough = format_seconds(predicted.no_offload_s)
+    return f"{slower:.2f} times the {enough} of a device with enough memory{_rate(plan)}"
 
 
 def _rate(plan: Plan) -> str:
@@ -170,13 +176,7 @@ def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
     if not predicted.iteration_s:
         yield "iteration", _NOT_SIMULATED
         return
-    slower = predicted.iteration_s / predicted.no_offload_s if predicted.no_offload_s else 1.0
-    about = "about " if plan.estimated else ""
-    yield (
-        "iteration",
-        f"{about}{format_seconds(predicted.iteration_s)}, {_gap(predicted)}; {slower:.2f} times the "
-        f"{format_seconds(predicted.no_offload_s)} of a device with enough memory{_rate(plan)}",
-    )
+    yield "iteration", f"{_seconds(plan)}, {_gap(predicted)}; {_cost(plan)}"
 
 
 def _gap(predicted: Prediction) -> str:
@@ -195,14 +195,6 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{format_bytes(predicted.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}: "
         f"{format_bytes(plan.arena_bytes)} for weights and optimizer states, up to {format_bytes(rest)} for all else",
     )
-    packing = plan.packing
-    if packing is not None:
-        yield (
-            "arena",
-            f"{format_bytes(packing.extent)} for {format_bytes(packing.live_peak)} in use at most, "
-            f"{packing.waste:.1%} more; transfers per iteration: {packing.transfers} for {packing.tensors} weights and "
-            "states",
-        )
     ram = f"{format_bytes(predicted.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}{_own(plan)}"
     arriving = sum(op.bytes for op in plan.ops if op.sends_gradients and not plan.begins_sums(op))
     if arriving:
@@ -228,28 +220,6 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
         loads = [(lane.title, busy[lane.name] / plan.predicted.iteration_s) for lane in LANES if busy[lane.name]]
         parts = [f"{title} {load:.0%}" for title, load in loads]
         yield "busy", ", ".join(parts)
-
-
-def _chains(plan: Plan) -> str:
-    """Return the number of forwards that run again, and their chains, e.g. ``"2x blocks 3-5"``; empty if none does."""
-    chains: list[list[Op]] = []
-    again = [op for op in plan.ops if op.save is not None]
-    for op in again:
-        # Right behind each other, and ascending: only then does one take the other's output as its input.
-        if chains and chains[-1][-1].id == op.id - 1 and chains[-1][-1].block == op.block - 1:
-            chains[-1].append(op)
-        else:
-            chains.append([op])
-    counts = sorted(Counter((chain[0].block, chain[-1].block) for chain in chains).items())
-    texts = [f"{count}x {_span(first, last)}" for (first, last), count in counts]
-    if len(texts) > _MOST_CHAINS:
-        texts = [*texts[: _MOST_CHAINS - 1], f"and {len(texts) - _MOST_CHAINS + 1} more"]
-    seconds = format_seconds(sum(op.seconds for op in again))
-    return f"{len(again)} forwards per iteration, {seconds}, in chains: {', '.join(texts)}" if again else ""
-
-
-def _span(first: int, last: int) -> str:
-    return f"block {first}" if first == last else f"blocks {first}-{last}"
 
 
 def _batch_sizes(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -19,11 +19,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from docstring_parser import Docstring, parse
 from lightning.pytorch import Trainer
 
-from lt_offload.cli.static.pages import FOLDER, SETTINGS, HelpEntry, shown
+from lt_offload.cli.static.pages import FOLDER, SETTINGS, HelpEntry
 from lt_offload.cli.static.settings import LINKED, lightning_version
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
+from lt_offload.nested import shown
 from lt_offload.strategy.offmate import OffmateStrategy
 
 GROUPS = {"model": FineTune, "data": FineTuneData, "trainer.strategy": OffmateStrategy, "trainer": Trainer}

@@ -78,18 +78,8 @@ class Machine:
     host_memory: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSplit:
-    """The division of an update's sequences into batches and parts."""
-
-    parts: int = 1
-    """Parts of a batch, which go through each layer in turn."""
-    accumulate: int = 1
-    """Batches, one after the other: for models that do not take them in parts, or have large logits."""
-
-
-_SPLITS = (BatchSplit(parts=4), BatchSplit(parts=16), BatchSplit(), BatchSplit(accumulate=4), BatchSplit(accumulate=16))
-"""The most likely first; batches one after the other only if nothing else fits."""
+_SPLITS = ((4, 1), (16, 1), (1, 1), (1, 4), (1, 16))
+"""Parts of a batch, and batches per update: for models that take no parts, or have large logits; the likely first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +88,10 @@ class WayToTrain:
 
     method: Method
     length: int
-    split: BatchSplit = BatchSplit()
+    parts: int = 1
+    """Parts of a batch, which go through each layer in turn."""
+    accumulate: int = 1
+    """Batches of an update, one after the other."""
     plan: Plan | None = None
     error: Exception | None = None
 
@@ -114,12 +107,6 @@ class WayToTrain:
     def tokens_per_s(self) -> float:
         """Tokens trained per second; 0 without a plan."""
         return (self.plan.tokens_per_s or 0.0) if self.plan else 0.0
-
-    @property
-    def good(self) -> bool:
-        """True if it is nearly as fast as on a GPU with enough memory."""
-        predicted = self.plan.predicted if self.plan else None
-        return predicted is not None and predicted.iteration_s <= _GOOD * predicted.no_offload_s
 
 
 class Drafts:
@@ -139,53 +126,41 @@ class Drafts:
         """
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
-        longest, *shorter = [length for length in _LENGTHS if length <= positions] or [positions]
-        ways = self._at(longest, wanted)
-        if shorter and not _planned(ways):
-            ways = self._at(shorter[-1], wanted)  # next, as nothing in between fits if they do not
-            between = (self._at(length, wanted) for length in shorter[:-1] if _planned(ways))
-            ways = next(filter(_planned, between), ways)
-        if _planned(ways):
-            return ways
+        for length in [length for length in _LENGTHS if length <= positions] or [positions]:
+            ways = [self.way(method, length) for method in wanted]
+            if any(way.plan is not None for way in ways):
+                return ways
+            if not any(isinstance(way.error, InfeasibleError) for way in ways):
+                raise next(way.error for way in ways if way.error is not None)
         ram = format_bytes(self.machine.profile.host_bytes)
         raise InfeasibleError(
             f"new: {self.source.name} cannot be trained in memory={self.machine.memory} with {ram} of RAM, even with "
-            f"sequences of {ways[0].length} tokens: {'; '.join(f'{way.method.title} {way.why}' for way in ways)}",
+            f"sequences of {length} tokens: {'; '.join(f'{way.method.title} {way.why}' for way in ways)}",
             needed_bytes=min(filter(None, (getattr(way.error, "needed_bytes", None) for way in ways)), default=None),
         )
 
-    def _at(self, length: int, methods: Sequence[Method]) -> list[WayToTrain]:
-        """Return the ways with sequences of ``length`` tokens; raises the error of the first if all have failed."""
-        ways = []
-        for method in methods:
-            status(f"planning {method.title}, {BATCH} x {length} tokens")
-            ways.append(self.way(method, length))
-        errors = [way.error for way in ways if way.error is not None and not isinstance(way.error, InfeasibleError)]
-        if len(errors) == len(ways):
-            raise errors[0]
-        return ways
-
     def way(self, method: Method, length: int) -> WayToTrain:
         """Return a rough plan of ``method`` with the best of a few divisions of its batch."""
+        status(f"planning {method.title}, {BATCH} x {length} tokens")
         way, errors = WayToTrain(method, length), list[Exception]()
         try:
             whole = self._profile(way)
         except Exception as error:  # raised here, any error of one method would hide the others
             return replace(way, error=error)
-        for split in _SPLITS:
+        for parts, accumulate in _SPLITS:
+            predicted = way.plan.predicted if way.plan is not None else None
             # Batches one after the other read all weights once for each of them: not worth a plan where parts fit.
-            if way.plan is not None and (way.good or split.accumulate > 1):
+            if predicted and (accumulate > 1 or predicted.iteration_s <= _GOOD * predicted.no_offload_s):
                 break
             try:
                 # One profile is scaled instead of estimated anew: a comparison needs no more,
                 # and takes a fraction of the time.
-                part = in_parts(scaled(whole, BATCH // split.accumulate), split.parts)
-                plan = self._plan(part, _PRICE_SECONDS, split.accumulate)
+                plan = self._plan(in_parts(scaled(whole, BATCH // accumulate), parts), _PRICE_SECONDS, accumulate)
             except Exception as error:
                 errors.append(error)
                 continue
-            if way.plan is None or plan.predicted.iteration_s < way.plan.predicted.iteration_s:
-                way = replace(way, plan=plan, split=split)
+            if predicted is None or plan.predicted.iteration_s < predicted.iteration_s:
+                way = replace(way, plan=plan, parts=parts, accumulate=accumulate)
         if way.plan is not None:
             return way
         short = [error for error in errors if isinstance(error, InfeasibleError)]
@@ -216,15 +191,15 @@ class Drafts:
             OffloadError: if the way does not work, in spite of its rough plan.
         """
         status(f"planning {way.method.title} at length")
-        seconds = Settings().time_limit
         # Scaling does not know what a model refuses, as to take batches
         # in parts: then batches come one after the other.
-        tried = [way, *(replace(way, split=split) for split in _SPLITS if split.accumulate > 1)]
-        for other in tried:
+        splits = [(way.parts, way.accumulate), *(split for split in _SPLITS if split[1] > 1)]
+        for left, (parts, accumulate) in zip(range(len(splits))[::-1], splits, strict=True):
+            other = replace(way, parts=parts, accumulate=accumulate)
             try:
-                return replace(other, plan=self._plan(self._profile(other), seconds, other.split.accumulate))
+                return replace(other, plan=self._plan(self._profile(other), Settings().time_limit, accumulate))
             except (UnsupportedError, InfeasibleError):
-                if other is tried[-1]:
+                if not left:
                     raise
         raise AssertionError("the last one is returned, or raises")
 
@@ -233,7 +208,7 @@ class Drafts:
         source = self.source
         name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
         pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
-        machine, accumulate = self.machine, way.split.accumulate
+        machine, accumulate = self.machine, way.accumulate
         lines = [
             f"base: [{', '.join(pieces)}]",
             "trainer:",
@@ -244,10 +219,8 @@ class Drafts:
         ]
         if machine.host_memory is not None:
             lines.append(f"      host_memory: {machine.host_memory}  # RAM; null: what is free")
-        if way.split.parts > 1:
-            lines.append(
-                f"      micro_batches: {way.split.parts}  # parts of a batch that go through each layer in turn"
-            )
+        if way.parts > 1:
+            lines.append(f"      micro_batches: {way.parts}  # parts of a batch that go through each layer in turn")
         lines += [
             "model:",
             f"  name: {_quoted(source.name)}",
@@ -268,19 +241,14 @@ class Drafts:
             # The draft goes through a file and the parser, as it will when the user runs it: a
             # recipe that is written has been read.
             app = App(plan, file, recipes.chain(file), [])
-            return estimate(app, self.machine.profile, micro_batches=way.split.parts)
+            return estimate(app, self.machine.profile, micro_batches=way.parts)
 
-    def _plan(self, profile: Profile, seconds: float, accumulate: int = 1) -> Plan:
+    def _plan(self, profile: Profile, seconds: float, accumulate: int) -> Plan:
         machine = self.machine
         settings = Settings(
             memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds, accumulate=accumulate
         )
         return make_plan(profile, settings)
-
-
-def _planned(ways: Sequence[WayToTrain]) -> bool:
-    """Return whether one of ``ways`` has a plan."""
-    return any(way.plan is not None for way in ways)
 
 
 def _needs(error: InfeasibleError) -> tuple[int, int]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lt_offload.cli.figures import print_table
 from lt_offload.cli.planning.estimate import estimate, model_name, on_machine, settings_of, solver
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.several import check_cards, one_of
-from lt_offload.plan.sweep import Question, SweepRange, run_sweep
+from lt_offload.plan.sweep import HEAD, SweepPoint, SweepRange, run_sweep, save_sweep
 from lt_offload.plan.what_if import Solver
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.units import Budget
@@ -24,6 +25,7 @@ _SECONDS = 90.0
 """Seconds for all plans of a sweep together ..."""
 _LEAST_SECONDS = 4.0
 """... but at least this for each of them."""
+_WIDTH = 100
 
 
 def plan_sweep(
@@ -39,43 +41,44 @@ def plan_sweep(
 
     ``cards`` are those of each machine, and the number of machines, where the sweep is not over them.
     """
-    budget, (devices, nodes) = Budget.of(memory), cards
-    if wanted.axis in ("devices", "nodes"):
+    axis, (devices, nodes) = wanted.axis, cards
+    if axis in ("devices", "nodes"):
         for count in wanted.sizes:
-            check_cards(*((count, nodes) if wanted.axis == "devices" else (devices, count)))
+            check_cards(*((count, nodes) if axis == "devices" else (devices, count)))
     for name in ("batch_size", "micro_batches"):
         if getattr(app.trainer.strategy, name, None) == "auto":
             raise ConfigError(f"trainer.strategy.{name}='auto' cannot be combined with a sweep; give a number")
-    named = {"memory": memory, "hardware": hardware, "devices": devices, "nodes": nodes}
-    fixed = named.get(wanted.axis)
+    fixed = {"memory": memory, "hardware": hardware, "devices": devices, "nodes": nodes}.get(axis)
     if fixed not in (None, 1):
-        raise ConfigError(f"{wanted.axis}={fixed!r} cannot be combined with a sweep over {wanted.axis}; leave one out")
+        raise ConfigError(f"{axis}={fixed!r} cannot be combined with a sweep over {axis}; leave one out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     # Divided by the points, so that a sweep takes about as long whatever it goes over.
     seconds = max(_LEAST_SECONDS, _SECONDS / len(wanted.sizes or wanted.names))
-    swept = run_sweep(
-        wanted.axis,
-        list(_questions(app, wanted, budget, hardware, solver(app, seconds), cards)),
-        model=model_name(app),
-        dtype=app.model.model_dtype,
-        sequence_length=app.datamodule.max_length,
-        say=status,
-    )
+    questions = list(_questions(app, wanted, Budget.of(memory), hardware, solver(app, seconds), cards))
+    points, answer = run_sweep(axis, questions, status)
     clear()
-    print(swept.explain())
+    batches = sorted({point.plan.batch_size for point in points if point.plan is not None})
+    batch = f"batch {'-'.join(map(str, batches[:: max(1, len(batches) - 1)]))} x " if batches else ""
+    about = f"{model_name(app)}, {app.model.model_dtype}, {batch}{app.datamodule.max_length} tokens"
+    print(f"{about}; times and peaks are simulated\n")
+    head = (axis.replace("_", " "), *HEAD)
+    print_table(head, (point.row(axis) for point in points), width=_WIDTH, words=True)
+    print(f"\n{answer}")
     if save is not None:
-        print(f"table: {swept.save(save)}")
+        print(f"table: {save_sweep(save, points)}")
     return 0
 
 
 def _questions(
     app: App, wanted: SweepRange, memory: Budget, hardware: str | None, solve: Solver, cards: tuple[int, int]
-) -> Iterator[Question]:
+) -> Iterator[tuple[SweepPoint, Callable[[], Plan]]]:
     """Yield the points of a sweep, on ``cards`` of so many machines; the model is profiled once per machine."""
     settings, axis = settings_of(app), wanted.axis
 
-    def question(profile: Profile | None, machine: HardwareProfile, budget: int, ram: int, size: int = 0) -> Question:
+    def question(
+        profile: Profile | None, machine: HardwareProfile, budget: int, ram: int, size: int = 0
+    ) -> tuple[SweepPoint, Callable[[], Plan]]:
         devices = size if axis == "devices" else cards[0]
         nodes = size if axis == "nodes" else cards[1]
 
@@ -87,14 +90,10 @@ def _questions(
             # Each process may take its part of the RAM that the machine has, or that was named.
             return solve(one_of(profile, devices, nodes), budget, ram // devices)
 
-        return Question(
-            hardware=machine.name,
-            memory_bytes=budget,
-            host_memory_bytes=ram,
-            solve=plan_it,
-            devices=devices,
-            nodes=nodes,
+        point = SweepPoint(
+            hardware=machine.name, memory_bytes=budget, host_memory_bytes=ram, devices=devices, nodes=nodes
         )
+        return point, plan_it
 
     for machine in [load_hardware(name) for name in wanted.names]:
         rated = app.model.model_dtype in machine.flops_per_s  # its description has figures for this dtype

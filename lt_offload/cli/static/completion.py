@@ -1,13 +1,14 @@
-"""``lt-finetune completion``: scripts for shells to complete verbs, recipes, flags and their values.
+"""``lt-finetune completion``: a script for a shell to complete verbs, recipes, flags and their values.
 
-The scripts ask ``lt-finetune`` itself, which answers from static tables in about a tenth of a second; so they know the
-user's own recipes and the values that settings can have, and never grow old.
+The script is argcomplete's. It asks ``lt-finetune`` itself, which answers from static tables in about a tenth of a
+second; so it knows the user's own recipes and the values that settings can have, and never grows old.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lt_offload.cli import recipes
 from lt_offload.cli.static.flags import standing_alone
@@ -17,66 +18,12 @@ from lt_offload.cli.table import VERBS, Verb
 from lt_offload.resources import shipped_files
 
 Shell = Literal["bash", "zsh", "fish"]
-ASK = "--complete"
-"""The first argument of a question; the line so far follows, and its last word is the one to complete."""
+ASKED = "_ARGCOMPLETE"
+"""The variable of the environment that a shell sets to ask."""
 FILES = ":files"
 """An answer: complete names of files, too."""
 OPTIONS = ("--help", "--version", "--quiet", "--debug")
 """Flags of the program, without a verb."""
-
-_BASH = """\
-# lt-finetune completion for bash: put  eval "$(lt-finetune completion bash)"  into ~/.bashrc
-_lt_finetune() {
-    local IFS=$'\\n' line=("${COMP_WORDS[@]:1:COMP_CWORD}") word files=
-    # bash breaks words at = and :, settings contain them
-    if [[ ${line[-1]} == "=" ]]; then line=("${line[@]:0:${#line[@]}-2}" "${line[-2]}="); fi
-    if (( ${#line[@]} > 2 )) && [[ ${line[-2]} == "=" ]]; then
-        line=("${line[@]:0:${#line[@]}-3}" "${line[-3]}=${line[-1]}")
-    fi
-    local last=${line[-1]}
-    COMPREPLY=()
-    for word in $("${COMP_WORDS[0]}" --complete "${line[@]}" 2>/dev/null); do
-        if [[ $word == ":files" ]]; then files=1; elif [[ $last == *=* ]]; then COMPREPLY+=("${word#*=}")
-        else COMPREPLY+=("$word"); fi
-    done
-    if [[ $files ]]; then
-        compopt -o filenames 2>/dev/null
-        COMPREPLY+=($(compgen -f -- "${last##*=}"))
-    elif [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[.=] ]]; then
-        compopt -o nospace 2>/dev/null
-    fi
-}
-complete -F _lt_finetune lt-finetune
-"""
-_ZSH = """\
-#compdef lt-finetune
-# lt-finetune completion for zsh: put  eval "$(lt-finetune completion zsh)"  into ~/.zshrc, after compinit
-_lt_finetune() {
-    local -a found
-    found=("${(@f)$($words[1] --complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    if (( ${found[(Ie):files]} )); then
-        found=(${found:#:files})
-        _files
-    fi
-    compadd -- $found
-}
-compdef _lt_finetune lt-finetune
-"""
-_FISH = """\
-# lt-finetune completion for fish: lt-finetune completion fish > ~/.config/fish/completions/lt-finetune.fish
-function __lt_finetune
-    set -l line (commandline -opc)
-    for word in (lt-finetune --complete $line[2..-1] (commandline -ct) 2>/dev/null)
-        if test "$word" = ":files"
-            __fish_complete_path (commandline -ct)
-        else
-            echo $word
-        end
-    end
-end
-complete -c lt-finetune -f -a "(__lt_finetune)"
-"""
-_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def completion(shell: Shell) -> int:
@@ -88,8 +35,29 @@ def completion(shell: Shell) -> int:
     Args:
         shell: bash, zsh or fish.
     """
-    print(_SCRIPTS[shell], end="")
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["lt-finetune"], shell=shell))
     return 0
+
+
+def answer() -> None:
+    """Tell a shell that asks the completions of its line, and end the process."""
+    import argcomplete
+    from argcomplete.completers import FilesCompleter
+
+    def completed(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+        words = answers([*(parsed_args.words or ()), prefix])
+        if FILES not in words:
+            return words
+        flag, equals, value = prefix.rpartition("=")
+        files = FilesCompleter()(value)
+        return [*(word for word in words if word != FILES), *(f"{flag}{equals}{file}" for file in files)]
+
+    # No word is a flag to this parser: what a word can be is known here.
+    parser = argparse.ArgumentParser(prefix_chars="\0", add_help=False)
+    parser.add_argument("words", nargs="*").completer = completed  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
 
 
 def answers(words: Sequence[str]) -> list[str]:

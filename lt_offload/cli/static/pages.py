@@ -6,7 +6,6 @@ is imported to show them, to complete a flag, or to find a slip in one.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import textwrap
@@ -18,6 +17,7 @@ from typing import Any
 
 from lt_offload.cli import recipes
 from lt_offload.errors import ConfigError
+from lt_offload.nested import shown
 from lt_offload.suggest import did_you_mean
 
 FOLDER = Path(__file__).with_name("pages")
@@ -148,17 +148,6 @@ def _with_value(entry: HelpEntry, values: dict[str, Any]) -> HelpEntry:
         return replace(entry, value=shown(values[entry.key]))
     below = entry.value == "null" and any(key.startswith(f"{entry.key}.") for key in values)
     return replace(entry, value="see below") if below else entry
-
-
-def shown(value: Any) -> str:
-    """Return a value as a recipe has it, in one line."""
-    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-        names = (one.get("class_path", "...") if isinstance(one, dict) else shown(one) for one in value)
-        return ", ".join(name.rpartition(".")[2] for name in names)
-    if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return textwrap.shorten(text, 60, placeholder=" ...")
 
 
 def _first_sentence(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -123,7 +122,7 @@ class ChatSession:
             self._messages = [*messages, {"role": "assistant", "content": said}]
             if self.terminal:
                 seconds = max(time.perf_counter() - begun, 1e-9)
-                say(_dim(f"({len(answer.tokens)} tokens, {len(answer.tokens) / seconds:.2g} tokens/s)"))
+                say(f"({len(answer.tokens)} tokens, {len(answer.tokens) / seconds:.2g} tokens/s)")
 
     def _batch(self, ids: list[int], room: int, answer: _Answer) -> dict[str, Any]:
         def heard(token: int) -> bool:
@@ -188,7 +187,7 @@ class ChatSession:
         """Yield messages; obeys commands, and ends where the input does."""
         while True:
             try:
-                line = input(_bold("> ")) if self.terminal else sys.stdin.readline()
+                line = input("> ") if self.terminal else sys.stdin.readline()
             except EOFError:
                 print()
                 return
@@ -253,16 +252,3 @@ class _Answer:
         """End the line, and return the answer."""
         self._streamer.end()
         return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
-
-
-def _coloured() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def _bold(text: str) -> str:
-    # \001 and \002 tell readline which characters take no room; else it would break lines at the wrong place.
-    return f"\001\033[1m\002{text}\001\033[0m\002" if _coloured() else text
-
-
-def _dim(text: str) -> str:
-    return f"\033[2m{text}\033[0m" if _coloured() and sys.stderr.isatty() else text

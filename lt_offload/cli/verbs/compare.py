@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from lt_offload.cli.figures import print_table
 from lt_offload.report.compare import read_runs, tables, trajectories
 
 _WIDTH = 80
@@ -22,15 +20,9 @@ def compare(*runs: str) -> int:
     console = Console(highlight=False)
     width = min(console.width, max(_WIDTH, 26 * (len(runs) + 1)))
     for title, rows in tables(read).items():
-        if not rows:
-            continue
-        shown = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        shown.add_column(Text(title), overflow="fold")
-        for name in read:
-            shown.add_column(Text(name), justify="right", overflow="fold")
-        for name, values in rows.items():
-            shown.add_row(Text(name), *map(Text, values))
-        console.print(shown, "", width=width)
+        if rows:
+            print_table([title, *read], [(name, *values) for name, values in rows.items()], width=width)
+            print()
     warnings = [f"{name}: {warning}" for name, run in read.items() for warning in run.warnings]
     for sentence in (*trajectories(read), *warnings):
         console.print(sentence, markup=False)

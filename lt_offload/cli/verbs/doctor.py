@@ -5,9 +5,8 @@ from __future__ import annotations
 import platform
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from lt_offload.cli.figures import print_table
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import clear, status
 from lt_offload.machine.numa import memory_node_of
@@ -15,6 +14,8 @@ from lt_offload.machine.pinning import advice, is_wsl2, memlock_bytes
 from lt_offload.profiling.hardware import measure_machine, save_hardware
 from lt_offload.schema.profile import EMULATED, HardwareProfile
 from lt_offload.units import format_bytes
+
+_WIDTH = 80
 
 
 def doctor(*, save: str | None = None) -> int:
@@ -28,12 +29,9 @@ def doctor(*, save: str | None = None) -> int:
     status("measuring this machine")
     machine = measure_machine(on_progress=status)
     clear()
-    table = Table(title=f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads")
-    table.add_column("what")
-    table.add_column("measured", justify="right")
-    for what, value in (*rows(machine), *surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))):
-        table.add_row(what, value)
-    Console().print(table)
+    print(f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads\n")
+    measured = *rows(machine), *surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    print_table(("what", "measured"), measured, width=_WIDTH)
     print(f"Source: {machine.source}.")
     if machine.name == EMULATED:
         print("No GPU here: the emulated device runs the same plans with the same numbers, under a hard budget in RAM.")

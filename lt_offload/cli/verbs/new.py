@@ -14,6 +14,7 @@ from lt_offload.cli import messages
 from lt_offload.cli.draft.header import SimulatedStep, header
 from lt_offload.cli.draft.model import NamedModel, named
 from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, WayToTrain
+from lt_offload.cli.figures import print_table
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError
@@ -64,8 +65,7 @@ def new(
     target = user_path(output) if output else Path(_file_name(source, chosen, machine))
     _check_free(target)
     _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
-    for line in _explanation(source, machine, ways, chosen):
-        print(line)
+    _explain(source, machine, ways, chosen)
     print(f"{target}  (run it: lt-finetune {target})")
     return 0
 
@@ -144,35 +144,30 @@ def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, 
     target.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
 
 
-def _explanation(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> list[str]:
-    """Return the table of the plans, and the reason for the choice, in 80 columns."""
-    width = max(len(way.method.title) for way in ways)
+def _explain(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> None:
+    """Print the table of the plans, and the reason for the choice, in 80 columns."""
     about = (
         f"{source.name} on {machine.profile.name} with {machine.memory} on the GPU and "
         f"{format_bytes(machine.profile.host_bytes)} of RAM, {BATCH} sequences of {chosen.length} tokens per update "
         "(estimates):"
     )
-    lines = [
-        *textwrap.wrap(about, _WIDTH),
-        f"{'':{width}}  {'step':>8}  {'tokens/s':>8}  {'GPU':>8}  {'RAM':>8}",
-    ]
-    for way in ways:
-        shown = chosen if way.method == chosen.method else way
-        if shown.plan is None:
-            row = f"{way.method.title:{width}}  {way.why}"
-            lines += textwrap.wrap(row, _WIDTH, subsequent_indent=" " * (width + 2))
+    print(f"{textwrap.fill(about, _WIDTH)}\n")
+    rows, others = [], []
+    for way in (chosen if way.method == chosen.method else way for way in ways):
+        if way.plan is None:
+            others.append(f"{way.method.title}: {way.why}")
             continue
-        predicted = shown.plan.predicted
-        lines.append(
-            f"{way.method.title:{width}}  {format_seconds(predicted.iteration_s):>8}  {shown.tokens_per_s:>8.0f}  "
-            f"{format_bytes(predicted.device_peak_bytes):>8}  {format_bytes(predicted.host_peak_bytes):>8}"
-        )
+        promise = way.plan.predicted
+        peaks = map(format_bytes, (promise.device_peak_bytes, promise.host_peak_bytes))
+        rows.append((way.method.title, format_seconds(promise.iteration_s), f"{way.tokens_per_s:.0f}", *peaks))
+    print_table(("", "step", "tokens/s", "GPU", "RAM"), rows, width=_WIDTH)
+    print("", *(textwrap.fill(other, _WIDTH) for other in others), sep="\n")
     assert chosen.plan is not None
     predicted = chosen.plan.predicted
     slower = predicted.iteration_s / predicted.no_offload_s
     why = f"{chosen.method.title}, {_because(ways, chosen)}"
     reasons = f"Chosen: {why}; its step takes {slower:.2f} times as long as with enough memory."
-    return [*lines, *textwrap.wrap(reasons, _WIDTH)]
+    print(textwrap.fill(reasons, _WIDTH))
 
 
 def _because(ways: Sequence[WayToTrain], chosen: WayToTrain) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
@@ -29,10 +29,8 @@ ProfileAt = Callable[[int], Profile]
 
 LARGEST = 1024
 """Larger batches are not considered, unless asked for by name."""
-_ANCHOR = 8
 _GROWTH = 8
 """The next size to profile is at most so many times as large as the largest that was."""
-_ANCHORS = 4
 _NEAR = 8
 """Sizes are told apart to this part of the best one."""
 _WORSE = 2
@@ -72,7 +70,6 @@ def choose_batch(
     settings: Settings,
     *,
     most: int = LARGEST,
-    candidates: Sequence[int] | None = None,
     effective: int | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> BatchChoice:
@@ -84,7 +81,6 @@ def choose_batch(
         settings: of each plan. The choice takes at most four times as long as a plan, profiles not counted, unless
             profiles of different sizes contradict each other.
         most: largest size to consider, e.g. the length of the data set.
-        candidates: plan for each of these sizes instead of searching.
         effective: samples per update, which are split into micro-batches of one size; None: ``settings.accumulate``
             micro-batches of whatever size.
         on_progress: is told what is being done.
@@ -96,17 +92,11 @@ def choose_batch(
     """
     say = on_progress or (lambda _message: None)
     if has_windows(settings) or effective is not None:
-        return _choose_micro_batch(profile_at, settings, most, candidates, effective, say)
-    sizes = None if candidates is None else sorted(set(candidates))
-    if most < 1 or (sizes is not None and (not sizes or sizes[0] < 1)):
-        raise ConfigError(f"there is no batch size to choose from: most={most}, candidates={candidates}")
+        return _choose_micro_batch(profile_at, settings, most, effective, say)
+    if most < 1:
+        raise ConfigError(f"there is no batch size to choose from: most={most}")
     search = _BatchSearch(profile_at, settings, min(most, LARGEST), say)
-    if sizes is not None:
-        search.plan_all(sizes)
-    else:
-        search.run()
-        search.fill_curve()
-        search.follow_up()
+    search.run()
     return search.choice()
 
 
@@ -114,7 +104,6 @@ def _choose_micro_batch(
     profile_at: ProfileAt,
     settings: Settings,
     most: int,
-    candidates: Sequence[int] | None,
     effective: int | None,
     say: Callable[[str], None],
 ) -> BatchChoice:
@@ -130,7 +119,7 @@ def _choose_micro_batch(
         return with_sums(measured[size], now.accumulate) if has_windows(now) else measured[size]
 
     if effective is None:
-        choice = choose_batch(with_sums_at, for_one(settings), most=most, candidates=candidates, on_progress=say)
+        choice = choose_batch(with_sums_at, for_one(settings), most=most, on_progress=say)
     else:
         search = _BatchSearch(with_sums_at, for_one(settings), min(most, LARGEST), say)
         search.split(effective)
@@ -162,11 +151,6 @@ class _BatchSearch:
 
     # -- search ------------------------------------------------------------------------------------------------------
 
-    def plan_all(self, sizes: Sequence[int]) -> None:
-        """Plan for each of ``sizes``."""
-        for size in sizes:
-            self._plan(size)
-
     def split(self, whole: int) -> None:
         """Plan for the sizes that divide ``whole``, the largest first, until two in a row are no better."""
         sizes = [size for size in range(1, min(whole, self.most) + 1) if whole % size == 0]
@@ -179,79 +163,35 @@ class _BatchSearch:
                 worse = 0 if self._fastest() == size else worse + 1
 
     def run(self) -> None:
-        """Plan for the sizes that promise most."""
-        smallest, best = self._guess()
-        candidates = self._around(smallest, best)
-        while True:
-            candidates = [size for size in candidates if size < self._limit]
-            waiting = [size for size in candidates if size not in self.plans]
-            if not waiting and not self.plans:
-                if self._limit <= 1:
-                    return  # not even one sequence fits
-                waiting = candidates = [max(1, (self._limit - 1) // 2)]
-            if not waiting:
-                return
-            least = min(self._expected(size) for size in waiting)
-            size = min(size for size in waiting if self._expected(size) * (1 - _EQUAL) <= least)
-            if self.plans and (not self._worth(size) or self._late()):
-                return
-            self._plan(size)
-            if self.plans:
-                now = self._fastest()
-                candidates = sorted({*candidates, *(n for n in (now - 1, now + 1) if 1 <= n <= self.most)})
-
-    def fill_curve(self) -> None:
-        """Solve the relaxed programs of some more sizes, while there is time: they show where the chosen one lies."""
-        size = 1
-        while self.plans and size <= min(2 * self._chosen(), self._limit - 1) and not self._late(plans=0):
-            self._relaxed(size)
-            size *= 2
-
-    def follow_up(self) -> None:
-        """Plan for sizes that are expected to be better than the chosen one, however long it takes.
-
-        Usually there is nothing: it happens where measurements of different sizes contradict each other, as on a
-        machine that is busy with something else at times. A choice must not be worse than its own table.
-        """
-        while self.plans:
-            least = self._seconds(self._chosen())
-            better = [
-                size
-                for size in sorted(self.relaxed)
-                if size not in self.plans and size < self._limit and self._expected(size) * (1 + _DOUBT) < least
-            ]
-            if not better:
-                return
-            self._plan(min(better, key=lambda size: (self._expected(size), size)))
-
-    def _guess(self) -> tuple[int, int]:
-        """Return the smallest size of practically the highest relaxed throughput, and that of the highest."""
+        """Profile and plan the size that promises most, until none promises more than the fastest plan has reached."""
         if not self._profile(1):
-            return 1, 1
-        high = min(_ANCHOR, self.most)
-        while high > 1 and not self._profile(high):
-            high //= 2
+            return
         self.say("looking for the best batch size")
-        for _ in range(_ANCHORS):
-            high = max(self.profiles)
-            smallest, best = self._scan(min(self.most, self._limit - 1))
-            # Small kernels do not fill a device, so what a small batch
-            # shows says little about one that is much larger.
-            size = min(smallest, _GROWTH * high)
-            if self.unfit:
-                size = min(size, (high + self._limit) // 2)
-            if size <= 1.5 * high:
-                break
-            self._profile(size)
-            # What was beyond all profiles was a guess.
-            self.relaxed = {known: seconds for known, seconds in self.relaxed.items() if known <= high}
-        return min(smallest, self._limit - 1), min(best, self._limit - 1)
+        while (size := self._next()) is not None:
+            # Promises of a size that was not profiled are an estimate: it is asked for again with what it has shown.
+            if size in self.profiles:
+                self._plan(size)
+            else:
+                self._profile(size)
 
-    def _scan(self, most: int) -> tuple[int, int]:
-        """Return the smallest size of practically the highest relaxed throughput up to ``most``, and the best one.
+    def _next(self) -> int | None:
+        """Return the smallest of the sizes that promise most; None if none is worth a plan."""
+        most = min(self._limit - 1, _GROWTH * max(self.profiles))
+        sizes = self._scan(most)
+        if self.plans:
+            fastest = self._fastest()
+            sizes |= {size for size in (fastest - 1, fastest + 1) if 1 <= size <= most}
+        elif most > max(self.profiles) and self._relaxed(most) < self._relaxed(max(self.profiles)):
+            return most  # far from all profiles
+        waiting = sorted(size for size in sizes - self.plans.keys() if size < self._limit)
+        if not waiting:
+            return None
+        least = min(map(self._expected, waiting))
+        size = next(size for size in waiting if self._expected(size) * (1 - _EQUAL) <= least)
+        return size if not self.plans or self._worth(size) else None
 
-        Sizes are doubled until that gains nothing any more; then the gaps beside the best one are halved.
-        """
+    def _scan(self, most: int) -> set[int]:
+        """Return sizes up to ``most``: doubled until that gains nothing, then the gaps beside the best one halved."""
         tried = [1]
         while tried[-1] < most and (len(tried) < 2 or self._relaxed(tried[-1]) < self._relaxed(tried[-2])):
             tried.append(min(2 * tried[-1], most))
@@ -261,14 +201,8 @@ class _BatchSearch:
             beside = [*tried[max(at - 1, 0) : at], *tried[at + 1 : at + 2]]
             middles = [(best + other) // 2 for other in beside if abs(best - other) > max(1, best // _NEAR)]
             if not middles:
-                break
+                return set(tried)
             tried = sorted({*tried, *middles})
-        least = self._relaxed(best)
-        return min(size for size in tried if self._relaxed(size) * (1 - _EQUAL) <= least), best
-
-    def _around(self, low: int, high: int) -> list[int]:
-        sizes = {low - 1, low, high + 1, *(high // step * step for step in (1, 2, 4, 8))}
-        return sorted(size for size in sizes if 1 <= size <= self.most and low / 2 < size <= 2 * low + 1)
 
     @property
     def _limit(self) -> int:
@@ -287,17 +221,23 @@ class _BatchSearch:
         return self.plans[size].predicted.iteration_s / size
 
     def _worth(self, size: int) -> bool:
-        """Return whether a plan for ``size`` may be the fastest, and by enough if its batch is larger."""
+        """Return whether a plan for ``size`` may be the fastest, and by enough if its batch is larger.
+
+        When time is up, only if it surely is: measurements of different sizes contradict each other on a machine that
+        is busy with something else at times, and a choice must not be worse than its own table.
+        """
         fastest = self._fastest()
         seconds = self._seconds(fastest)
+        if self._late():
+            return self._expected(size) * (1 + _DOUBT) < self._seconds(self._chosen())
         if size > fastest and self._relaxed(size) >= seconds * (1 - _EQUAL):
             return False
         return self._expected(size) * (1 - _DOUBT) <= seconds
 
-    def _late(self, plans: int = 1) -> bool:
-        """Return whether so many more plans would take too long."""
+    def _late(self) -> bool:
+        """Return whether one more plan would take too long."""
         one = max(sum(self.durations) / max(len(self.durations), 1), _LEAST_S / _MOST_PLANS)
-        return time.monotonic() - self.started + plans * one > _MOST_PLANS * one
+        return time.monotonic() - self.started + one > _MOST_PLANS * one
 
     def _expected(self, size: int) -> float:
         """Return the expected seconds per sample: those of the relaxed program, raised as plans near that size were."""
@@ -353,7 +293,9 @@ class _BatchSearch:
             self.started += time.monotonic() - began
         assert profile.batch_size == size, f"asked for batch_size={size}, got {profile.batch_size}"
         self.whole[size], self.profiles[size] = profile, with_planned_head(profile, self.settings)
-        self.relaxed.pop(size, None)  # it was an estimate: what a plan adds to that is no measure for other sizes
+        # What it promised was an estimate, and so was what lies beyond all profiles.
+        highest = max(self.profiles)
+        self.relaxed = {at: seconds for at, seconds in self.relaxed.items() if at < highest and at != size}
         return True
 
     def _plan(self, size: int, *, exact: bool = True) -> None:
@@ -407,13 +349,6 @@ class _BatchSearch:
         if fastest != chosen:
             more = self._seconds(chosen) / self._seconds(fastest) - 1
             text.append(f"{fastest} gives only {more:.1%} more")
-        others = [s for s in self.plans if self._seconds(s) > self._seconds(chosen)]
-        for other in (
-            max((s for s in others if s < chosen), default=0),
-            min((s for s in others if s > chosen), default=0),
-        ):
-            if other:
-                text.append(f"{other} gives {1 - self._seconds(chosen) / self._seconds(other):.1%} less")
         limit = min(self.unfit, default=None)
         if limit is not None:
             text.append(f"{limit} does not fit in {format_bytes(plan.budget_bytes)}")

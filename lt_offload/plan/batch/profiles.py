@@ -7,9 +7,12 @@ small batches do not fill a device, so seconds found here are good between two s
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, TypeVar, cast
 
-from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, ReadProfile, TensorProfile, ZeroCopyProfile
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
+
+Part = TypeVar("Part")
 
 
 def scaled(profile: Profile, batch_size: int, other: Profile | None = None) -> Profile:
@@ -52,79 +55,46 @@ class _StraightLine:
         # Rounded before it is rounded up: 0.1 + 0.2 would take a byte more than 0.3.
         return math.ceil(round(self.value(low, high), 3))
 
-    def inner(self, low: int | None, high: int | None) -> int | None:
-        """A peak of which a part does not grow is below the line between two of its values, but above it beyond."""
-        return None if low is None or high is None or self.at > 1 else self.size(low, high)
+    def all_of(self, low: Part, high: Part, **others: object) -> Part:
+        """Return ``low`` with all of its own seconds and bytes on the line, and ``others``."""
+        points: dict[str, Any] = {}
+        for name, optional in _numbers(low).items():
+            a, b = getattr(low, name), getattr(high, name)
+            # A peak of which a part does not grow is below the line between two of its values, but above it beyond.
+            unknown = a is None or b is None or (optional and self.at > 1)
+            points[name] = None if unknown else self.value(a, b) if name.endswith("_s") else self.size(a, b)
+        whole: Any = replace(low, **points, **others)  # type: ignore[type-var]
+        return cast("Part", whole)
 
     def block(self, low: BlockProfile, high: BlockProfile) -> BlockProfile:
         others = {option.name: option for option in high.options}
-        return replace(
-            low,
-            input_bytes=self.size(low.input_bytes, high.input_bytes),
-            output_bytes=self.size(low.output_bytes, high.output_bytes),
-            launch_s=self.value(low.launch_s, high.launch_s),
-            options=tuple(self.option(option, others[option.name]) for option in low.options if option.name in others),
-        )
-
-    def option(self, low: OptionProfile, high: OptionProfile) -> OptionProfile:
-        return replace(
-            low,
-            forward_s=self.value(low.forward_s, high.forward_s),
-            backward_s=self.value(low.backward_s, high.backward_s),
-            saved_bytes=self.size(low.saved_bytes, high.saved_bytes),
-            offload_bytes=self.size(low.offload_bytes, high.offload_bytes),
-            forward_peak_bytes=self.size(low.forward_peak_bytes, high.forward_peak_bytes),
-            backward_peak_bytes=self.size(low.backward_peak_bytes, high.backward_peak_bytes),
-            held_peak_bytes=self.inner(low.held_peak_bytes, high.held_peak_bytes),
-            passing_peak_bytes=self.inner(low.passing_peak_bytes, high.passing_peak_bytes),
-            before_loss_bytes=self.inner(low.before_loss_bytes, high.before_loss_bytes),
-        )
+        both = ((option, others[option.name]) for option in low.options if option.name in others)
+        return self.all_of(low, high, options=tuple(self.all_of(a, b) for a, b in both))
 
     def tensor(self, low: TensorProfile, high: TensorProfile) -> TensorProfile:
-        if low.zero_copy is None or high.zero_copy is None:
+        mine, other = low.zero_copy, high.zero_copy
+        if mine is None or other is None:
             return replace(low, zero_copy=None)
-        zero_copy = ZeroCopyProfile(
-            reads=tuple(self.read(a, b) for a, b in zip(low.zero_copy.reads, high.zero_copy.reads, strict=True)),
-            grad_s=self.value(low.zero_copy.grad_s, high.zero_copy.grad_s),
-        )
-        return replace(low, zero_copy=zero_copy)
+        reads = tuple(self.all_of(a, b) for a, b in zip(mine.reads, other.reads, strict=True))
+        return replace(low, zero_copy=self.all_of(mine, other, reads=reads))
 
-    def read(self, low: ReadProfile, high: ReadProfile) -> ReadProfile:
-        return ReadProfile(
-            forward_s=self.value(low.forward_s, high.forward_s),
-            backward_s=self.value(low.backward_s, high.backward_s),
-            forward_bytes=self.size(low.forward_bytes, high.forward_bytes),
-            backward_bytes=self.size(low.backward_bytes, high.backward_bytes),
-        )
+
+def _numbers(measured: Any) -> dict[str, bool]:
+    """Return the names of the seconds and bytes of a part of a profile: True where they may be unknown."""
+    return {one.name: one.default is None for one in fields(measured) if one.name.endswith(("_s", "_bytes"))}
 
 
 def _empty(profile: Profile) -> Profile:
     """Return ``profile`` with nothing in its batch."""
-    return replace(
-        profile,
-        batch_size=0,
-        blocks=tuple(
-            replace(
-                block,
-                input_bytes=0,
-                output_bytes=0,
-                options=tuple(
-                    replace(
-                        option,
-                        forward_s=0.0,
-                        backward_s=0.0,
-                        saved_bytes=0,
-                        offload_bytes=0,
-                        # One chunk of logits, and gradients of weights.
-                        forward_peak_bytes=option.forward_peak_bytes if option.name == "chunked" else 0,
-                        backward_peak_bytes=0,
-                        held_peak_bytes=None,
-                        passing_peak_bytes=None,
-                        before_loss_bytes=None,
-                    )
-                    for option in block.options
-                ),
-            )
-            for block in profile.blocks
-        ),
+
+    def nothing(option: OptionProfile) -> OptionProfile:
+        zeros: dict[str, Any] = {name: None if optional else 0 for name, optional in _numbers(option).items()}
+        # One chunk of logits, and gradients of weights.
+        kept = {"forward_peak_bytes": option.forward_peak_bytes} if option.name == "chunked" else {}
+        return replace(option, **(zeros | kept))
+
+    blocks = (
+        replace(block, input_bytes=0, output_bytes=0, options=tuple(map(nothing, block.options)))
+        for block in profile.blocks
     )
+    return replace(profile, batch_size=0, blocks=tuple(blocks))

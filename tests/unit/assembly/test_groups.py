@@ -1,4 +1,4 @@
-"""What travels together lies side by side; how well the arena is filled, and how many transfers that makes."""
+"""What travels together lies side by side; how well the arena is filled."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.check import check
+from lt_offload.schema.accesses import IN_ARENA
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile
 from tests import sampling
@@ -98,7 +99,6 @@ def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
     found = ranges(plan, profile)
     for (_, _, group), sizes in found.items():
         assert len(sizes) == 1 or min(sizes) >= SMALL, f"group {group} is parted into {sizes}"
-    assert plan.packing.transfers <= plan.packing.tensors
 
 
 @pytest.mark.parametrize("seed", range(20, 40))
@@ -149,7 +149,7 @@ def test_no_mapping_of_host_memory_is_for_more_than_one_block() -> None:
     assert all(len(mine) == 1 for mine in blocks.values())
 
 
-def test_groups_apart_in_the_arena_are_several_transfers() -> None:
+def test_tensors_apart_in_the_arena_are_several_groups() -> None:
     profile = small_profile(1)
     (one,) = profile.tensors
     profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
@@ -159,7 +159,6 @@ def test_groups_apart_in_the_arena_are_several_transfers() -> None:
     apart = replace(made, copies=copies, arena_bytes=4096)
     plan = build(apart, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
     assert [group.tensors for group in plan.groups if group.payload == "weight"] == [(0,), (1, 2)]
-    assert (plan.packing.tensors, plan.packing.transfers) == (3, 2)
 
 
 def draft(id: int, kind: Any, tensors: tuple[int, ...], offsets: tuple[int, ...] = ()) -> Draft:
@@ -213,10 +212,25 @@ def test_sizes_and_members_of_groups_are_checked() -> None:
     )
 
 
+def most_in_use(plan: Plan) -> int:
+    """The peak of the arena's live bytes, as memory is taken and given back in the order of issue."""
+    here, peak = {entry.group for entry in plan.initial}, 0
+    releases = defaultdict[int, set[int]](set)
+    for which in (*plan.passes, *plan.passes):
+        ops = [op for op in plan.program(which) if op.payload in IN_ARENA]
+        for step in range(len(plan.timeline)):
+            for op in (op for op in ops if op.step == step):
+                here = here - set(op.groups) if op.kind == "drop" else here | set(op.groups)
+                if op.release_after is not None:
+                    releases[op.release_after] |= set(op.groups)
+                peak = max(peak, sum(plan.groups[group].bytes for group in here))
+            here -= releases.pop(step, set())
+    return peak
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("planner", "memory"), sampling.grid(["offmate", "greedy", "l2l"], ["9GB", "14GB"]))
 def test_little_memory_is_wasted(planner: PlannerName, memory: str) -> None:
-    packing = solve(llama7b_b4(14), memory=memory, planner=planner, time_limit=5).packing
+    plan = solve(llama7b_b4(14), memory=memory, planner=planner, time_limit=5)
     # A schedule leaves gaps where filling them would make copies wait; it has counted them.
-    assert packing.waste <= 0.3
-    assert packing.transfers <= packing.tensors
+    assert plan.arena_bytes <= 1.3 * most_in_use(plan)

@@ -138,7 +138,7 @@ def test_a_method_that_fails_leaves_the_others(
     breaks(monkeypatch, METHODS[1:2], at)
     assert main(["new", described(_name_or_path="a/b"), *BF16]) == 0
     out = capsys.readouterr().out
-    assert f"{METHODS[1].title}       RuntimeError: not 1\n{METHODS[2].title}  " in out
+    assert f"\n{METHODS[1].title}: RuntimeError: not 1\n" in out
     assert f"Chosen: {METHODS[2].title}, the " in out
     assert "stochastic_rounding: true" in Path("mine.yaml").read_text()
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lt_offload.errors import ConfigError, InfeasibleError, PlanError
+from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan import solve
-from lt_offload.plan.sweep import Axis, Question, Sweep, headline, parse_sweep, run_sweep
+from lt_offload.plan.sweep import Axis, SweepPoint, parse_sweep, run_sweep, save_sweep
 from lt_offload.schema.plan import Plan
+from lt_offload.units import parse_bytes
 from tests.support.samples import MB, make_plan, make_profile
 
 GB = 10**9
@@ -30,17 +33,23 @@ def failing(message: str, needed: int | None = None, *, ram: int | None = None) 
     return fail
 
 
-def sweep(*solves: Callable[[], Plan], axis: Axis = "memory", say: Callable[[str], None] = lambda _: None) -> Sweep:
-    questions = [
-        Question(
+def sweep(
+    *solves: Callable[[], Plan], axis: Axis = "memory", say: Callable[[str], None] = lambda _: None
+) -> tuple[list[SweepPoint], str]:
+    points = [
+        SweepPoint(
             hardware=f"card{at}" if axis == "hardware" else "card",
-            memory_bytes=(at + 1) * GB,
-            host_memory_bytes=(at + 1) * 64 * GB,
-            solve=solve,
+            memory_bytes=at * GB,
+            host_memory_bytes=at * 64 * GB,
+            devices=at if axis == "devices" else 1,
         )
-        for at, solve in enumerate(solves)
+        for at, _ in enumerate(solves, start=1)
     ]
-    return run_sweep(axis, questions, model="tiny", dtype="float32", sequence_length=256, say=say)
+    return run_sweep(axis, list(zip(points, solves, strict=True)), say)
+
+
+def seconds(points: list[SweepPoint]) -> list[float | None]:
+    return [point.plan and point.plan.predicted.iteration_s for point in points]
 
 
 @pytest.mark.parametrize(
@@ -50,19 +59,22 @@ def sweep(*solves: Callable[[], Plan], axis: Axis = "memory", say: Callable[[str
         ("memory=6GB:24GB:6GB", "memory", [6, 12, 18, 24]),
         ("memory=4GB:5GB:0.5GB", "memory", [4, 4.5, 5]),
         ("memory=24GB,8GB, 8GB", "memory", [8, 24]),
+        ("devices=1:8", "devices", [card / GB for card in range(1, 9)]),
+        ("devices=1:3:2", "devices", [1 / GB, 3 / GB]),
+        ("nodes=1:64", "nodes", [2**power / GB for power in range(7)]),
         ("host-memory=32GB:128GB", "host_memory", range(32, 129, 10)),
         ("memory=1GB:2GB", "memory", [1 + tenth / 10 for tenth in range(11)]),
     ],
 )
 def test_sizes(text: str, axis: str, gigabytes: list[float]) -> None:
-    found = parse_sweep(text)
-    assert found.axis == axis
-    assert list(found.sizes) == [round(size * GB) for size in gigabytes]
+    wanted = parse_sweep(text)
+    assert wanted.axis == axis
+    assert list(wanted.sizes) == [round(size * GB) for size in gigabytes]
 
 
 def test_machines_keep_their_changes() -> None:
-    found = parse_sweep("hardware=rtx-3060, rtx-3090,host=ddr4-64gb,link=6GB,h200")
-    assert found.names == ("rtx-3060", "rtx-3090,host=ddr4-64gb,link=6GB", "h200")
+    wanted = parse_sweep("hardware=rtx-3060, rtx-3090,host=ddr4-64gb,link=6GB,h200")
+    assert wanted.names == ("rtx-3060", "rtx-3090,host=ddr4-64gb,link=6GB", "h200")
 
 
 @pytest.mark.parametrize(
@@ -90,57 +102,46 @@ def test_mistakes_name_the_nearest_form(text: str, message: str) -> None:
 
 def test_points_are_planned_in_order_and_progress_is_told() -> None:
     said: list[str] = []
-    found = sweep(failing("too small", 1_500 * MB), taking(4.0), taking(2.5), say=said.append)
+    points, answer = sweep(failing("too small", 1_500 * MB), taking(4.0), taking(2.5), say=said.append)
     assert said == [
         "1 of 3: planning for 1 GB", "2 of 3: planning for 2 GB", "3 of 3: planning for 3 GB"
     ]  # fmt: skip
-    assert [point.iteration_s for point in found.points] == [None, 4.0, 2.5]
-    assert found.points[0].reason == "needs memory=1500MB"
-    assert found.smallest_bytes == 1_500 * MB
-    assert found.points[1].tokens_per_s == PLAN.batch_size * PLAN.sequence_length / 4.0
-    assert found.points[1].device_peak_bytes == PLAN.predicted.device_peak_bytes
-    assert headline(found) == "1.5 GB is the least that works. From 3 GB on, more is worth less than 5 %."
+    assert seconds(points) == [None, 4.0, 2.5]
+    assert points[0].reason == "needs memory=1500MB"
+    assert points[1].tokens_per_s == PLAN.batch_size * PLAN.sequence_length / 4.0
+    assert answer == "1.5 GB is the least that works. From 3 GB on, more is worth less than 5 %."
 
 
 def test_more_memory_never_hurts() -> None:
-    found = sweep(taking(3.0), taking(3.5), failing("not solved in time"), taking(2.0))
-    assert [point.iteration_s for point in found.points] == [3.0, 3.0, 3.0, 2.0]
-    assert [point.memory_bytes for point in found.points] == [GB, 2 * GB, 3 * GB, 4 * GB]
-    cards = sweep(taking(3.0), taking(3.5), axis="hardware")
-    assert [point.iteration_s for point in cards.points] == [3.0, 3.5]
-    assert headline(cards) == "card0 is the fastest: 341 tokens per second."
+    points, _ = sweep(taking(3.0), taking(3.5), failing("not solved in time"), taking(2.0))
+    assert seconds(points) == [3.0, 3.0, 3.0, 2.0]
+    assert [point.memory_bytes for point in points] == [GB, 2 * GB, 3 * GB, 4 * GB]
+    cards, answer = sweep(taking(3.0), taking(3.5), axis="hardware")
+    assert seconds(cards) == [3.0, 3.5]
+    assert answer == "card1 is the fastest: 341 tokens per second."
+    _, answer = sweep(taking(3.0), taking(2.0), axis="devices")
+    assert answer == "2 cards are 1.50 times as fast as one."
 
 
 def test_nothing_fits() -> None:
-    found = sweep(failing("x", 9 * GB), failing("x", 9 * GB))
-    assert headline(found) == "Nothing in this range is enough. The smallest that does is 9 GB."
-    short = sweep(failing("host_memory=1 GB is too small", ram=70 * GB), axis="host_memory")
-    assert short.points[0].reason == "needs host_memory=70GB"
+    _, answer = sweep(failing("x", 9 * GB), failing("x", 9 * GB))
+    assert answer == "Nothing in this range is enough. The smallest that does is 9 GB."
+    short, _ = sweep(failing("host_memory=1 GB is too small", ram=70 * GB), axis="host_memory")
+    assert short[0].reason == "needs host_memory=70GB"
 
 
-def test_a_table_for_people_is_at_most_100_columns_wide() -> None:
-    found = sweep(failing("x", 1_500 * MB), taking(4.0), taking(0.0025))
-    lines = found.explain().splitlines()
-    assert max(map(len, lines)) <= 100
-    assert lines[0].startswith("tiny, float32, batch 4 x 256 tokens")
-    assert lines[4].split() == ["1", "GB", "needs", "memory=1500MB"]
-    assert "4 s" in lines[5]
-    assert "2.00x" in lines[5]
-    assert "409,600" in lines[6]
-    assert lines[-1] == headline(found)
-
-
-def test_json_and_csv(tmp_path: Path) -> None:
-    found = sweep(failing("x", 1_500 * MB), taking(4.0))
-    assert Sweep.load(found.save(tmp_path / "new" / "sweep.json")) == found
-    with found.save(tmp_path / "sweep.csv").open() as file:
+def test_rows_for_people_and_for_programs(tmp_path: Path) -> None:
+    points, _ = sweep(failing("x", 1_500 * MB), taking(4.0), taking(0.0025))
+    assert points[0].row("memory") == ("1 GB", "", "", "", "", "", "needs memory=1500MB")
+    assert points[1].row("memory")[:4] == ("2 GB", "4 s", "256", "2.00x")
+    assert points[2].row("memory")[2] == "409,600"
+    saved = json.loads(save_sweep(tmp_path / "new" / "sweep.json", points).read_text())
+    assert saved == [point.figures() for point in points]
+    with save_sweep(tmp_path / "sweep.csv", points).open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["memory_bytes"] for row in rows] == ["1000000000", "2000000000"]
-    assert [row["iteration_s"] for row in rows] == ["", "4.0"]
+    assert [row["memory_bytes"] for row in rows] == ["1000000000", "2000000000", "3000000000"]
+    assert [row["iteration_s"] for row in rows] == ["", "4.0", "0.0025"]
     assert rows[0]["reason"] == "needs memory=1500MB"
-    (tmp_path / "sweep.json").write_text("{}")
-    with pytest.raises(PlanError, match="schema"):
-        Sweep.load(tmp_path / "sweep.json")
 
 
 def test_real_plans_get_faster_with_memory_and_the_smallest_budget_works() -> None:
@@ -151,16 +152,14 @@ def test_real_plans_get_faster_with_memory_and_the_smallest_budget_works() -> No
     def at(size: int) -> Plan:
         return solve(profile, memory=size, time_limit=5)
 
-    questions = [
-        Question(hardware="card", memory_bytes=size, host_memory_bytes=10 * GB, solve=lambda size=size: at(size))  # type: ignore[misc]
-        for size in sizes
-    ]
-    found = run_sweep("memory", questions, model="m", dtype="float32", sequence_length=256, say=lambda _: None)
-    times = [point.iteration_s for point in found.points]
+    points = [SweepPoint(hardware="card", memory_bytes=size, host_memory_bytes=10 * GB) for size in sizes]
+    planned_points, answer = run_sweep("memory", [(p, partial(at, p.memory_bytes)) for p in points], lambda _: None)
+    times = seconds(planned_points)
     assert times[0] is None
-    assert found.smallest_bytes is not None
-    assert sizes[0] < found.smallest_bytes
-    assert at(found.smallest_bytes).predicted.device_peak_bytes <= found.smallest_bytes
+    smallest = parse_bytes(planned_points[0].reason.removeprefix("needs memory="))
+    assert sizes[0] < smallest
+    assert at(smallest).predicted.device_peak_bytes <= smallest
+    assert "is the least that works." in answer
     planned = [seconds for seconds in times if seconds is not None]
     assert len(planned) >= 2
     assert planned == sorted(planned, reverse=True)

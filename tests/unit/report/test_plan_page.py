@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from lt_offload.plan.what_if import Gain
-from lt_offload.report.plan_page import sections, weights, write_plan_report
+from lt_offload.report.plan_page import sections, write_plan_report
 from lt_offload.schema.plan import Plan
 from tests.support.reports.pages import Page, content, plain
 from tests.support.samples import make_plan, make_profile, make_trace
@@ -56,27 +56,12 @@ def test_the_plan_is_explained_in_words_and_drawn(tmp_path: Path) -> None:
     assert "Measured" not in text
 
 
-def test_weights_are_where_the_plan_has_them() -> None:
-    drawn = {bar.name: bar for bar in weights(PLAN, PROFILE).data}
-    fetched = {t for op in PLAN.ops if op.payload == "weight" and op.kind == "prefetch" for t in PLAN.tensors(op)}
-    for block in range(len(PROFILE.blocks)):
-        mine = {i: tensor.bytes for i, tensor in enumerate(PROFILE.tensors) if block in tensor.blocks}
-        assert sum(bar.y[block] for bar in drawn.values()) == sum(mine.values())
-        assert drawn["fetched for each use"].y[block] == sum(size for i, size in mine.items() if i in fetched)
-    assert drawn["stays on the device"].hovertext[1].endswith("activations: keep; updated on: host")
-    tensor = next(i for i, t in enumerate(PROFILE.tensors) if t.blocks == (2,))
-    group = next(i for i, group in enumerate(PLAN.groups) if tensor in group.tensors)
-    ops = tuple(replace(op, zero_copy=(group,)) if op.label == "forward 2" else op for op in PLAN.ops)
-    drawn = {bar.name: bar for bar in weights(replace(PLAN, ops=ops), PROFILE).data}
-    assert drawn["read in host memory"].y[2] == sum(PROFILE.tensors[i].bytes for i in PLAN.groups[group].tensors)
-
-
 def test_what_more_would_buy(tmp_path: Path) -> None:
     found = (
         Gain(change="1 GB more device memory", iteration_s=1.6, lower_bound_s=1.5),
         Gain(change="8 GB more RAM", iteration_s=1.81, lower_bound_s=1.76, note="2 GB of 24 GB are needed"),
     )
-    text = plain(planned(tmp_path, gains=found)).split("What more would buy")[1].split("Weights of")[0]
+    text = plain(planned(tmp_path, gains=found)).split("What more would buy")[1].split("Decisions")[0]
     assert "as planned 1.81 s 1.76 s" in text
     assert "1 GB more device memory 1.6 s -11.6% 1.5 s" in text
     assert "8 GB more RAM 1.81 s +0.0% 1.76 s 2 GB of 24 GB are needed" in text

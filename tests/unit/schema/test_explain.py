@@ -12,7 +12,6 @@ from lt_offload.plan import explain, solve
 from lt_offload.plan.assembly.plan import UNKNOWN
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.schema.explain import OTHER_BITS, brief, headline
-from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
 from lt_offload.units import format_seconds
 from tests.support.profiles.by_hand import built
@@ -60,10 +59,6 @@ def test_it_says_what_it_costs_and_why_it_was_chosen() -> None:
     assert "2.00 times the 100 s of a device with enough memory" in text
     assert "19 kB of 20 kB" in text
     assert "1 kB to the device, 1 kB to the host per iteration" in text
-    assert (
-        "arena 13.3 kB for 13.3 kB in use at most, 0.0% more; transfers per iteration: 1 for 1 weights and states"
-        in text
-    )
     assert "updates on host 5%" in text
     assert "no plan resident: needs 3 kB more device memory" in text
     assert "note a thing to know" in text
@@ -153,7 +148,7 @@ def test_many_tensors_per_block_wrap() -> None:
     assert max(len(line) for line in explain(wide).splitlines()) <= 100
 
 
-def test_a_notebook_shows_words_and_a_picture() -> None:
+def test_a_notebook_shows_words() -> None:
     profile = small_profile(8)
     plan = solve(profile, memory=26_000, time_limit=0.1)
     assert repr(plan) == f"<Plan for small: {headline(plan)}>"
@@ -162,5 +157,4 @@ def test_a_notebook_shows_words_and_a_picture() -> None:
     page = plan._repr_html_()
     assert len(page) < 10_000
     assert "An iteration takes" in page
-    assert page.count("<rect") == 2 * (len(MACHINE_LANES) + 2)
     ElementTree.fromstring(f"<div>{page}</div>")

@@ -67,7 +67,6 @@ def test_a_sound_plan_has_no_problems(tmp_path: Path) -> None:
         (put("ops", first("prefetch"), "seconds", -1), "a size or time is negative"),
         (lambda whole: whole["ops"].pop(first("prefetch")), "its id is"),
         (put("ops", first("prefetch"), "payload", "state"), "it names groups of another payload than state"),
-        (put("ops", first("prefetch"), "groups", [1]), "without being there"),
         (put("colour", "red"), "colour: "),
     ],
 )
@@ -82,3 +81,8 @@ def test_a_gradient_that_no_backward_makes_is_a_violation_and_no_crash() -> None
     frozen = tuple(replace(block, has_backward=False) for block in PROFILE.blocks)
     plan = built(resident(PROFILE), PROFILE)
     assert any("complete in step None" in problem for problem in check(plan, replace(PROFILE, blocks=frozen)))
+
+
+def test_a_copy_to_the_host_of_what_is_not_there_is_a_violation_and_no_crash(tmp_path: Path) -> None:
+    plan = Plan.load(written(tmp_path, put("ops", first("prefetch"), "groups", [1])))
+    assert any("is not on the device" in problem for problem in check(plan, PROFILE))
