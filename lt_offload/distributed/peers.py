@@ -17,7 +17,7 @@ from lt_offload.distributed.watch import PeerWatch
 from lt_offload.errors import ConfigError, OffloadError, ProcessError
 
 Value = TypeVar("Value")
-_FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 2e-3
+_FIRST_POLL_S, _LONGEST_POLL_S, _LETTER_POLL_S = 2e-5, 2e-3, 1e-2
 _PLACE_BYTES, _TOLD_BYTES = 64, 960
 """Parts of one message: the place of a process, and its text; a longer text takes a second message."""
 LONG_S = 60.0
@@ -34,10 +34,11 @@ class Peers:
         ranks: their numbers in the run, in order.
         control: the group of ``torch.distributed`` in which they talk.
         watch: notices who has failed.
+        store: of the run; takes messages of threads that do not come to all processes in one order.
     """
 
-    def __init__(self, ranks: Sequence[int], control: Any, watch: PeerWatch) -> None:
-        self.ranks, self.control, self.watch = tuple(ranks), control, watch
+    def __init__(self, ranks: Sequence[int], control: Any, watch: PeerWatch, store: Any) -> None:
+        self.ranks, self.control, self.watch, self._store = tuple(ranks), control, watch, store
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
 
     def meet(self, place: str, told: bytes = b"") -> list[bytes]:
@@ -117,6 +118,23 @@ class Peers:
         assert told is not None
         return self.together(lambda: told.descriptor if mine else told.open())[self.rank]
 
+    def send(self, subject: str, text: str) -> None:
+        """Leave ``text`` in the store; nobody has used ``subject`` before, or it has been received."""
+        self._store.set(subject, text)
+
+    def receive(self, subject: str) -> str:
+        """Wait for what another process sends, and take it away.
+
+        Raises:
+            ProcessError: if another process has failed.
+        """
+        while not self._store.check([subject]):
+            self.check()
+            time.sleep(_LETTER_POLL_S)
+        text: str = self._store.get(subject).decode()
+        self._store.delete_key(subject)
+        return text
+
     def check(self) -> None:
         """Raise ``ProcessError`` if another process has failed."""
         self.watch.check()
@@ -129,12 +147,13 @@ class Peers:
         Raises:
             ProcessError: if one has.
         """
-        pause, began, said = _FIRST_POLL_S, time.monotonic(), False
+        began, said = time.monotonic(), False
         while not work.is_completed():
             self.watch.check()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
-            if not said and self.watch.strict and time.monotonic() - began > LONG_S:
+            waited = time.monotonic() - began
+            # A part of what was waited already, so that short collectives, of which sums have many, are not prolonged.
+            time.sleep(min(max(waited / 8, _FIRST_POLL_S), _LONGEST_POLL_S))
+            if not said and self.watch.strict and waited > LONG_S:
                 said = True
                 self._say_for_whom()
         self._translated(work.wait)

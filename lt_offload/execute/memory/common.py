@@ -103,16 +103,13 @@ class Others(Protocol):
         """Let each of ``tensors`` be its sum over all processes, in their order."""
         ...
 
-    def add_up_rows(self, rows: Sequence[Sequence[Tensor]]) -> None:
+    def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, beside: bool = False) -> None:
         """Let the first of each of ``rows`` be its sum over all processes.
 
         Args:
             rows: what the processes of this machine have, in their order, of what this process owns.
+            beside: asked by the thread of the plan's ``reduce`` ops, beside the one that trains.
         """
-        ...
-
-    def exchange(self, rows: Sequence[Sequence[Tensor]], op: int) -> None:
-        """Do the same for an ``op`` of a plan, from the thread that does nothing else."""
         ...
 
 

@@ -36,11 +36,8 @@ class Alone:
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """There is nothing to add."""
 
-    def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]], *, beside: bool = False) -> None:
         """There is nothing to add."""
-
-    def exchange(self, rows: Sequence[Sequence[torch.Tensor]], op: int) -> None:
-        """There is no other machine."""
 
     def barrier(self) -> None:
         """There is nobody to wait for."""
