@@ -87,10 +87,6 @@ class Ranks(Peers):
         if self._on_device is not None:
             self._add_up([torch.zeros(sums.BUCKET_BYTES // 4, device=device)], self._on_device)
 
-    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the small ``numbers`` of all processes, in the order of ranks; all give as many."""
-        return [list(row) for row in self.meet("an update of weights", bytes(numbers))]
-
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Let each of ``tensors`` be its sum over all processes, in the order of ranks; see :func:`sums.add_up`."""
         if self._on_device is None:

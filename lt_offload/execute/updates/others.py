@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,14 @@ from torch import Tensor, nn
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.memory.common import Common, Others, check_alike, contents
+from lt_offload.execute.memory.common import UPDATE, Common, check_alike, contents
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
 from lt_offload.schema.plan import Op
+
+if TYPE_CHECKING:
+    from lt_offload.distributed.ranks import Ranks
 
 _FILLED, _ON_DEVICE = 1, 2
 """Statements of a process about a sum: there is a gradient in it; it is on the device."""
@@ -51,7 +55,7 @@ class SumsOfAll:
 
     def __init__(
         self,
-        others: Others,
+        others: Ranks,
         common: Common,
         device: Device,
         weights: Sequence[Weight],
@@ -173,7 +177,7 @@ class SumsOfAll:
         with plain_torch():
             told = contents([[param] for param in self._rest])
         with self._recorder.waiting():
-            rows = self._others.numbers_of_all([*own, *told])
+            rows = self._others.gather([*own, *told], UPDATE)
         check_alike(self._names, [row[len(own) :] for row in rows])
         return list(zip(*(row[: len(own)] for row in rows), strict=True))
 

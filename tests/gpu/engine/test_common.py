@@ -27,11 +27,8 @@ class Alone:
     def machine(self) -> Alone:
         return self
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, place: str = "") -> list[Any]:
         return [value]
-
-    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [list(numbers)]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """There is nothing to add."""
