@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,7 @@ class _Peer:
 
     said: str = ""
     """Its text; empty: it has not said anything."""
-    since: float = 0.0
-    """Time when the text was new, or silence did not count yet."""
-    heard: float = 0.0
+    heard: float = field(default_factory=time.monotonic)
     """Time when the text was new."""
     pid: int = 0
     batch: int = -1
@@ -96,8 +94,7 @@ class PeerWatch:
     def __init__(self, store: Any, rank: int, size: int, name: str, machine: int = 0) -> None:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
-        now = time.monotonic()
-        self._peers = {other: _Peer(since=now, heard=now) for other in range(size) if other != rank}
+        self._peers = {other: _Peer() for other in range(size) if other != rank}
         self._rank, self._run_name = rank, f"lt_offload/{name}"
         self._own = ""
         """The error of this process, as it has told it."""
@@ -108,8 +105,9 @@ class PeerWatch:
         self._woken, self._wake = os.pipe()
         self._asked: float | None = None
         """Time since which the thread waits for the store: without end, where the process that has it is stopped."""
-        self._checked = self._looked = time.monotonic()
-        """Times when this process last asked what the thread has seen, and when that last looked."""
+        self._checked = self._looked = self._counted = time.monotonic()
+        """Times when this process last asked what the thread has seen, when that last looked, and from which silence of
+        others counts."""
         self.strict = False
         """True if a process that does not answer counts as gone: not while each prepares itself."""
         self.batch = -1
@@ -170,15 +168,14 @@ class PeerWatch:
     def explain(self, error: Exception) -> ProcessError:
         """Return what ``error`` of a collective comes from, once it is known."""
         began = time.monotonic()
-        while self._failure is None and time.monotonic() < began + _PATIENCE_S:
-            time.sleep(BEAT_S / 20)
         # One that was alone on its machine has nobody there who tells.
         elsewhere = [other for other, peer in self._peers.items() if peer.ended is None]
-        while self._failure is None and elsewhere and time.monotonic() < began + 2 * _QUIET_S:
-            quietest = min(elsewhere, key=lambda other: self._peers[other].heard)
-            if time.monotonic() - max(began, self._peers[quietest].heard) > _QUIET_S:
-                self._ended(quietest, self._peers[quietest])
+        limit = began + (2 * _QUIET_S if elsewhere else _PATIENCE_S)
+        while self._failure is None and time.monotonic() < limit:
             time.sleep(BEAT_S / 20)
+            quietest = min(elsewhere, key=lambda other: self._peers[other].heard, default=None)
+            if quietest is not None and time.monotonic() - max(began, self._peers[quietest].heard) > _QUIET_S:
+                self._ended(quietest, self._peers[quietest])
         return ProcessError(self._failure or f"another process ended without a word, killed perhaps: {error}")
 
     @property
@@ -244,9 +241,9 @@ class PeerWatch:
     def _run(self) -> None:
         while not self._closed.is_set():
             now = time.monotonic()
-            if now - self._looked > _PAUSE_S:  # stopped, or something held the interpreter
-                for peer in self._peers.values():
-                    peer.since = now
+            # This process was stopped, or something held the interpreter.
+            if not self.strict or now - self._looked > _PAUSE_S:
+                self._counted = now
             self._looked = self._asked = now
             try:
                 self._say()
@@ -271,13 +268,12 @@ class PeerWatch:
         # Before they are read: one that said that it would end and ended in between would count as killed.
         gone = [other for other, peer in self._peers.items() if peer.gone]
         self._read_all()
-        now = time.monotonic()
         for other, peer in self._peers.items():
-            peer.since = max(peer.since, peer.heard if self.strict else now)
+            silence = time.monotonic() - max(peer.heard, self._counted)
             if other in gone and peer.state != _CLOSED:
                 self._ended(other, peer)
-            elif other not in gone and now - peer.since > SILENCE_S:
-                self._silent(other, peer, now - peer.since)
+            elif other not in gone and silence > SILENCE_S:
+                self._silent(other, peer, silence)
 
     def _ended(self, other: int, peer: _Peer) -> None:
         """Say that a process is not there any more, unless more has been said of it."""
