@@ -157,7 +157,7 @@ class Peers:
             if not said and self.watch.strict and waited > LONG_S:
                 said = True
                 self._say_for_whom()
-        self._translated(work.wait)
+        self.translated(work.wait)
 
     def collective(self, begin: Callable[[], Any]) -> None:
         """Begin a collective, and wait for it.
@@ -165,7 +165,7 @@ class Peers:
         Raises:
             ProcessError: if another process has failed.
         """
-        self.wait(self._translated(begin))
+        self.wait(self.translated(begin))
 
     def _say_for_whom(self) -> None:
         late = self.watch.late()
@@ -176,7 +176,7 @@ class Peers:
                 stacklevel=2,
             )
 
-    def _translated(self, call: Callable[[], Any]) -> Any:
+    def translated(self, call: Callable[[], Any]) -> Any:
         """Return what ``call`` does, which only sends and receives: its error becomes that of who has closed."""
         try:
             return call()

@@ -115,7 +115,7 @@ class Ranks(Peers):
                 sums.add_rows(row)
             return
         flat = [[sums.flat(tensor) for tensor in row] for row in rows]
-        sums.add_between(flat, self._beside if beside else self._column, self.collective)
+        sums.add_between(flat, self._beside if beside else self._column, self.translated, self.wait)
 
     def measure_network(self) -> tuple[float, float]:
         """Return bytes per second of a machine's network in each direction, and seconds of a hop: the slowest ones.

@@ -7,6 +7,7 @@ many bytes as a ring does, and an element's sum is the same wherever it lies: wi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ BUCKET_BYTES = 8 << 20
 """Bytes that are added up at once; two buffers of this size are taken beside the gradients."""
 PART_BYTES = 1 << 20
 """Bytes that go from one machine to the next at once."""
+_AHEAD = 2
+"""Collectives between machines that are on the way at the same time."""
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By the name that it has in this version of torch: the older one is deprecated from 2.13 on."""
 
@@ -110,7 +113,12 @@ def _add_up(
 # -- between machines --------------------------------------------------------------------------------------------------
 
 
-def add_between(rows: Sequence[Sequence[Tensor]], group: Any, run: Run) -> None:
+def add_between(
+    rows: Sequence[Sequence[Tensor]],
+    group: Any,
+    begin: Callable[[Callable[[], Any]], Any] = lambda collective: collective(),
+    wait: Callable[[Any], None] = lambda work: work.wait(),
+) -> None:
     """Let the first tensor of each of ``rows`` be the sum of all, on all machines, in the order of ranks.
 
     One process that takes the batches of all ranks in turn adds ``((r0 + r1) + r2) + r3``. Two sums of machines, added
@@ -121,11 +129,13 @@ def add_between(rows: Sequence[Sequence[Tensor]], group: Any, run: Run) -> None:
     Args:
         rows: flat, in host memory; each has what the processes of this machine have, in their order.
         group: of ``torch.distributed``: one process of each machine, in their order, with rows of the same sizes.
-        run: begins a collective, and waits for it.
+        begin: begins a collective.
+        wait: waits for it.
     """
     place, top = dist.get_rank(group), dist.get_world_size(group) - 1
     parts = [part for row in rows for part in _parts(row)]
     nothing = torch.empty(0, dtype=torch.uint8)
+    on_the_way: deque[tuple[Any, Tensor, Tensor, Tensor]] = deque()
 
     def total(number: int, *, on: int) -> Tensor:
         """Return the bytes of a part's sum, if there is such a part and such a machine."""
@@ -137,20 +147,29 @@ def add_between(rows: Sequence[Sequence[Tensor]], group: Any, run: Run) -> None:
         sizes[place], sizes[place + 2] = below.numel(), above.numel()
         return sizes[1:-1]
 
-    partial_sum = nothing
-    for turn in range(len(parts) + 2 * top - 1 if parts else 0):
-        up, down = turn - place, turn - 2 * top + place
+    def arrived() -> Tensor:
+        """Wait for the first one on the way: keep the sum of all, and return that of the machines before this one."""
+        work, before, whole, complete = on_the_way.popleft()
+        wait(work)
+        complete.copy_(whole)
+        return before
+
+    for turn in range(len(parts) + _AHEAD * (2 * top - 1) if parts else 0):
+        up, down = turn - _AHEAD * place, turn - _AHEAD * (2 * top - place)
+        before = arrived() if turn >= _AHEAD else nothing
         if 0 <= up < len(parts):
             first, *others = parts[up]
             # The sum of two does not depend on which one comes first.
-            add_rows([first, *([partial_sum.view(first.dtype)] if place else []), *others])
+            add_rows([first, *([before.view(first.dtype)] if place else []), *others])
         sent = total(down, on=place - 1), total(up, on=place + 1)
-        came = total(up + 1, on=place - 1), total(down + 1, on=place + 1)
-        source, received = torch.cat(sent), torch.cat(came)
-        sizes = splits(*came), splits(*sent)
-        run(partial(dist.all_to_all_single, received, source, *sizes, group=group, async_op=True))
-        partial_sum, whole = torch.split(received, [tensor.numel() for tensor in came])
-        came[1].copy_(whole)
+        room = total(up + _AHEAD, on=place - 1), total(down + _AHEAD, on=place + 1)
+        source, received = torch.cat(sent), torch.cat(room)
+        sizes = splits(*room), splits(*sent)
+        work = begin(partial(dist.all_to_all_single, received, source, *sizes, group=group, async_op=True))
+        before, whole = torch.split(received, [tensor.numel() for tensor in room])
+        on_the_way.append((work, before, whole, room[1]))
+    while on_the_way:
+        arrived()
 
 
 def _parts(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
