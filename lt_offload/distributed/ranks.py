@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -57,10 +57,6 @@ class Ranks(Peers):
         self.watch.close()
 
     # -- what is said ------------------------------------------------------------------------------------------------
-
-    def of_first(self, work: Callable[[], Value]) -> Value:
-        """Return what ``work`` gives in the first process, the only one that does it; its error is everybody's."""
-        return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce a ``tensor`` in host memory, in place."""

@@ -2,7 +2,8 @@
 
 An all-reduce adds in an order of its backend's, which depends on where in a buffer an element is. Here each process
 gets one part of everybody's buffer, adds these parts in the order of ranks, and hands the sum on to all. That moves as
-many bytes as a ring does, and an element's sum is the same wherever it lies: with three ranks or more, too.
+many bytes as a ring does, and an element's sum is the same wherever it lies: with three ranks or more, too. Between
+machines, whose processes have everybody's gradients in memory that they share, partial sums go from one to the next.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ _AHEAD = 2
 """Collectives between machines that are on the way at the same time."""
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By the name that it has in this version of torch: the older one is deprecated from 2.13 on."""
-
-
 Run = Callable[[Callable[[], Any]], None]
 """A function that begins a collective, and waits for it."""
 

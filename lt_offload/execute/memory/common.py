@@ -34,7 +34,7 @@ from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import GaveUp, plain_torch
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
-from lt_offload.execute.memory.tensors import Member, Sum, Weight
+from lt_offload.execute.memory.tensors import Member, Sum, Weight, carve
 from lt_offload.machine.pages import SharedPages, drop_own, make_file, spread
 from lt_offload.schema.plan import Plan
 
@@ -270,22 +270,18 @@ class Common:
 
     def _house_sums(self, spans: Sequence[Sequence[LiveGroup]]) -> None:
         """Make memory for everybody's sums of gradients, which owners read."""
-        if not spans:
-            return
-        for rank in range(self.machine.size):
-            parts = map_common(self.machine, [_size(span) for span in spans], rank, name="sums")
-            for span, pages in zip(spans, parts, strict=True):
-                if rank == self.machine.rank:
-                    self._device.host_mapped(pages.common)
-                common, at = pages.common.bytes()[: pages.nbytes], 0
+        memory = self.memory_of_all([_size(span) for span in spans], "sums") if spans else []
+        for rank, of_one in enumerate(memory):
+            own = rank == self.machine.rank
+            for span, common in zip(spans, of_one, strict=True):
+                at = 0
                 for group in span:
                     for total in group.sums:
-                        like = total.weight.host
-                        place = pages.common.view(like.dtype, like.numel(), at + total.start).view(like.shape)
+                        place = carve(common, at + total.start, total.weight.host)
                         total.places = (*total.places, place)
-                        if rank == self.machine.rank:
+                        if own:
                             total.host = place
-                    if rank == self.machine.rank:
+                    if own:
                         group.host, group.span = common[at : at + group.nbytes], common
                     at += group.room
 
