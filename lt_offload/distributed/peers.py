@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ from lt_offload.distributed.watch import PeerWatch
 from lt_offload.errors import ConfigError, OffloadError, ProcessError
 
 Value = TypeVar("Value")
-_FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 2e-3
-_PLACE_BYTES, _TOLD_BYTES = 64, 960
-"""Parts of one message: the place of a process, and its text; a longer text takes a second message."""
+_FIRST_POLL_S, _LONGEST_POLL_S, _LETTER_POLL_S = 2e-5, 2e-3, 1e-2
+_PLACE_BYTES, _LENGTH_BYTES, _TOLD_BYTES = 64, 8, 952
+"""Parts of one message: a process's place, the length of its text, and that; a longer text takes a second message."""
 LONG_S = 60.0
 """A process that has waited so long says for whom: from outside, one at work looks like one that hangs."""
 
@@ -34,10 +35,11 @@ class Peers:
         ranks: their numbers in the run, in order.
         control: the group of ``torch.distributed`` in which they talk.
         watch: notices who has failed.
+        store: of the run; takes messages of threads that do not come to all processes in one order.
     """
 
-    def __init__(self, ranks: Sequence[int], control: Any, watch: PeerWatch) -> None:
-        self.ranks, self.control, self.watch = tuple(ranks), control, watch
+    def __init__(self, ranks: Sequence[int], control: Any, watch: PeerWatch, store: Any) -> None:
+        self.ranks, self.control, self.watch, self._store = tuple(ranks), control, watch, store
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
 
     def meet(self, place: str, told: bytes = b"") -> list[bytes]:
@@ -45,7 +47,7 @@ class Peers:
 
         Args:
             place: in the words of an error.
-            told: as many bytes in each process.
+            told: by this process.
 
         Raises:
             ConfigError: in all processes, if one of them is at another place.
@@ -53,12 +55,16 @@ class Peers:
         """
         # Always as many bytes: processes that are not at the same place could not receive each other's else.
         said = place.encode("ascii", "replace")[:_PLACE_BYTES].ljust(_PLACE_BYTES)
-        rows = self._bytes_of_all(said + told[:_TOLD_BYTES].ljust(_TOLD_BYTES))
+        first = told[:_TOLD_BYTES].ljust(_TOLD_BYTES)
+        rows = self._bytes_of_all(said + len(told).to_bytes(_LENGTH_BYTES, "big") + first)
         places = [row[:_PLACE_BYTES].decode().strip() for row in rows]
         if len(set(places)) > 1:
             raise _parted(self.ranks, places)
-        rest = self._bytes_of_all(told[_TOLD_BYTES:]) if len(told) > _TOLD_BYTES else [b""] * self.size
-        return [row[_PLACE_BYTES:][: len(told)] + more for row, more in zip(rows, rest, strict=True)]
+        lengths = [int.from_bytes(row[_PLACE_BYTES:][:_LENGTH_BYTES], "big") for row in rows]
+        more = max(lengths) - _TOLD_BYTES
+        rest = self._bytes_of_all(told[_TOLD_BYTES:].ljust(more)) if more > 0 else [b""] * self.size
+        texts = [row[_PLACE_BYTES + _LENGTH_BYTES :] + others for row, others in zip(rows, rest, strict=True)]
+        return [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
     def _bytes_of_all(self, own: bytes) -> list[bytes]:
         # No tensor is made: what an emulated device counts would include it.
@@ -67,13 +73,9 @@ class Peers:
         self.collective(lambda: gather_single(output, source, group=self.control, async_op=True))
         return [bytes(received[begin : begin + len(own)]) for begin in range(0, len(received), len(own))]
 
-    def gather(self, value: Value) -> list[Value]:
-        """Return the values of all processes, in the order of ranks."""
-        values: list[Any] = [None] * self.size
-        # First a meeting, which notices who is gone: those that exchange objects cannot be interrupted.
-        self.meet("an exchange of settings or results")
-        self._translated(lambda: dist.all_gather_object(values, value, group=self.control))
-        return values
+    def gather(self, value: Value, place: str = "an exchange of settings or results") -> list[Value]:
+        """Return the values of all processes, in the order of ranks; ``place`` as for :meth:`meet`."""
+        return [pickle.loads(told) for told in self.meet(place, pickle.dumps(value))]
 
     def together(self, work: Callable[[], Value]) -> list[Value]:
         """Return what ``work`` gives in each process; if one of them fails, all do, and say why.
@@ -117,6 +119,23 @@ class Peers:
         assert told is not None
         return self.together(lambda: told.descriptor if mine else told.open())[self.rank]
 
+    def send(self, subject: str, text: str) -> None:
+        """Leave ``text`` in the store; nobody has used ``subject`` before, or it has been received."""
+        self._store.set(subject, text)
+
+    def receive(self, subject: str) -> str:
+        """Wait for what another process sends, and take it away.
+
+        Raises:
+            ProcessError: if another process has failed.
+        """
+        while not self._store.check([subject]):
+            self.check()
+            time.sleep(_LETTER_POLL_S)
+        text: str = self._store.get(subject).decode()
+        self._store.delete_key(subject)
+        return text
+
     def check(self) -> None:
         """Raise ``ProcessError`` if another process has failed."""
         self.watch.check()
@@ -129,15 +148,16 @@ class Peers:
         Raises:
             ProcessError: if one has.
         """
-        pause, began, said = _FIRST_POLL_S, time.monotonic(), False
+        began, said = time.monotonic(), False
         while not work.is_completed():
             self.watch.check()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
-            if not said and self.watch.strict and time.monotonic() - began > LONG_S:
+            waited = time.monotonic() - began
+            # A part of what was waited already, so that short collectives, of which sums have many, are not prolonged.
+            time.sleep(min(max(waited / 8, _FIRST_POLL_S), _LONGEST_POLL_S))
+            if not said and self.watch.strict and waited > LONG_S:
                 said = True
                 self._say_for_whom()
-        self._translated(work.wait)
+        self.translated(work.wait)
 
     def collective(self, begin: Callable[[], Any]) -> None:
         """Begin a collective, and wait for it.
@@ -145,7 +165,7 @@ class Peers:
         Raises:
             ProcessError: if another process has failed.
         """
-        self.wait(self._translated(begin))
+        self.wait(self.translated(begin))
 
     def _say_for_whom(self) -> None:
         late = self.watch.late()
@@ -156,7 +176,7 @@ class Peers:
                 stacklevel=2,
             )
 
-    def _translated(self, call: Callable[[], Any]) -> Any:
+    def translated(self, call: Callable[[], Any]) -> Any:
         """Return what ``call`` does, which only sends and receives: its error becomes that of who has closed."""
         try:
             return call()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,14 +13,11 @@ from torch import Tensor
 
 from lt_offload.compat.torch import default_store
 from lt_offload.distributed import sums
-from lt_offload.distributed.chain import PART_BYTES, Aside, MachineChain
-from lt_offload.distributed.letters import Letters
 from lt_offload.distributed.peers import Peers
 from lt_offload.distributed.watch import PeerWatch
 
 Value = TypeVar("Value")
-_CHECKED_S = 0.05
-_MEASURED_BYTES, _MEASURED_TIMES, _LEAST_S = 8 * PART_BYTES, 3, 1e-6
+_MEASURED_BYTES, _MEASURED_TIMES, _LEAST_S = 8 * sums.PART_BYTES, 3, 1e-6
 
 
 class Ranks(Peers):
@@ -40,28 +37,26 @@ class Ranks(Peers):
         number, self.machines = rank // count, size // count
         control = dist.new_group(backend="gloo")
         watch = PeerWatch(default_store(), rank, size, control.group_name, machine=number)
-        super().__init__(range(size), control, watch)
+        # The store may have had other runs before, which failed.
+        library: Any = dist  # whose types leave this out
+        store = library.PrefixStore(f"lt_offload/{control.group_name}/sent", default_store().clone())
+        super().__init__(range(size), control, watch, store)
         own = range(number * count, (number + 1) * count)
-        self.machine: Peers = self if count == size else Peers(own, _group(own, "gloo"), watch)
+        self.machine: Peers = self if count == size else Peers(own, _group(own, "gloo"), watch, store)
         """The processes that share this one's memory."""
         uses_nccl = on_device and dist.is_nccl_available()
         self._on_device: Any = _group(own, "nccl") if uses_nccl else None
         column = range(rank % count, size, count)
-        self._chain = MachineChain(column, _group(column, "gloo")) if count < size else None
-        """Chain of the processes with this one's place on each machine, for the thread that trains."""
-        self._beside = MachineChain(column, _group(column, "gloo")) if count < size else None
+        self._column = _group(column, "gloo") if count < size else None
+        """The processes with this one's place on each machine, for the thread that trains."""
+        self._beside = _group(column, "gloo") if count < size else None
         """The same for what is added up beside it."""
-        self.letters = Letters(default_store(), control.group_name, watch.check)
 
     def close(self) -> None:
         """Stop watching the others; the connections end with those of ``torch.distributed``."""
         self.watch.close()
 
     # -- what is said ------------------------------------------------------------------------------------------------
-
-    def of_first(self, work: Callable[[], Value]) -> Value:
-        """Return what ``work`` gives in the first process, the only one that does it; its error is everybody's."""
-        return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce a ``tensor`` in host memory, in place."""
@@ -88,10 +83,6 @@ class Ranks(Peers):
         if self._on_device is not None:
             self._add_up([torch.zeros(sums.BUCKET_BYTES // 4, device=device)], self._on_device)
 
-    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the small ``numbers`` of all processes, in the order of ranks; all give as many."""
-        return [list(row) for row in self.meet("an update of weights", bytes(numbers))]
-
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Let each of ``tensors`` be its sum over all processes, in the order of ranks; see :func:`sums.add_up`."""
         if self._on_device is None:
@@ -104,55 +95,44 @@ class Ranks(Peers):
         self._add_up([tensor for tensor in tensors if tensor.device.type != "cpu"], self._on_device)
         self._add_up([tensor for tensor in tensors if tensor.device.type == "cpu"], self.machine.control)
 
-    def add_up_rows(self, rows: Sequence[Sequence[Tensor]]) -> None:
+    def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, beside: bool = False) -> None:
         """Let the first of each of ``rows`` be the sum of them all, on all machines, in the order of ranks.
 
         Args:
             rows: in host memory; each has what the processes of this machine have, in their order. Those with this
                 process's place on the other machines give rows of the same sizes.
-        """
-        if self._chain is None:
-            for row in rows:
-                sums.add_rows(row)
-        elif rows:
-            aside = Aside(partial(self._chain.add_up, [[sums.flat(tensor) for tensor in row] for row in rows]))
-            self.wait(aside)
-
-    def exchange(self, rows: Sequence[Sequence[Tensor]], op: int) -> None:
-        """Do the same for an ``op`` of a plan, from the thread that does nothing else; others are at the same op.
+            beside: the thread that adds up beside the one that trains calls this; each has connections of its own.
 
         Raises:
-            PlanError: if the machine before this one is at another op.
             ProcessError: if another process has failed.
         """
-        assert self._beside is not None
+        if self._column is None:
+            for row in rows:
+                sums.add_rows(row)
+            return
         flat = [[sums.flat(tensor) for tensor in row] for row in rows]
-        aside = Aside(partial(self._beside.add_up, flat, number=op))
-        while not aside.ends_within(_CHECKED_S):
-            self.watch.check()
-        self._translated(aside.wait)
+        sums.add_between(flat, self._beside if beside else self._column, self.translated, self.wait)
 
     def measure_network(self) -> tuple[float, float]:
         """Return bytes per second of a machine's network in each direction, and seconds of a hop: the slowest ones.
 
         All processes add up a few megabytes with those of other machines, as in training, at the same time.
         """
-        assert self._chain is not None
         hops = 2 * (self.machines - 1)
         small, large = torch.zeros(1), torch.zeros(_MEASURED_BYTES // 4)
         seconds = {}
         for sample in (small, large):
-            self.exchange([[sample]], 0)  # connections are made
+            self.add_up_rows([[sample]], beside=True)  # connections are made
             times = []
             for _ in range(_MEASURED_TIMES):
                 self.barrier()
                 began = time.perf_counter()
-                self.exchange([[sample]], 0)
+                self.add_up_rows([[sample]], beside=True)
                 times.append(time.perf_counter() - began)
             seconds[sample] = max(self.gather(min(times)))
         hop = seconds[small] / hops
         # The first part takes the way alone; with it gone, all machines are at work.
-        moved = min(2, self.machines - 1) * _MEASURED_BYTES + hops * PART_BYTES
+        moved = min(2, self.machines - 1) * _MEASURED_BYTES + hops * sums.PART_BYTES
         return self.machine.size * moved / max(seconds[large] - seconds[small], _LEAST_S), hop
 
     def _add_up(self, tensors: Sequence[Tensor], group: Any) -> None:
@@ -160,7 +140,7 @@ class Ranks(Peers):
             sums.add_up(tensors, group, self.collective, self._of_machines)
 
     def _of_machines(self, rows: Sequence[Tensor]) -> None:
-        homes = rows if self._chain is None else [row.cpu() for row in rows]
+        homes = rows if self._column is None else [row.cpu() for row in rows]
         self.add_up_rows([homes])
         if homes[0] is not rows[0]:
             rows[0].copy_(homes[0])

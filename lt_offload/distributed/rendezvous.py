@@ -139,27 +139,24 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
             f"two processes of this run are process {rank}, of machine {rank // per_machine}: let NODE_RANK be another "
             f"number on each machine, from 0 to {size // per_machine - 1}"
         )
-    # Told to all: the others would wait for half an hour for a process that does not come.
+    # Told to all, before it is counted: the others would wait for half an hour for a process that does not come.
     if wrong:
         store.set("wrong", wrong)
-    limit = time.monotonic() + TIMEOUT.total_seconds()
-    said = limit - TIMEOUT.total_seconds() + _LONG_S
-    present = store.add("there", 0 if wrong else 1)
-    while present < size and not wrong:
-        if store.check(["wrong"]):
-            wrong = store.get("wrong").decode()
-        elif time.monotonic() > limit:
+    began, said = time.monotonic(), False
+    present = store.add("there", 1)
+    while present < size and not store.check(["wrong"]):
+        waited = time.monotonic() - began
+        if waited > TIMEOUT.total_seconds():
             raise RuntimeError(f"{present} of {size} came within {TIMEOUT}")
-        else:
-            if time.monotonic() > said:
-                said = limit
-                _say_who_is_missing(rank, present, size)
-            time.sleep(_POLL_S)
-            present = store.add("there", 0)
-    if wrong:
+        if waited > _LONG_S and not said:
+            said = True
+            _say_who_is_missing(rank, present, size)
+        time.sleep(_POLL_S)
+        present = store.add("there", 0)
+    if store.check(["wrong"]):
         if rank == 0:
             time.sleep(_LINGER_S)
-        raise ConfigError(wrong)
+        raise ConfigError(store.get("wrong").decode())
 
 
 def _say_who_is_missing(rank: int, present: int, size: int) -> None:

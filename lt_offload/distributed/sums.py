@@ -2,12 +2,15 @@
 
 An all-reduce adds in an order of its backend's, which depends on where in a buffer an element is. Here each process
 gets one part of everybody's buffer, adds these parts in the order of ranks, and hands the sum on to all. That moves as
-many bytes as a ring does, and an element's sum is the same wherever it lies: with three ranks or more, too.
+many bytes as a ring does, and an element's sum is the same wherever it lies: with three ranks or more, too. Between
+machines, whose processes have everybody's gradients in memory that they share, partial sums go from one to the next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +19,14 @@ from torch import Tensor
 
 BUCKET_BYTES = 8 << 20
 """Bytes that are added up at once; two buffers of this size are taken beside the gradients."""
+PART_BYTES = 1 << 20
+"""Bytes that go from one machine to the next at once."""
+_AHEAD = 2
+"""Collectives between machines that are on the way at the same time."""
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By the name that it has in this version of torch: the older one is deprecated from 2.13 on."""
+Run = Callable[[Callable[[], Any]], None]
+"""A function that begins a collective, and waits for it."""
 
 
 def add_rows(rows: Sequence[Tensor]) -> None:
@@ -31,7 +40,7 @@ def add_rows(rows: Sequence[Tensor]) -> None:
 def add_up(
     tensors: Sequence[Tensor],
     group: Any = None,
-    run: Callable[[Callable[[], Any]], None] = lambda begin: begin().wait(),
+    run: Run = lambda begin: begin().wait(),
     add: Callable[[Sequence[Tensor]], None] = add_rows,
 ) -> None:
     """Let each of ``tensors`` be its sum over all processes of ``group``, in the order of ranks.
@@ -82,7 +91,7 @@ def flat(tensor: Tensor) -> Tensor:
 def _add_up(
     parts: list[Tensor],
     group: Any,
-    run: Callable[[Callable[[], Any]], None],
+    run: Run,
     add: Callable[[Sequence[Tensor]], None],
 ) -> None:
     world = dist.get_world_size(group)
@@ -98,3 +107,71 @@ def _add_up(
     run(lambda: gather_single(sent, rows[0], group=group, async_op=True))
     for part, total in zip(parts, torch.split(sent[: sum(sizes)], sizes), strict=True):
         part.copy_(total)
+
+
+# -- between machines --------------------------------------------------------------------------------------------------
+
+
+def add_between(
+    rows: Sequence[Sequence[Tensor]],
+    group: Any,
+    begin: Callable[[Callable[[], Any]], Any] = lambda collective: collective(),
+    wait: Callable[[Any], None] = lambda work: work.wait(),
+) -> None:
+    """Let the first tensor of each of ``rows`` be the sum of all, on all machines, in the order of ranks.
+
+    One process that takes the batches of all ranks in turn adds ``((r0 + r1) + r2) + r3``. Two sums of machines, added
+    to each other, are ``(r0 + r1) + (r2 + r3)``, which is another number. So machine 0 sends the sum of its ranks to
+    machine 1, which adds its own to that, one by one, and so on; the sums of the last machine go the same way back. In
+    one collective each machine sends one part up and another one down, so that all are at work at the same time.
+
+    Args:
+        rows: flat, in host memory; each has what the processes of this machine have, in their order.
+        group: of ``torch.distributed``: one process of each machine, in their order, with rows of the same sizes.
+        begin: begins a collective.
+        wait: waits for it.
+    """
+    place, top = dist.get_rank(group), dist.get_world_size(group) - 1
+    parts = [part for row in rows for part in _parts(row)]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    on_the_way: deque[tuple[Any, Tensor, Tensor, Tensor]] = deque()
+
+    def total(number: int, *, on: int) -> Tensor:
+        """Return the bytes of a part's sum, if there is such a part and such a machine."""
+        exists = 0 <= number < len(parts) and 0 <= on <= top
+        return parts[number][0].view(torch.uint8) if exists else nothing
+
+    def splits(below: Tensor, above: Tensor) -> list[int]:
+        sizes = [0] * (top + 3)  # those outside the line, too, which get nothing
+        sizes[place], sizes[place + 2] = below.numel(), above.numel()
+        return sizes[1:-1]
+
+    def arrived() -> Tensor:
+        """Wait for the first one on the way: keep the sum of all, and return that of the machines before this one."""
+        work, before, whole, complete = on_the_way.popleft()
+        wait(work)
+        complete.copy_(whole)
+        return before
+
+    for turn in range(len(parts) + _AHEAD * (2 * top - 1) if parts else 0):
+        up, down = turn - _AHEAD * place, turn - _AHEAD * (2 * top - place)
+        before = arrived() if turn >= _AHEAD else nothing
+        if 0 <= up < len(parts):
+            first, *others = parts[up]
+            # The sum of two does not depend on which one comes first.
+            add_rows([first, *([before.view(first.dtype)] if place else []), *others])
+        sent = total(down, on=place - 1), total(up, on=place + 1)
+        room = total(up + _AHEAD, on=place - 1), total(down + _AHEAD, on=place + 1)
+        source, received = torch.cat(sent), torch.cat(room)
+        sizes = splits(*room), splits(*sent)
+        work = begin(partial(dist.all_to_all_single, received, source, *sizes, group=group, async_op=True))
+        before, whole = torch.split(received, [tensor.numel() for tensor in room])
+        on_the_way.append((work, before, whole, room[1]))
+    while on_the_way:
+        arrived()
+
+
+def _parts(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Yield the parts of ``row`` that are sent at once, one after the other."""
+    if row[0].numel():
+        yield from zip(*(torch.split(one, max(1, PART_BYTES // one.element_size())) for one in row), strict=True)

@@ -1,12 +1,10 @@
 """Notices that another process of a run has failed, is gone or hangs, and says so where this one waits for it.
 
-Each process writes a number that counts up to the store of the run, and, before anything else, why it fails. A thread
-of every other one reads both, and is told by the system when a process of the same machine has ended; then it writes
-that to the store, for other machines. Who waits for others asks what that thread has seen (:meth:`PeerWatch.check`), so
-that the first error is told by all and nobody waits for half an hour.
-
-The first process has the store, and answers all others: each asks it four times per beat, however many there are. One
-question is for the numbers of all, and one for how often anything else was written, which is read only if that is new.
+The store of the run has one text of each process, which is written anew once per second and has a number that counts
+up, and one of what has gone wrong: whoever fails, or notices that another one is gone, writes it, and the first text
+stays. A thread of every process reads all of it, and is told by the system when a process of the same machine has
+ended. Who waits for others asks what that thread has seen (:meth:`PeerWatch.check`), so that the first error is told by
+all and nobody waits for half an hour.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,29 +36,48 @@ _ANSWER_S = 10.0
 """Limit for an answer of the store; a process that closes its watch waits so long for its thread."""
 _PAUSE_S = 5.0
 """A process that has done nothing itself for so long cannot say of others that they were silent meanwhile."""
+_RUNS, _LEFT, _CLOSED = "runs", "left", "closed"
+"""States of a process: it runs, it knows that the run has failed, or it has ended as it should."""
 
 
 @dataclass
 class _Peer:
     """Another process, as far as this one knows it."""
 
-    where: str = ""
-    """Its machine, and the space that its number is from; empty: it has not said so."""
+    said: str = ""
+    """Its text; empty: it has not said anything."""
+    heard: float = field(default_factory=time.monotonic)
+    """Time when the text was new."""
     pid: int = 0
-    beat: str = ""
-    since: float = 0.0
-    """Time when the number was new, or silence did not count yet."""
-    heard: float = 0.0
-    """Time when the number was new."""
     batch: int = -1
     """The batch that it is at; -1: it has not begun to train."""
+    state: str = _RUNS
+    where: str = ""
+    """Its machine, and the space that its number is from."""
     ended: int | None = None
     """Descriptor that becomes readable when the process ends; None: it is elsewhere."""
     missing: bool = False
-    """True if it does not answer, or somebody has said that it ended without a word."""
+    """True if it has ended without a word, or does not answer."""
 
     def __str__(self) -> str:
         return f"{self.pid} on {self.where.partition(' ')[0]}"
+
+    @property
+    def gone(self) -> bool:
+        """True if it was a process of this machine and has ended."""
+        return self.ended is not None and bool(select.select([self.ended], [], [], 0)[0])
+
+    def read(self, text: str, here: str) -> None:
+        """Learn from its ``text``; the system tells when one ends that is ``here``."""
+        if text == self.said:
+            return
+        self.said, self.heard = text, time.monotonic()
+        pid, batch, self.state, _, self.where = text.split(" ", 4)
+        self.batch = int(batch)
+        if not self.pid and self.where == here:
+            with suppress(OSError):
+                self.ended = os.pidfd_open(int(pid))
+        self.pid = int(pid)
 
 
 class PeerWatch:
@@ -77,26 +94,27 @@ class PeerWatch:
     def __init__(self, store: Any, rank: int, size: int, name: str, machine: int = 0) -> None:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
-        now = time.monotonic()
-        self._peers = {other: _Peer(since=now, heard=now) for other in range(size) if other != rank}
+        self._peers = {other: _Peer() for other in range(size) if other != rank}
         self._rank, self._run_name = rank, f"lt_offload/{name}"
+        self._own = ""
+        """The error of this process, as it has told it."""
         self._failure: str | None = None
+        self._state, self._number = _RUNS, 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._woken, self._wake = os.pipe()
         self._asked: float | None = None
         """Time since which the thread waits for the store: without end, where the process that has it is stopped."""
-        self._checked = self._looked = time.monotonic()
-        """Times when this process last asked what the thread has seen, and when that last looked."""
+        self._checked = self._looked = self._counted = time.monotonic()
+        """Times when this process last asked what the thread has seen, when that last looked, and from which silence of
+        others counts."""
         self.strict = False
         """True if a process that does not answer counts as gone: not while each prepares itself."""
         self.batch = -1
         """The batch that this process is at."""
         self._here = f"{_here()} {machine}"
         """Other numbers of machines are other machines: they may be tried out on one."""
-        self._news = 0
-        """Number of writes, but for those of numbers, when this process last read all of them."""
-        self._set("where", f"{os.getpid()} {self._here}")
+        self._say()
         self._thread = threading.Thread(target=self._run, name="lt_offload-watch", daemon=True)
         self._thread.start()
 
@@ -104,7 +122,7 @@ class PeerWatch:
         """End the thread; the others need not wonder when this process ends."""
         if self._failure is None:
             with suppress(Exception):
-                self._tell_all("closed", "")
+                self._say(_CLOSED)
         self._closed.set()
         # Without this, closing would wait for the thread to the end of its beat.
         os.write(self._wake, b".")
@@ -120,23 +138,21 @@ class PeerWatch:
         if isinstance(error, ProcessError) or self._failure is not None:
             return
         text = str(error) if isinstance(error, OffloadError) else f"{type(error).__name__}: {error}"
-        with suppress(Exception):
-            self._tell_all("error", text)
+        self._own = f"process {self._rank} failed: {text}"
+        self._fail(self._own)
 
     def leave(self, patience: float) -> None:
         """Wait until all others that live know that this process fails, ``patience`` seconds at most."""
-        with suppress(Exception):
-            self._set("left", "")
         until = time.monotonic() + patience
-        waited = list(self._peers)
         with suppress(Exception):
-            while waited and time.monotonic() < until:
-                waited = [other for other in waited if not self._has_left(other)]
+            self._say(_LEFT)
+            while time.monotonic() < until and not all(map(self._knows, self._peers.values())):
                 time.sleep(BEAT_S / 20)
+                self._read_all()
 
-    def _has_left(self, other: int) -> bool:
-        peer = self._peers[other]
-        return peer.missing or self._is_gone(peer) or self._get("left", other) is not None
+    @staticmethod
+    def _knows(peer: _Peer) -> bool:
+        return peer.missing or peer.gone or peer.state != _RUNS
 
     def check(self) -> None:
         """Raise ``ProcessError`` if another process has failed; called again and again by whoever waits."""
@@ -152,15 +168,14 @@ class PeerWatch:
     def explain(self, error: Exception) -> ProcessError:
         """Return what ``error`` of a collective comes from, once it is known."""
         began = time.monotonic()
-        while self._failure is None and time.monotonic() < began + _PATIENCE_S:
-            time.sleep(BEAT_S / 20)
         # One that was alone on its machine has nobody there who tells.
         elsewhere = [other for other, peer in self._peers.items() if peer.ended is None]
-        while self._failure is None and elsewhere and time.monotonic() < began + 2 * _QUIET_S:
-            quietest = min(elsewhere, key=lambda other: self._peers[other].heard)
-            if time.monotonic() - max(began, self._peers[quietest].heard) > _QUIET_S:
-                self._ended(quietest, self._peers[quietest])
+        limit = began + (2 * _QUIET_S if elsewhere else _PATIENCE_S)
+        while self._failure is None and time.monotonic() < limit:
             time.sleep(BEAT_S / 20)
+            quietest = min(elsewhere, key=lambda other: self._peers[other].heard, default=None)
+            if quietest is not None and time.monotonic() - max(began, self._peers[quietest].heard) > _QUIET_S:
+                self._ended(quietest, self._peers[quietest])
         return ProcessError(self._failure or f"another process ended without a word, killed perhaps: {error}")
 
     @property
@@ -181,32 +196,36 @@ class PeerWatch:
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
-    def _set(self, what: str, value: str, of: int | None = None) -> None:
+    def _say(self, state: str | None = None) -> None:
+        """Write this process's text."""
+        self._state, self._number = state or self._state, self._number + 1
+        text = f"{os.getpid()} {self.batch} {self._state} {self._number} {self._here}"
         with self._alone():
-            self._store.set(f"{self._run_name}/{what}/{self._rank if of is None else of}", value)
+            self._store.set(f"{self._run_name}/{self._rank}", text)
 
-    def _tell_all(self, what: str, value: str, of: int | None = None) -> None:
-        """Write what others read once they have seen that there is something new."""
-        self._set(what, value, of)
-        # Last: a reader that saw the count first would find nothing yet, and not look again.
-        self._count(1)
+    def _fail(self, why: str) -> None:
+        """Say what has gone wrong, to all, unless something was said before: this is a consequence of that, mostly."""
+        first = why
+        with suppress(Exception), self._alone():
+            first = self._store.compare_set(f"{self._run_name}/failure", "", why).decode()
+        self._learn(first)
 
-    def _count(self, more: int) -> int:
+    def _learn(self, why: str) -> None:
+        if why != self._own:
+            self._failure = self._failure or why
+
+    def _read_all(self) -> None:
+        """Read what all others have written, each of them and of the run."""
+        keys = {other: f"{self._run_name}/{other}" for other in self._peers}
+        failure = f"{self._run_name}/failure"
         with self._alone():
-            return int(self._store.add(f"{self._run_name}/news", more))
-
-    def _of_all(self, what: str) -> dict[int, str]:
-        """Return what each other process has written; in one question once all have."""
-        keys = [f"{self._run_name}/{what}/{other}" for other in self._peers]
-        with self._alone():
-            if self._store.check(keys):
-                return dict(zip(self._peers, (value.decode() for value in self._store.multi_get(keys)), strict=True))
-        return {other: self._get(what, other) or "" for other in self._peers}
-
-    def _get(self, what: str, rank: int) -> str | None:
-        key = f"{self._run_name}/{what}/{rank}"
-        with self._alone():
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            all_there = self._store.check([*keys.values()])
+            known = keys if all_there else {other: key for other, key in keys.items() if self._store.check([key])}
+            texts = self._store.multi_get([*known.values()]) if known else []
+            first = self._store.get(failure).decode() if self._store.check([failure]) else self._own
+        for other, text in zip(known, texts, strict=True):
+            self._peers[other].read(text.decode(), self._here)
+        self._learn(first)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -220,16 +239,14 @@ class PeerWatch:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        number = 0
         while not self._closed.is_set():
-            number += 1
             now = time.monotonic()
-            if now - self._looked > _PAUSE_S:  # stopped, or something held the interpreter
-                for peer in self._peers.values():
-                    peer.since = now
+            # This process was stopped, or something held the interpreter.
+            if not self.strict or now - self._looked > _PAUSE_S:
+                self._counted = now
             self._looked = self._asked = now
             try:
-                self._set("beat", f"{number} {self.batch}")
+                self._say()
                 self._look()
             except TimeoutError:
                 pass
@@ -242,75 +259,37 @@ class PeerWatch:
 
     def _sleep(self) -> None:
         """Wait for the next beat, or until a process of this machine ends."""
-        known = [peer.ended for peer in self._peers.values() if peer.ended is not None and not self._is_gone(peer)]
+        known = [peer.ended for peer in self._peers.values() if peer.ended is not None and not peer.gone]
         with suppress(OSError):
             select.select([self._woken, *known], [], [], BEAT_S)
 
     def _look(self) -> None:
-        """See whether other processes have said why they fail, have ended, or have been silent for too long."""
-        if not all(peer.where for peer in self._peers.values()):
-            self._meet(self._of_all("where"))
-        # Before they are asked: one that told its error and ended in between would count as ended without a word.
-        gone = {other for other, peer in self._peers.items() if self._is_gone(peer)}
-        news, beats = self._count(0), self._of_all("beat")
+        """See whether something has gone wrong, and whether processes have ended or have been silent for too long."""
+        # Before they are read: one that said that it would end and ended in between would count as killed.
+        gone = [other for other, peer in self._peers.items() if peer.gone]
+        self._read_all()
         for other, peer in self._peers.items():
-            if other in gone or news != self._news:
-                self._read(other, peer, gone=other in gone)
-            if other not in gone:
-                self._listen(other, peer, beats[other])
-        self._news = news
-
-    def _meet(self, told: Mapping[int, str]) -> None:
-        """Learn who the others are, as far as they have told, and be told by the system when one here ends."""
-        for other, peer in self._peers.items():
-            if peer.where or not told[other]:
-                continue
-            number, _, peer.where = told[other].partition(" ")
-            peer.pid = int(number)
-            if peer.where == self._here:
-                with suppress(OSError):
-                    peer.ended = os.pidfd_open(peer.pid)
-
-    def _read(self, other: int, peer: _Peer, *, gone: bool) -> None:
-        """Read what was written of another process, which may be ``gone``."""
-        error = self._get("error", other)
-        if error is not None:
-            self._failed(f"process {other} failed: {error}")
-        elif gone and self._get("closed", other) is None:
-            self._ended(other, peer)
-        elif not gone and peer.ended is None and (why := self._get("ended", other)) is not None:
-            peer.missing = True
-            self._failed(why)
+            silence = time.monotonic() - max(peer.heard, self._counted)
+            if other in gone and peer.state != _CLOSED:
+                self._ended(other, peer)
+            elif other not in gone and silence > SILENCE_S:
+                self._silent(other, peer, silence)
 
     def _ended(self, other: int, peer: _Peer) -> None:
-        """Say, on other machines, too, that a process is not there any more, unless more has been said of it."""
-        if peer.missing:
-            return
-        why = f"process {other} ({peer}) ended without a word, killed perhaps"
-        peer.missing = True
-        self._failed(why)
-        with suppress(Exception):
-            self._tell_all("ended", why, of=other)
-
-    def _listen(self, other: int, peer: _Peer, beat: str) -> None:
-        now = time.monotonic()
-        if beat != peer.beat:
-            peer.heard = now
-        if beat != peer.beat or not self.strict:
-            peer.beat, peer.since = beat, now
-            peer.batch = int(beat.partition(" ")[2] or -1)
-        if now - peer.since > SILENCE_S:
-            self._silent(other, peer, now - peer.since)
+        """Say that a process is not there any more, unless more has been said of it."""
+        if not peer.missing:
+            peer.missing = True
+            self._fail(f"process {other} ({peer}) ended without a word, killed perhaps")
 
     def _silent(self, other: int, peer: _Peer, seconds: float) -> None:
         if peer.missing:
             return
         peer.missing = True
         why = f"process {other} ({peer}) has not answered for {seconds:.0f} s: it is stopped, or its machine is"
-        self._failed(why)
-        if other > 0:  # or nobody may answer, who has the store
-            with suppress(Exception):
-                self._tell_all("ended", why, of=other)
+        if other > 0:
+            self._fail(why)
+        else:  # nobody may answer, who has the store
+            self._learn(why)
         # It holds its connections open while it is stopped, and whoever waits for them would never end.
         if peer.where == self._here and peer.pid:
             with suppress(ProcessLookupError, PermissionError):
@@ -322,17 +301,10 @@ class PeerWatch:
         if self._closed.is_set() or first is None:
             return
         until = time.monotonic() + BEAT_S  # connections are closed a moment before the process has ended
-        while first.ended is not None and not self._is_gone(first) and time.monotonic() < until:
+        while first.ended is not None and not first.gone and time.monotonic() < until:
             time.sleep(BEAT_S / 50)
-        how = "ended without a word, killed perhaps" if self._is_gone(first) else f"is gone: {first_line(error)}"
-        self._failed(f"process 0 ({first}) {how}")
-
-    def _is_gone(self, peer: _Peer) -> bool:
-        return peer.ended is not None and bool(select.select([peer.ended], [], [], 0)[0])
-
-    def _failed(self, why: str | None) -> None:
-        # The first one stays: later ones are mostly its consequences, in processes that waited for that one.
-        self._failure = self._failure or why
+        how = "ended without a word, killed perhaps" if first.gone else f"is gone: {first_line(error)}"
+        self._learn(f"process 0 ({first}) {how}")
 
 
 def _here() -> str:

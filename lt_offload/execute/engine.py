@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.iteration import HALFWAY, Iteration
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.bound_weights import expose
-from lt_offload.execute.memory.common import Common, Others
+from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.groups import Layout, move_rest
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot, Snapshots
@@ -56,6 +56,9 @@ from lt_offload.model.compiled import called, intercept, without_gradients
 from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
+
+if TYPE_CHECKING:
+    from lt_offload.distributed.ranks import Ranks
 
 _HOST = torch.device("cpu")
 
@@ -88,7 +91,7 @@ class Engine(LoopCalls):
         device: Device,
         *,
         structure: Structure | None = None,
-        others: Others | None = None,
+        others: Ranks | None = None,
         survey: Survey | None = None,
     ) -> None:
         self._others, self._survey = others, survey
@@ -258,7 +261,7 @@ class Engine(LoopCalls):
         in_place = self.updates is not None and self.updates.in_place
         return Common(self._others, self.device, self.weights, self.plan, staying, owned_updates=in_place)
 
-    def _join(self, others: Others, updates: Updates) -> None:
+    def _join(self, others: Ranks, updates: Updates) -> None:
         """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
         assert self._passes and self._common
         rest, residency = self.structure.rest, self.residency

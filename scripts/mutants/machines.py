@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.mutants.mutant import mutant
 
-EXCHANGE, PASSES = "execute/updates/exchange.py", "execute/training/passes.py"
+EXCHANGE, PASSES = "execute/updates/others.py", "execute/training/passes.py"
 UNROLLED, DURATIONS = "plan/iteration/passes.py", "plan/iteration/durations.py"
 CHECK, WINDOW = "plan/verify/check.py", "plan/assembly/window.py"
 BESIDE, MACHINES = "parity/test_beside_backward.py", "unit/plan/test_several.py"

@@ -29,7 +29,7 @@ class Neighbours:
 
     rank, size = 0, 1
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, place: str = "") -> list[Any]:
         return [value]
 
     def barrier(self) -> None:
@@ -43,38 +43,33 @@ class Neighbours:
 
 
 class Mirror:
-    """All processes: this one, and one of another machine that has the same batches; notes the ops."""
+    """All processes: this one, and one of another machine that has the same batches; notes what is sent."""
 
     size = 2
 
     def __init__(self) -> None:
         self.machine = Neighbours()
-        self.ops: list[int] = []
+        self.sent: list[int] = []
         self.threads: set[str] = set()
         self.broken = False
         self._chance = random.Random(3)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, place: str = "") -> list[Any]:
         return [value, value]
-
-    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [list(numbers), list(numbers)]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             tensor.add_(tensor.clone())
 
-    def add_up_rows(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        raise AssertionError("all sums of these plans go beside the backward")
-
-    def exchange(self, rows: Sequence[Sequence[Tensor]], op: int) -> None:
-        self.ops.append(op)
+    def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, beside: bool = False) -> None:
+        assert beside, "all sums of these plans go beside the backward"
+        self.sent.append(sum(row[0].nbytes for row in rows))
         self.threads.add(threading.current_thread().name)
         if self.broken:
             raise ProcessError("process 1 failed: gone")
-        sent = [row[0].clone() for row in rows]
+        copies = [row[0].clone() for row in rows]
         time.sleep(self._chance.random() * 4e-3)
-        for row, other in zip(rows, sent, strict=True):
+        for row, other in zip(rows, copies, strict=True):
             assert torch.equal(row[0], other), "it changes while it is sent"
             row[0].add_(other)
 
@@ -168,7 +163,7 @@ def require_equal(name: str, mode: str, train: Callable[..., Result] = trained) 
     result = train(case, found, others, mode)
     assert differences(result, of_both(case)) == []
     # Once per update, in the order of the plan, whatever is complete first.
-    assert others.ops == [op.id for op in found.ops if op.kind == "reduce"] * STEPS
+    assert others.sent == [op.bytes for op in found.ops if op.kind == "reduce"] * STEPS
     assert others.threads == ({"lt_offload network"} if mode == "thread" else {threading.current_thread().name})
 
 

@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,14 +34,19 @@ from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import GaveUp, plain_torch
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
-from lt_offload.execute.memory.tensors import Member, Sum, Weight
+from lt_offload.execute.memory.tensors import Member, Sum, Weight, carve
 from lt_offload.machine.pages import SharedPages, drop_own, make_file, spread
 from lt_offload.schema.plan import Plan
 
+if TYPE_CHECKING:
+    from lt_offload.distributed.peers import Peers
+    from lt_offload.distributed.ranks import Ranks
+
+UPDATE = "an update of weights"
+"""The place of a process, for the others."""
 _MOVED_AT_ONCE = 256 << 20
 """Bytes of weights that are in common memory and in everybody's, while they move there."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 2e-5, 1e-3
-_SUM_BYTES = 8
 _WORDS = 128
 """Words of eight bytes in a row, whose sum is one number."""
 _WRITTEN, _REPLACED, _EDITED = 1, 2, 4
@@ -53,67 +58,6 @@ _DONE = {
     _EDITED: "the gradient of {} was written",
 }
 """Actions that are refused if only some processes have done them."""
-
-
-class Neighbours(Protocol):
-    """The processes of this machine, as the engine sees them. Whatever is asked of them, all ask in the same order."""
-
-    rank: int
-    """The number of this process among them."""
-    size: int
-    """Number of processes."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all, in the order of ranks."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all."""
-        ...
-
-    def check(self) -> None:
-        """Raise an error if a process of the run has failed."""
-        ...
-
-    def share_file(self, make: Callable[[], int], by: int) -> int:
-        """Return a descriptor of the file that process ``by`` makes."""
-        ...
-
-
-class Others(Protocol):
-    """All processes of the run, of one machine or several, which have as many each and follow each other."""
-
-    size: int
-    """Number of processes."""
-
-    @property
-    def machine(self) -> Neighbours:
-        """The processes that share this one's memory."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in the order of ranks."""
-        ...
-
-    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the small ``numbers`` of every process."""
-        ...
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Let each of ``tensors`` be its sum over all processes, in their order."""
-        ...
-
-    def add_up_rows(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Let the first of each of ``rows`` be its sum over all processes.
-
-        Args:
-            rows: what the processes of this machine have, in their order, of what this process owns.
-        """
-        ...
-
-    def exchange(self, rows: Sequence[Sequence[Tensor]], op: int) -> None:
-        """Do the same for an ``op`` of a plan, from the thread that does nothing else."""
-        ...
 
 
 class StatesInCommon(Protocol):
@@ -129,7 +73,7 @@ class StatesInCommon(Protocol):
 
 
 def contents(rows: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Return :data:`_SUM_BYTES` numbers of what is in each of ``rows``; reading it where it is costs little more."""
+    """Return a number of what is in each of ``rows``; reading it where it is costs little more."""
     totals = []
     for tensors in rows:
         total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
@@ -141,8 +85,8 @@ def contents(rows: Sequence[Sequence[Tensor]]) -> list[int]:
             for row in (words, read[whole:].long()):
                 total = 31 * total + (row * (2 * torch.arange(row.numel(), device=row.device) + 1)).sum()
         totals.append(total)
-    numbers = torch.stack(totals).tolist() if totals else []
-    return [byte for number in numbers for byte in number.to_bytes(_SUM_BYTES, "big", signed=True)]
+    numbers: list[int] = torch.stack(totals).tolist() if totals else []
+    return numbers
 
 
 def check_alike(labels: Sequence[str], told: Sequence[Sequence[int]]) -> None:
@@ -153,9 +97,8 @@ def check_alike(labels: Sequence[str], told: Sequence[Sequence[int]]) -> None:
     """
     first, *others = told
     for at, label in enumerate(labels):
-        of_label = slice(_SUM_BYTES * at, _SUM_BYTES * (at + 1))
         for rank, row in enumerate(others, 1):
-            if row[of_label] != first[of_label]:
+            if row[at] != first[at]:
                 raise limits.ONE_PROCESS.error(f"{label} has other values in process {rank} than in process 0")
 
 
@@ -194,7 +137,7 @@ def check_beside(plan: Plan, *, in_place: bool = True, machines: int = 1) -> Non
         )
 
 
-def map_common(machine: Neighbours, sizes: Sequence[int], by: int, *, name: str) -> list[SharedPages]:
+def map_common(machine: Peers, sizes: Sequence[int], by: int, *, name: str) -> list[SharedPages]:
     """Return memory of these ``sizes`` that process ``by`` makes, as ``name``, and all map, zeroed."""
     starts, total = spread(list(sizes))
     descriptor = machine.share_file(lambda: make_file(total, name), by)
@@ -224,7 +167,7 @@ class Common:
 
     def __init__(
         self,
-        others: Others,
+        others: Ranks,
         device: Device,
         weights: Sequence[Weight],
         plan: Plan | None,
@@ -327,22 +270,18 @@ class Common:
 
     def _house_sums(self, spans: Sequence[Sequence[LiveGroup]]) -> None:
         """Make memory for everybody's sums of gradients, which owners read."""
-        if not spans:
-            return
-        for rank in range(self.machine.size):
-            parts = map_common(self.machine, [_size(span) for span in spans], rank, name="sums")
-            for span, pages in zip(spans, parts, strict=True):
-                if rank == self.machine.rank:
-                    self._device.host_mapped(pages.common)
-                common, at = pages.common.bytes()[: pages.nbytes], 0
+        memory = self.memory_of_all([_size(span) for span in spans], "sums") if spans else []
+        for rank, of_one in enumerate(memory):
+            own = rank == self.machine.rank
+            for span, common in zip(spans, of_one, strict=True):
+                at = 0
                 for group in span:
                     for total in group.sums:
-                        like = total.weight.host
-                        place = pages.common.view(like.dtype, like.numel(), at + total.start).view(like.shape)
+                        place = carve(common, at + total.start, total.weight.host)
                         total.places = (*total.places, place)
-                        if rank == self.machine.rank:
+                        if own:
                             total.host = place
-                    if rank == self.machine.rank:
+                    if own:
                         group.host, group.span = common[at : at + group.nbytes], common
                     at += group.room
 
@@ -382,7 +321,7 @@ class Common:
             told = [_WRITTEN * (w.index in self._written) | _EDITED * (w.index in edited) for w in self._all]
             if states is not None:
                 told = [said | _REPLACED * states.replaced(w) for said, w in zip(told, self._all, strict=True)]
-            rows = list(zip(*self._others.numbers_of_all(told), strict=True))
+            rows = list(zip(*self._others.gather(told, UPDATE), strict=True))
             written = [w for w, row in zip(self._all, rows, strict=True) if any(said & _WRITTEN for said in row)]
             for weight, row in zip(self._all, rows, strict=True):
                 for bit, what in _DONE.items():
@@ -395,7 +334,7 @@ class Common:
                 if weight.index in edited and weight.total is not None:
                     compared[f"the gradient of {weight.label}"] = [weight.total.host]
             if compared:
-                check_alike([*compared], self._others.numbers_of_all(contents([*compared.values()])))
+                check_alike([*compared], self._others.gather(contents([*compared.values()]), UPDATE))
             self._publish([weight for weight in written if weight.common is not None])
         self._written.clear()
         self.edited.clear()

@@ -143,7 +143,7 @@ class Passes:
 
     def _reduce(self, op: Op, weights: Sequence[Weight]) -> None:
         if self.of_all is not None and self._window.last and not self._to_follow:
-            self.of_all.exchange.begin(op, weights)
+            self.of_all.begin(op, weights)
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -466,4 +466,4 @@ class Passes:
         self._gradients.reset(self._weights)
         self._walk.cursor = 0
         if self.of_all is not None:
-            self.of_all.exchange.forget()
+            self.of_all.forget()

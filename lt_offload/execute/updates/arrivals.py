@@ -213,7 +213,7 @@ class Arrivals:
     def squares(self) -> list[Tensor]:
         """Return the squared norms of all gradients that all processes have updated with; all processes ask."""
         own, self._squares = self._squares, {}
-        by_weight: dict[int, Tensor] = {}
+        by_weight: dict[int, float] = {}
         # Of a weight that nobody owns every process has the same.
         for of_one in self._common.machine.gather({index: float(square) for index, square in own.items()}):
             by_weight |= of_one

@@ -5,25 +5,36 @@ gradient at all (an expert may have got no tokens), is asked each time: a proces
 
 Sums for weights in common memory are where all processes see them, and nothing is sent: the owner adds them up, in the
 order of ranks, as a part of its update. Where somebody looks at gradients before that, or at their norm, it adds them
-up at once and writes them to all places. With several machines, those of each block are added up beside the backward
-(``exchange.py``), and its update uses them as soon as they are there. Others go through a collective.
+up at once and writes them to all places. Others go through a collective.
+
+With several machines a ``reduce`` of the plan adds up those of a block in the last pass of a window, behind the
+backward that completes them. On lane ``network``, one thread, which takes ops in the order of the plan in every process
+of every machine, it waits until all processes of this machine have their part in common memory (counters there, one
+writer each) and adds up, over the network, what this process owns. The owner's update finds the sum in the place of the
+machine's first process. A device that runs tasks in the calling thread would hold other processes up in the middle of
+its backward: there, all ops run at the end, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.memory.common import Common, Others, check_alike, contents
+from lt_offload.execute.memory.common import UPDATE, Common, check_alike, contents
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
-from lt_offload.execute.updates.exchange import Exchange
+from lt_offload.schema.plan import Op
+
+if TYPE_CHECKING:
+    from lt_offload.distributed.ranks import Ranks
 
 _FILLED, _ON_DEVICE = 1, 2
 """Statements of a process about a sum: there is a gradient in it; it is on the device."""
@@ -44,7 +55,7 @@ class SumsOfAll:
 
     def __init__(
         self,
-        others: Others,
+        others: Ranks,
         common: Common,
         device: Device,
         weights: Sequence[Weight],
@@ -53,15 +64,59 @@ class SumsOfAll:
         recorder: Recorder,
     ) -> None:
         self._others, self._device, self._residency, self._recorder = others, device, residency, recorder
-        self._common = common
-        self.exchange = Exchange(others, common, device)
-        """Adds up beside the backward."""
+        self._common, self._machine = common, others.machine
+        self._several = others.machine.size < others.size
+        self._window = 0
+        """Number of the present window of ``reduce`` ops, or of the last one; alike in all processes."""
+        self._begun: dict[Sum, Event] = {}
+        """The sums of this window that are added up between machines beside the backward."""
         self._totals = [weight.total for weight in weights if weight.total is not None]
         self._names, self._rest = [], list[nn.Parameter]()
         for name, param in rest:
             if param.requires_grad:
                 self._names.append(name)
                 self._rest.append(param)
+
+    def begin(self, op: Op, weights: Sequence[Weight]) -> None:
+        """Add up between machines the sums of ``weights``, which are complete in this process or about to be."""
+        totals = [total for weight in weights if (total := weight.total) is not None and total.places]
+        if not self._several or not totals:
+            return
+        self._window += not self._begun
+        groups = list(dict.fromkeys(total.group for total in totals))
+        event = self._device.submit(
+            "network",
+            self._work(op, totals),
+            after=distinct(group.host_ready for group in groups),
+            writes=[group.host_cell for group in groups],
+            label=op.label,
+            op=op.id,
+            nbytes=op.bytes,
+        )
+        for group in groups:
+            group.updated_on_host_by(event)
+        self._begun |= dict.fromkeys(totals, event)
+
+    def _work(self, op: Op, totals: Sequence[Sum]) -> Callable[[], None]:
+        empty = [total.host for total in totals if not total.filled]
+        own = self._owned(totals)
+        contribute = partial(self._common.contribute, op.id, self._window)
+        complete = partial(self._common.wait_for, range(self._machine.size), op.id, self._window)
+
+        def run() -> None:
+            for place in empty:
+                place.zero_()
+            # After the zeros: the owner reads this place as soon as all have contributed.
+            contribute()
+            if own:
+                complete()
+                self._others.add_up_rows(own, beside=True)
+
+        return run
+
+    def forget(self) -> None:
+        """The backward has failed: what it has begun is over, or fails, too."""
+        self._begun = {}
 
     def add_up(self, *, by_updates: bool) -> None:
         """Let the sums of this window be those of all processes; called once per window, when they are complete.
@@ -70,7 +125,7 @@ class SumsOfAll:
             by_updates: nobody reads them before updates use them, so that those of owners may add up what they see.
         """
         self._common.edited.clear()  # a process's own are its own until here
-        exchanged = self.exchange.take()
+        begun, self._begun = self._begun, {}
         states = self._states_of_all([_state(total) for total in self._totals])
         of_sums = list(zip(self._totals, states, strict=False))
         filled = [total for total, of_all in of_sums if any(state & _FILLED for state in of_all)]
@@ -79,20 +134,23 @@ class SumsOfAll:
         if mixed:
             self._bring_home([group for group in dict.fromkeys(mixed) if group.buffer is not None])
         rest = self._gradients_of_rest(states[len(self._totals) :])
-        now = [total for total in filled if total not in exchanged]
+        now = [total for total in filled if total not in begun]
         groups = list(dict.fromkeys(total.group for total in now))
         self._begin(groups)
         with torch.no_grad():
             tensors = [(total, _complete(total)) for total in now]
-            apart = [tensor for total, tensor in tensors if not _in_common(total)]
-            self._collect([*apart, *rest])
+            self._collect([*(tensor for total, tensor in tensors if not _in_common(total)), *rest])
             self._add_up_in_common([total for total in now if _in_common(total)], by_updates=by_updates)
         # No update waits for a sum that nobody has given a gradient.
-        if exchanged and not (by_updates and exchanged <= set(filled)):
+        if begun and not (by_updates and begun.keys() <= set(filled)):
+            self._device.synchronize(*begun.values())
+            for group in dict.fromkeys(total.group for total in begun):
+                group.awaited_on_host()
             with self._recorder.waiting():
-                self.exchange.finish(exchanged)
+                self._machine.barrier()
+            self._spread(begun)
         else:
-            for total in exchanged:
+            for total in begun:
                 total.first = True
         for group in groups:
             if group.buffer is not None:
@@ -119,7 +177,7 @@ class SumsOfAll:
         with plain_torch():
             told = contents([[param] for param in self._rest])
         with self._recorder.waiting():
-            rows = self._others.numbers_of_all([*own, *told])
+            rows = self._others.gather([*own, *told], UPDATE)
         check_alike(self._names, [row[len(own) :] for row in rows])
         return list(zip(*(row[: len(own)] for row in rows), strict=True))
 
@@ -138,26 +196,34 @@ class SumsOfAll:
             self._others.add_up(tensors)
 
     def _add_up_in_common(self, totals: Sequence[Sum], *, by_updates: bool) -> None:
-        """Add up sums that all processes see: each adds those that it owns, and writes them to all places."""
+        """Add up sums that all processes see: each adds those that it owns, now or in its updates."""
         if not totals:
             return
-        machine = self._others.machine
         with self._recorder.waiting():
-            machine.barrier()  # all are complete
-        several = machine.size < self._others.size
-        if by_updates and not several:
+            self._machine.barrier()  # all are complete
+        if self._several:
+            self._others.add_up_rows(self._owned(totals))
+        elif by_updates:
             for total in totals:
                 total.parted = True
             return
-        own = [total.places for total in totals if total.weight.owner == machine.rank]
-        if several:
-            self._others.add_up_rows(own)
-        for places in own:
-            first = places[0] if several else add_in_order(places)
-            for place in places[1:]:
-                place.copy_(first)
+        else:
+            for places in self._owned(totals):
+                add_in_order(places)
+        self._spread(totals)
+
+    def _owned(self, totals: Collection[Sum]) -> list[tuple[Tensor, ...]]:
+        """Return the places of those of ``totals`` that this process adds up."""
+        return [total.places for total in totals if total.weight.owner == self._machine.rank]
+
+    def _spread(self, totals: Collection[Sum]) -> None:
+        """Let all processes of this machine have the sums of all that are in the first one's places."""
+        with plain_torch():
+            for first, *others in self._owned(totals):
+                for place in others:
+                    place.copy_(first)
         # Without this, a process would read its place before the owner has written the sum there.
-        machine.barrier()
+        self._machine.barrier()
 
     def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
         self._residency.bring_home(groups)

@@ -8,7 +8,7 @@ from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile, TensorProfile
 
 PART_BYTES = 1 << 20
-"""Bytes of one message over the network, see ``distributed/chain.py``."""
+"""Bytes of one message over the network, see ``distributed/sums.py``."""
 
 
 def durations(plan: Plan, profile: Profile) -> list[float]:

@@ -188,7 +188,7 @@ class Checkpoints(_Base):
                 return
             from lt_offload.strategy.checkpoint.several import FilePart
 
-            begin = partial(FilePart, ranks.machine, ranks.letters, path, checkpoint, engine.host_copies)
+            begin = partial(FilePart, ranks.machine, path, checkpoint, engine.host_copies)
             files.save_part(begin, path, snapshot, later=later)
 
     def finish_saves(self) -> None:

@@ -38,7 +38,6 @@ from lt_offload.strategy.checkpoint.files import (
 )
 
 if TYPE_CHECKING:
-    from lt_offload.distributed.letters import Letters
     from lt_offload.distributed.peers import Peers
 
 _PIECE = 4 << 20
@@ -118,7 +117,6 @@ class FilePart:
 
     Args:
         peers: the processes, all on one machine.
-        letters: carry later messages between them.
         path: of the file.
         checkpoint: the content; that of the first process is written.
         copies: the host copies.
@@ -128,10 +126,8 @@ class FilePart:
         ProcessError: if another process finds that out.
     """
 
-    def __init__(
-        self, peers: Peers, letters: Letters, path: Path, checkpoint: dict[str, Any], copies: HostCopies
-    ) -> None:
-        self._peers, self._letters, self._path = peers, letters, path
+    def __init__(self, peers: Peers, path: Path, checkpoint: dict[str, Any], copies: HostCopies) -> None:
+        self._peers, self._path = peers, path
         self._new: NewFile | None = None
         self._over = False
 
@@ -205,10 +201,10 @@ class FilePart:
 
     def _tell(self, what: dict[str, Any]) -> None:
         if self._peers.rank in self._writers:
-            self._letters.send(f"{self._subject}/{self._peers.rank}", json.dumps(what))
+            self._peers.send(f"{self._subject}/{self._peers.rank}", json.dumps(what))
 
     def _received(self, rank: int) -> dict[int, int]:
-        message = json.loads(self._letters.receive(f"{self._subject}/{rank}"))
+        message = json.loads(self._peers.receive(f"{self._subject}/{rank}"))
         if "error" in message:
             raise ProcessError(f"process {rank} failed: {message['error']}")
         return dict(message["sums"])

@@ -274,8 +274,7 @@ class Processes:
         """Return the result of ``work``, which only the first process carries out."""
         if self.ranks is None:
             return work()
-        with self.by_itself():
-            return self.ranks.of_first(work)
+        return self.together(lambda: work() if self.is_global_zero else None)[0]  # type: ignore[return-value]
 
     def one_profile(self, measure: Callable[[], Profile], *, known: HardwareProfile | None = None) -> Profile:
         """Return one profile for all processes, of which each measures its own; the machine may be ``known``."""

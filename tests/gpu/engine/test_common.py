@@ -27,20 +27,14 @@ class Alone:
     def machine(self) -> Alone:
         return self
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, place: str = "") -> list[Any]:
         return [value]
-
-    def numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [list(numbers)]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """There is nothing to add."""
 
-    def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]], *, beside: bool = False) -> None:
         """There is nothing to add."""
-
-    def exchange(self, rows: Sequence[Sequence[torch.Tensor]], op: int) -> None:
-        """There is no other machine."""
 
     def barrier(self) -> None:
         """There is nobody to wait for."""

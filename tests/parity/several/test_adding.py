@@ -35,7 +35,7 @@ def test_machines_add_in_the_order_of_ranks(tmp_path: Path) -> None:
     for rank in range(MACHINES * EACH):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         for way, equal in found.items():
-            # Sums of sums are others: without the chain this test would see it.
+            # Sums of sums are others: a sum of machines' sums would be seen here.
             assert equal == (not way.endswith("by machines")), (rank, way)
 
 
