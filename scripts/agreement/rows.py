@@ -50,7 +50,7 @@ class Rows:
             [made] = data.encoder.encode([row], layout, from_table=source.is_table)
             if not isinstance(made, RowFault):
                 rows.append(row)
-                examples.append(made[0])
+                examples.append(made)
             if len(rows) == count:
                 break
         return cls(data, layout, rows, examples)

@@ -50,6 +50,8 @@ class Example:
     labels: list[int]
     place: str = field(default="", compare=False)
     """The file and the row of its origin."""
+    notes: Sequence[str] = field(default=(), compare=False)
+    """Changes that were made to write it, and its unusual features."""
 
     @property
     def trainable(self) -> bool:
@@ -150,8 +152,8 @@ class Encoder:
                 tokens += [token for token in first if token not in tokens]
         return tokens
 
-    def encode(self, rows: Sequence[Row | RowFault], layout: Columns, *, from_table: bool) -> list[Any]:
-        """Return an :class:`Example` for each row, with its notes; or the fault of a row that cannot be used.
+    def encode(self, rows: Sequence[Row | RowFault], layout: Columns, *, from_table: bool) -> list[Example | RowFault]:
+        """Return an example for each row, or the fault of a row that cannot be used.
 
         Args:
             rows: of one data set; faults are handed on.
@@ -170,7 +172,7 @@ class Encoder:
         for plain in (True, False):
             numbers = [i for i, each in enumerate(made) if isinstance(each, Written) and each.plain is plain]
             for number, example in zip(numbers, self._tokenize([made[i] for i in numbers], plain), strict=True):
-                made[number] = (example, made[number].notes)
+                made[number] = example
         return made
 
     def write(self, row: Row, layout: Columns, *, from_table: bool = False) -> Written:
@@ -314,7 +316,7 @@ class Encoder:
                 if tokens:
                     stop = len(ids) if end == len(each.text) else tokens[-1] + 1
                     labels[tokens[0] : stop] = ids[tokens[0] : stop]
-            examples.append(Example(ids=list(ids), labels=labels))
+            examples.append(Example(ids=list(ids), labels=labels, notes=each.notes))
         return examples
 
 

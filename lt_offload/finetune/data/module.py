@@ -37,7 +37,7 @@ from lt_offload.finetune.data.batches.streaming import (
 from lt_offload.finetune.data.batches.updates import TOKENS, sizes_for, trained_tokens
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
-from lt_offload.finetune.data.examples import MOST_NAMED, Examples, Preparation, Stream
+from lt_offload.finetune.data.examples import MOST_NAMED, Preparation, Stream
 from lt_offload.finetune.data.formats import Encoder, TrainOn
 from lt_offload.finetune.processes import is_first, several, share_of
 from lt_offload.finetune.unused import refuse_unused
@@ -229,7 +229,7 @@ class FineTuneData(LightningDataModule):
         self._streamed: Reader | None = None
         self._begin: Place = (0, 0)
         self._said = False
-        self._read: tuple[Examples, Examples | None] | None = None
+        self._read: tuple[Documents, Documents | None] | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._resume_at: dict[str, Any] | None = None
 
@@ -256,16 +256,14 @@ class FineTuneData(LightningDataModule):
             self._set_up_stream(trains=stage == "fit")
             return
         (training, validation), self._read = self._read or self.examples(), None
-        documents = Documents(training.dataset)
         if validation is not None:
-            self._train = self._sequences(documents, "data.path", training)
-            held = Documents(validation.dataset)
-            self._validation = self._sequences(held, "data.validation_path", validation)
+            self._train = self._sequences(training, "data.path")
+            self._validation = self._sequences(validation, "data.validation_path")
             return
         # A single text is split inside it, else all or nothing would be held out.
-        whole = self._sequences(documents, "data.path", training) if len(documents) == 1 else None
+        whole = self._sequences(training, "data.path") if len(training) == 1 else None
         trained, kept_back = held_out(
-            len(documents if whole is None else whole),
+            len(training if whole is None else whole),
             share=self.validation_share,
             rows=self.validation_rows,
             seed=self.validation_seed,
@@ -273,8 +271,8 @@ class FineTuneData(LightningDataModule):
         if whole is not None:
             self._train, self._validation = whole.take(trained), whole.take(kept_back)
             return
-        self._train = self._sequences(documents, "data.path", training, trained)
-        self._validation = self._sequences(documents, "data.path", training, kept_back)
+        self._train = self._sequences(training, "data.path", trained)
+        self._validation = self._sequences(training, "data.path", kept_back)
 
     def check_paths(self) -> None:
         """Raise ``ConfigError`` if a local path is empty, or no path has a use for ``subset`` or ``split``.
@@ -511,7 +509,7 @@ class FineTuneData(LightningDataModule):
             return Fill(pad, self.max_length, positions=self.pack != "wrapped")
         return Pad(pad, self.max_length)
 
-    def examples(self) -> tuple[Examples, Examples | None]:
+    def examples(self) -> tuple[Documents, Documents | None]:
         """Return the tokenised rows for training, and for validation if they are others."""
         training, validation = self._sources("path"), self._sources("validation_path")
         return self.preparation.examples(training), self.preparation.examples(validation) if validation else None
@@ -531,16 +529,14 @@ class FineTuneData(LightningDataModule):
             return [sources.pydoc()[1]] if self.path == sources.PYDOC else []
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
 
-    def _sequences(
-        self, documents: Documents, setting: str, examples: Examples | None, selected: Integers | None = None
-    ) -> Sequences:
-        """Return the selected documents as sequences; warn of losses, by the places of ``examples``."""
+    def _sequences(self, documents: Documents, setting: str, selected: Integers | None = None) -> Sequences:
+        """Return the selected documents as sequences; warn of losses, with the places of documents."""
         selected = np.arange(len(documents)) if selected is None else selected
         rows, losses = self._made(documents, selected)
         of = f"{len(selected)} examples"
-        if losses.left_out and examples is not None:
+        if losses.left_out:
             _, before_cut = documents.trained(self.max_length)
-            left_out = [examples[int(number)].place for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
+            left_out = [documents[int(number)].place for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
             of += f" (left out: {', '.join(left_out)}{', ...' if losses.left_out > MOST_NAMED else ''})"
         self._say(losses, setting, of)
         if len(rows) == 0 < len(selected):
@@ -579,7 +575,7 @@ class FineTuneData(LightningDataModule):
         self._streamed = Reader(training)
         if validation:
             kept_back = Documents.from_examples(example for _, example in Reader(validation).read())
-            self._validation = self._sequences(kept_back, "data.validation_path", None)
+            self._validation = self._sequences(kept_back, "data.validation_path")
             return
         rows = self.validation_rows or 0
         # One row more than is held out, which shows whether anything is left to train on.
@@ -590,4 +586,4 @@ class FineTuneData(LightningDataModule):
         if first := read[:rows]:
             self._begin = first[-1][0]
             kept_back = Documents.from_examples(example for _, example in first)
-            self._validation = self._sequences(kept_back, "data.path", None)
+            self._validation = self._sequences(kept_back, "data.path")

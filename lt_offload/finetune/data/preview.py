@@ -35,14 +35,12 @@ class DataPreview:
 
     Args:
         said: interpretation of each source.
-        examples: tokenised rows.
-        documents: the same in arrays.
+        documents: tokenised rows.
         bad: rows that were left out.
         whole: whether these are all rows.
     """
 
     said: Sequence[str]
-    examples: Sequence[Example]
     documents: Documents
     bad: int
     whole: bool = True
@@ -57,9 +55,8 @@ def look_at(data: FineTuneData) -> DataPreview:
     said: list[str] = []
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
-        examples_read, _ = data.examples()
-        documents = Documents(examples_read.dataset)
-        return DataPreview(said=said, examples=examples_read, documents=documents, bad=examples_read.bad)
+        documents, _ = data.examples()
+        return DataPreview(said=said, documents=documents, bad=documents.bad)
     examples: list[Example] = []
     bad = 0
     for stream in data.streams()[0]:
@@ -67,8 +64,7 @@ def look_at(data: FineTuneData) -> DataPreview:
         said.append(data.preparation.described(source, data.preparation.layout(source), None))
         examples += islice(stream, STREAMED - len(examples))
         bad += stream.bad
-    documents = Documents.from_examples(examples)
-    return DataPreview(said=said, examples=examples, documents=documents, bad=bad, whole=False)
+    return DataPreview(said=said, documents=Documents.from_examples(examples), bad=bad, whole=False)
 
 
 def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
@@ -87,9 +83,9 @@ def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: boo
     if color:
         legend.append(", not learned: ").append("like this", REST)
     legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
-    if samples and len(preview.examples):
+    if samples and len(preview.documents):
         yield legend
-    count = len(preview.examples)
+    count = len(preview.documents)
     for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
         yield from _sample(data, preview, index, color)
     yield from _statistics(data, preview)
@@ -99,7 +95,7 @@ def _sample(data: FineTuneData, preview: DataPreview, index: int, color: bool) -
     from rich.rule import Rule
     from rich.text import Text
 
-    example = preview.examples[index]
+    example = preview.documents[index]
     learned = sum(label != IGNORED for label in example.labels)
     yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
     text, left, inside = Text(), _CHARACTERS, False
@@ -142,7 +138,7 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
     from rich.rule import Rule
     from rich.table import Table
 
-    yield Rule("" if preview.whole else f"of the first {len(preview.examples):,} rows", align="left")
+    yield Rule("" if preview.whole else f"of the first {len(preview.documents):,} rows", align="left")
     yield from preview.said
     if data.encoder.template is not None and data.system is not None:
         yield f"System message of conversations without one: {data.system}"
@@ -196,7 +192,7 @@ def _losses(data: FineTuneData, preview: DataPreview, learned: Any, before_cut: 
     if losses.left_out:
         kept = np.zeros(len(documents), bool)
         kept[parts.document] = True
-        names = [preview.examples[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
+        names = [preview.documents[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
         more = ", ..." if losses.left_out > MOST_NAMED else ""
         yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
     if not len(rows):

@@ -176,7 +176,7 @@ class StreamLoader:
             self._batches,
             batch_size=None,
             num_workers=self._workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             generator=torch.Generator(),
         )
         epoch = islice(loader, self._count)
@@ -239,5 +239,6 @@ def batches_of(trainer: Any) -> int:
     return int(max(trainer.max_steps, 1) * max(factors))
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """Return ``batch``: the collation of items that are whole already."""
     return batch

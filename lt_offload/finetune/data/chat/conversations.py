@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lt_offload.finetune.data.columns import Columns
@@ -38,6 +38,7 @@ _ROLES = {
 }
 """Roles by the words that data have for them, in lower case."""
 _KNOWN_ROLES = "system, developer, user (human), assistant (gpt, bot), function_call, tool (observation)"
+_NAME_KEYS = "--data.columns '{role: KEY, content: KEY}'"
 _PAIR = ("instruction", "output")
 # Besides role and content: what templates of models that think look for, and OpenAI's weight of an answer.
 _KEPT = ("name", "reasoning_content", "thinking", "reasoning", "weight")
@@ -183,36 +184,6 @@ def parse_messages(
     return messages
 
 
-def other_keys(row: Row, layout: Columns, *, from_table: bool = False) -> dict[str, str] | None:
-    """Return keys for ``role`` and ``content`` in ``data.columns`` with which an unusable ``row`` can be used.
-
-    None if there are none, or they are named already.
-
-    Args:
-        row: see ``layout``.
-        layout: columns of its parts.
-        from_table: whether a missing key is null.
-    """
-    column = layout.columns.get("messages")
-    value = row.get(column) if column is not None else None
-    if layout.keys or not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
-        return None
-    texts: dict[str, int] = {}
-    for item in value:
-        for key, text in item.items():
-            texts[key] = texts.get(key, 0) + (sum(map(str.isalpha, text)) if isinstance(text, str) else 0)
-    # What is said has more letters than times, names and numbers of messages.
-    for content, role in itertools.permutations(sorted(texts, key=lambda key: -texts[key]), 2):
-        # Keys are tried, not guessed: only those with which the whole row can be used are worth telling.
-        keys = {"role": role, "content": content}
-        try:
-            from_chat(row, replace(layout, keys=keys), from_table=from_table)
-        except RowFault:
-            continue
-        return keys
-    return None
-
-
 def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
     if not isinstance(item, Mapping):
         raise RowFault(f"is {kind_of(item)}, not an object with role and content")
@@ -222,8 +193,11 @@ def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
     content_key = keys.get("content") or ("content" if "content" in item and role_key != "from" else "value")
     if "content" not in item and "value" not in item:
         content_key = keys.get("content", "content")
-    if role_key not in item:
-        raise RowFault(f"has no {role_key!r}, it has {', '.join(map(repr, item)) or 'nothing'}")
+    called = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else None)
+    for key in (role_key,) if called else (role_key, content_key):
+        if key not in item:
+            has = ", ".join(map(repr, item)) or "nothing"
+            raise RowFault(f"has no {key!r}, it has {has}; name its keys with {_NAME_KEYS}")
     name = check_text(item[role_key], role_key)
     role = _ROLES.get(name.lower())
     if role is None:
@@ -234,7 +208,6 @@ def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
         calls = _json(check_text(item.get(content_key), of_role), of_role)
         calls = calls if isinstance(calls, list) else [calls]
         return {"role": "assistant", "content": "", "tool_calls": [_call(call, of_role) for call in calls]}
-    called = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else None)
     if called is not None and role != "assistant":
         raise RowFault(f"(role {name!r}) has tool_calls, which only the assistant can make")
     message: Message = {"role": role, "content": _content(item.get(content_key), of_role, bool(called))}
