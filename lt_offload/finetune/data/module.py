@@ -19,11 +19,11 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.collate import Fill, Pad, padded_width
+from lt_offload.finetune.data.batches.collate import Collate, padded_width
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
 from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
-from lt_offload.finetune.data.batches.packing import Integers, Losses, Sequences, one_by_one, packed, pieces_of, wrapped
+from lt_offload.finetune.data.batches.packing import Integers, Losses, Pack, Sequences, sequences_of
 from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.batches.streaming import (
     Place,
@@ -49,7 +49,6 @@ _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
 
 Batch = dict[str, Tensor]
-Pack = bool | Literal["wrapped"]
 
 
 class FineTuneData(LightningDataModule):
@@ -500,14 +499,11 @@ class FineTuneData(LightningDataModule):
         return padded_width(longest, self.max_length)
 
     @property
-    def _collate(self) -> Pad | Fill:
+    def _collate(self) -> Collate:
         # Any token will do: it stands behind all others of its row, is
         # masked or a document of its own, and has no loss.
         pad = self.tokenizer.pad_token_id
-        pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
-        if self.pack:
-            return Fill(pad, self.max_length, positions=self.pack != "wrapped")
-        return Pad(pad, self.max_length)
+        return Collate(int(pad if pad is not None else self.tokenizer.eos_token_id or 0), self.max_length, self.pack)
 
     def examples(self) -> tuple[Documents, Documents | None]:
         """Return the tokenised rows for training, and for validation if they are others."""
@@ -532,7 +528,7 @@ class FineTuneData(LightningDataModule):
     def _sequences(self, documents: Documents, setting: str, selected: Integers | None = None) -> Sequences:
         """Return the selected documents as sequences; warn of losses, with the places of documents."""
         selected = np.arange(len(documents)) if selected is None else selected
-        rows, losses = self._made(documents, selected)
+        rows, losses = sequences_of(documents, selected, self.max_length, self.pack)
         of = f"{len(selected)} examples"
         if losses.left_out:
             _, before_cut = documents.trained(self.max_length)
@@ -549,7 +545,7 @@ class FineTuneData(LightningDataModule):
 
     def _of_stretch(self, documents: Documents) -> Sequences:
         """Return the documents of a stretch as sequences; warn of losses the first time."""
-        rows, losses = self._made(documents, np.arange(len(documents)))
+        rows, losses = sequences_of(documents, np.arange(len(documents)), self.max_length, self.pack)
         if not self._said:
             self._said = self._say(losses, "data.path", f"the {len(documents)} examples read first, as of later ones")
         return rows
@@ -558,13 +554,6 @@ class FineTuneData(LightningDataModule):
         if said := losses.said(self.max_length):
             _log.warning("%s: %s; of %s", setting, "; ".join(said), of)
         return bool(said)
-
-    def _made(self, documents: Documents, selected: Integers) -> tuple[Sequences, Losses]:
-        if self.pack == "wrapped":
-            return wrapped(documents, selected, self.max_length), Losses()
-        pieces, losses = pieces_of(documents, selected, self.max_length)
-        rows = packed(documents, pieces, self.max_length) if self.pack else one_by_one(documents, pieces)
-        return rows, losses
 
     def _set_up_stream(self, *, trains: bool) -> None:
         """Read the held-out rows, and note where the rest begins; nothing to train on is an error if it ``trains``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from lt_offload.finetune.data.batches.collate import padded_width
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import ResumableBatches
-from lt_offload.finetune.data.batches.packing import one_by_one, packed, pieces_of, wrapped
+from lt_offload.finetune.data.batches.packing import sequences_of
 from lt_offload.finetune.data.examples import MOST_NAMED
 from lt_offload.finetune.data.formats import IGNORED, Example
 
@@ -25,7 +25,6 @@ STREAMED = 1000
 """Rows of streamed data that are shown."""
 _CHARACTERS = 1600
 """Characters that are shown of a sample."""
-_BARS = 8
 LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 
@@ -145,7 +144,7 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
     if preview.bad:
         yield f"{preview.bad:,} rows cannot be used and are left out"
     lengths = preview.documents.lengths
-    learned, before_cut = preview.documents.trained(data.max_length)
+    learned, _ = preview.documents.trained(data.max_length)
     if not len(lengths):
         return
     table = Table(box=None, pad_edge=False, header_style="")
@@ -156,43 +155,22 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
         marks = np.percentile(counts, (0, 50, 90, 99, 100), method="inverted_cdf")
         table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
     yield table
-    yield from _histogram(lengths, data.max_length)
-    yield from _losses(data, preview, learned, before_cut)
+    yield from _losses(data, preview.documents)
 
 
-def _histogram(lengths: Any, limit: int) -> Iterator[RenderableType]:
-    most = int(lengths.max())
-    # A few very long rows shall not press all others into one bar: the last bar is theirs.
-    usual = max(int(np.percentile(lengths, 97, method="inverted_cdf")), 1)
-    step = -(-usual // (_BARS - 1))
-    edges = [step * number for number in range(-(-usual // step) + 1)]
-    edges += [most] if most > edges[-1] else []
-    counts = [int(((lengths > low) & (lengths <= high)).sum()) for low, high in pairwise(edges)]
-    width = len(f"{most:,}")
-    yield "rows by tokens" + (f" (data.max_length={limit})" if limit < most else "")
-    for (low, high), count in zip(pairwise(edges), counts, strict=True):
-        bar = "█" * round(30 * count / max(counts)) or ("▏" if count else "")
-        mark = " <- longer: cut or split" if low < limit < high else ""
-        yield f"{low + 1:>{width},}-{high:<{width},} {count:>7,} {bar}{mark}"
-
-
-def _losses(data: FineTuneData, preview: DataPreview, learned: Any, before_cut: Any) -> Iterator[str]:
-    documents, limit = preview.documents, data.max_length
-    selected = np.arange(len(documents))
+def _losses(data: FineTuneData, documents: Documents) -> Iterator[str]:
+    limit = data.max_length
+    rows, losses = sequences_of(documents, np.arange(len(documents)), limit, data.pack)
     if data.pack == "wrapped":
-        rows = wrapped(documents, selected, limit)
         yield f"{len(rows):,} sequences of {limit:,} tokens, one text after the other"
         return
-    parts, losses = pieces_of(documents, selected, limit)
-    rows = packed(documents, parts, limit) if data.pack else one_by_one(documents, parts)
-    split = len(parts) - len(np.unique(parts.document)) if len(parts) else 0
-    if split:
+    kept = np.unique(rows.pieces.document)
+    if split := len(rows.pieces) - len(kept):
         yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
     yield from losses.said(limit)
     if losses.left_out:
-        kept = np.zeros(len(documents), bool)
-        kept[parts.document] = True
-        names = [preview.documents[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
+        left_out = np.setdiff1d(np.arange(len(documents)), kept)[:MOST_NAMED]
+        names = [documents[int(number)].place for number in left_out]
         more = ", ..." if losses.left_out > MOST_NAMED else ""
         yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
     if not len(rows):

@@ -100,11 +100,6 @@ def held_out_loader(
     rows: Sequences, *, batch_size: int, collate_fn: Collate, num_workers: int, share: Share
 ) -> DataLoader[Any]:
     """Return the loader of held-out ``rows``, in their order; each of several processes has its ``share`` of it."""
-    generator = torch.Generator()  # as for training
-    if share.of == 1:
-        return DataLoader(
-            rows, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers, generator=generator
-        )
     batches = EvenBatches(rows, batch_size, collate_fn, share.of)
     # Whole batches are dealt out, not rows: dealt row by row, other rows would share a batch than in one process.
     return DataLoader(
@@ -112,5 +107,5 @@ def held_out_loader(
         batch_size=None,
         sampler=DistributedSampler(batches, share.of, share.first, shuffle=False),
         num_workers=num_workers,
-        generator=generator,
+        generator=torch.Generator(),  # as for training
     )

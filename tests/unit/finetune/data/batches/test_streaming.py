@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.collate import Fill
+from lt_offload.finetune.data.batches.collate import Collate
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import Sequences, packed, pieces_of
@@ -44,7 +44,7 @@ def loader(*sources: Source, workers: int = 0, count: int = 40, **settings: Any)
     defaults: dict[str, Any] = {"begin": (0, 0), "buffer": 7, "batch_size": 3, "seed": 5, "sequences": sequences}
     batches = StreamedBatches(
         Reader(sources),
-        collate=Fill(0, LENGTH, positions=True),
+        collate=Collate(0, LENGTH, True),
         name="data.path=x",
         **defaults | {"settings": {}} | settings,
     )
