@@ -206,10 +206,10 @@ class Preparation:
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
         # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
         # are told by size and time, and are not read at all if they are in the cache.
-        of_tables = source.tables(streaming=False) if source.is_table and not source.files else ()
+        of_tables = () if source.files else source.tables
         parts: list[Any] = [
             __version__, code_fingerprint(), source.kind, of_files,
-            [table._fingerprint for _, table in of_tables],
+            [opened(False)._fingerprint for _, opened in of_tables],
             tokenizer_fingerprint(encoder.tokenizer),
             None if template is None else (template.name, template.text, template.tool_text, template.special),
             asdict(layout), encoder.train_on, encoder.system, encoder.explicit_template,
