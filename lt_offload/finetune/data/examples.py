@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lt_offload import __version__
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.streaming import unchanged
+from lt_offload.finetune.data.batches.streaming import Place, unchanged
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
 from lt_offload.finetune.data.rows import RowFault
@@ -112,10 +112,6 @@ class Preparation:
         parts = [self._of_source(source) for source in sources]
         datasets, bad = zip(*parts, strict=True)
         return Documents(concatenate_datasets(datasets), bad=sum(bad))
-
-    def stream(self, source: Source) -> Stream:
-        """Return the examples of ``source`` one after the other, without holding them all."""
-        return Stream(self, source)
 
     def layout(self, source: Source, *, streaming: bool = True) -> Columns:
         """Return the columns of ``source`` by their roles, from its first rows.
@@ -218,14 +214,14 @@ class Preparation:
 
 
 class Stream:
-    """The examples of one source, one after the other, each time anew; for data that do not fit into memory.
+    """The examples of sources, one after the other, each time anew; for data that do not fit into memory.
 
-    Rows that cannot be used are an error, or skipped and counted; a warning at the end of each pass has the count.
+    Rows that cannot be used are an error, or skipped and counted; a warning at the end of each source has the count.
     """
 
-    def __init__(self, preparation: Preparation, source: Source) -> None:
+    def __init__(self, preparation: Preparation, sources: Sequence[Source]) -> None:
         self.preparation = preparation
-        self.source = source
+        self.sources = sources
         self.bad = 0
         """Rows left out so far, in the last pass."""
 
@@ -233,13 +229,20 @@ class Stream:
         for _, example in self.read():
             yield example
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, Example]]:
-        """Yield the examples after the first ``start`` rows, each with the number of rows that are read by then."""
-        preparation, source = self.preparation, self.source
+    def read(self, place: Place = (0, 0)) -> Iterator[tuple[Place, Example]]:
+        """Yield the examples from ``place`` on, each with the place after it."""
+        self.bad = 0
+        first, start = place
+        for number in range(first, len(self.sources)):
+            for rows, example in self._of_source(self.sources[number], start):
+                yield (number, rows), example
+            start = 0
+
+    def _of_source(self, source: Source, start: int) -> Iterator[tuple[int, Example]]:
+        preparation = self.preparation
         bad: list[str] = []
         notes: set[str] = set()
-        self.bad = 0
-        number = start
+        before, number = self.bad, start
         for batch in Encoded(preparation.encoder, preparation.layout(source), source, streaming=True, start=start):
             if isinstance(batch, ConfigError):
                 raise batch
@@ -248,16 +251,14 @@ class Stream:
                     self.bad += 1
                     if not preparation.skip_bad_rows:
                         report_bad([f"{place}: {made}"], 1, None, source, skip=False)
-                    if self.bad <= MOST_NAMED:
-                        bad.append(f"{place}: {made}")
+                    bad += [f"{place}: {made}"] * (len(bad) < MOST_NAMED)
                     continue
-                for note in made.notes:
-                    if note not in notes:
-                        notes.add(note)
-                        _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
+                for note in (each for each in made.notes if each not in notes):
+                    _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
+                notes.update(made.notes)
                 yield number, replace(made, place=place)
         if bad:
-            report_bad(bad, self.bad, number, source, skip=True)
+            report_bad(bad, self.bad - before, number, source, skip=True)
 
 
 def report_bad(named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool) -> None:

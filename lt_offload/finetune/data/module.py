@@ -27,7 +27,6 @@ from lt_offload.finetune.data.batches.packing import Integers, Losses, Pack, Seq
 from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.batches.streaming import (
     Place,
-    Reader,
     StreamedBatches,
     StreamLoader,
     batches_of,
@@ -225,7 +224,7 @@ class FineTuneData(LightningDataModule):
         self.new_tokens = tuple(new_tokens or ())
         self._train: Sequences | None = None
         self._validation: Sequences | None = None
-        self._streamed: Reader | None = None
+        self._streamed: Stream | None = None
         self._begin: Place = (0, 0)
         self._said = False
         self._read: tuple[Documents, Documents | None] | None = None
@@ -432,7 +431,7 @@ class FineTuneData(LightningDataModule):
     def _stream_loader(self) -> StreamLoader:
         assert self._streamed is not None, "setup() comes first"
         batches = StreamedBatches(
-            self._streamed,
+            self._streamed.read,
             begin=self._begin,
             buffer=self.stream_buffer,
             batch_size=self.batch_size,
@@ -510,10 +509,11 @@ class FineTuneData(LightningDataModule):
         training, validation = self._sources("path"), self._sources("validation_path")
         return self.preparation.examples(training), self.preparation.examples(validation) if validation else None
 
-    def streams(self) -> tuple[list[Stream], list[Stream]]:
+    def streams(self) -> tuple[Stream, Stream]:
         """Return tokenised rows for training and for validation, one after the other, for ``data.streaming``."""
-        training, validation = self._sources("path"), self._sources("validation_path")
-        return [self.preparation.stream(each) for each in training], [self.preparation.stream(e) for e in validation]
+        return Stream(self.preparation, self._sources("path")), Stream(
+            self.preparation, self._sources("validation_path")
+        )
 
     def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
         path = getattr(self, name)
@@ -558,13 +558,12 @@ class FineTuneData(LightningDataModule):
     def _set_up_stream(self, *, trains: bool) -> None:
         """Read the held-out rows, and note where the rest begins; nothing to train on is an error if it ``trains``."""
         training, validation = self.streams()
-        for source in (stream.source for stream in training + validation):
+        for source in (*training.sources, *validation.sources):
             if source.note:
                 rank_zero_info(source.said)
-        self._streamed = Reader(training)
-        if validation:
-            kept_back = Documents.from_examples(example for _, example in Reader(validation).read())
-            self._validation = self._sequences(kept_back, "data.validation_path")
+        self._streamed = training
+        if validation.sources:
+            self._validation = self._sequences(Documents.from_examples(validation), "data.validation_path")
             return
         rows = self.validation_rows or 0
         # One row more than is held out, which shows whether anything is left to train on.

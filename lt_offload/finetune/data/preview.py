@@ -56,14 +56,11 @@ def look_at(data: FineTuneData) -> DataPreview:
     if not data.streaming:
         documents, _ = data.examples()
         return DataPreview(said=said, documents=documents, bad=documents.bad)
-    examples: list[Example] = []
-    bad = 0
-    for stream in data.streams()[0]:
-        source = stream.source
+    stream, _ = data.streams()
+    for source in stream.sources:
         said.append(data.preparation.described(source, data.preparation.layout(source), None))
-        examples += islice(stream, STREAMED - len(examples))
-        bad += stream.bad
-    return DataPreview(said=said, documents=Documents.from_examples(examples), bad=bad, whole=False)
+    documents = Documents.from_examples(islice(stream, STREAMED))
+    return DataPreview(said=said, documents=documents, bad=stream.bad, whole=False)
 
 
 def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:

@@ -171,21 +171,21 @@ def test_what_is_unusual_about_conversations_is_counted(
     found = made(tokenizer, tmp_path / "rows.jsonl")
     assert told() == [f"{note} ({count} of 6 rows)" for note, (count, _) in said.items()]
     data = FineTuneData(tokenizer, path=str(tmp_path / "rows.jsonl"), streaming=True, validation_rows=0)
-    [stream], _ = data.streams()
+    stream, _ = data.streams()
     assert list(stream) == list(found)
     assert told() == [f"{note} (rows.jsonl row {row})" for note, (_, row) in said.items()]
 
 
 def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = FineTuneData(tokenizer, path=str(path), streaming=True, validation_rows=0)
-    [stream], validation = data.streams()
-    assert validation == []
+    stream, validation = data.streams()
+    assert list(validation) == []
     assert list(stream) == list(stream) == list(made(tokenizer, path))
     with path.open("a") as file:
         file.write('\n{"instruction": 3}\nbroken\n')
     with pytest.raises(ConfigError, match=r"a row cannot be used \(rows.jsonl row 41: instruction is a number"):
         list(stream)
-    [skipping], _ = FineTuneData(
+    skipping, _ = FineTuneData(
         tokenizer, path=str(path), streaming=True, validation_rows=0, skip_bad_rows=True
     ).streams()
     with caplog.at_level(logging.WARNING):
@@ -196,7 +196,7 @@ def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCap
 
 def test_an_empty_stream(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
-    [stream], _ = FineTuneData(tokenizer, path=str(tmp_path / "a.jsonl"), streaming=True, validation_rows=0).streams()
+    stream, _ = FineTuneData(tokenizer, path=str(tmp_path / "a.jsonl"), streaming=True, validation_rows=0).streams()
     with pytest.raises(ConfigError, match="has no rows that can be read"):
         list(stream)
 
