@@ -73,7 +73,7 @@ class Encoded(IterableDataset["list[Placed] | ConfigError"]):
                     return
                 if number % workers == first:
                     places, each = zip(*batch, strict=True)
-                    made = self._encoder.encode(each, self._layout, from_table=self._source.is_table)
+                    made = self._encoder.encode(each, self._layout)
                     yield list(zip(places, made, strict=True))
         except ConfigError as error:
             yield error

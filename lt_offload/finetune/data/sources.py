@@ -55,7 +55,7 @@ class Source:
 
     @property
     def is_table(self) -> bool:
-        """True if rows come in Arrow's types, in which a missing key is null."""
+        """True if rows come from tables, all with the same columns."""
         return bool(self.tables)
 
     @property
@@ -120,7 +120,15 @@ class Source:
 def _rows_of(table: Table) -> Iterator[Row]:
     # As Arrow's values: to decode pictures in other columns would take long, or a package that is not there.
     for batch in table.with_format("arrow").iter(_AT_ONCE):
-        yield from batch.to_pylist()
+        for row in batch.to_pylist():
+            yield {name: _dense(value) for name, value in row.items()}
+
+
+def _dense(value: Any) -> Any:
+    """Return ``value`` without the keys that are null because other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _dense(item) for key, item in value.items() if item is not None}
+    return [_dense(item) for item in value] if isinstance(value, list) else value
 
 
 def sources(path: str | Sequence[str], *, subset: str | None, split: str, setting: str) -> list[Source]:
