@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -162,6 +162,7 @@ class FineTuneData(LightningDataModule):
             raise ConfigError(
                 f"data.validation_share={validation_share} is not a share; choose a number from 0 to less than 1"
             )
+        unused = partial(refuse_unused, FineTuneData, "data.")
         if streaming:
             check_streaming(
                 group_by_length=group_by_length,
@@ -169,32 +170,24 @@ class FineTuneData(LightningDataModule):
                 holds_out=validation_path is not None or validation_rows is not None or path == sources.PYDOC,
                 validation_seed=validation_seed,
             )
-            refuse_unused(
-                FineTuneData,
-                "data.",
+            unused(
                 {"num_proc": None if num_proc == 1 else num_proc, "cache_dir": cache_dir},
                 "data.streaming=true, which tokenises rows in one process while training and keeps nothing",
                 instead="set data.streaming=false",
             )
         else:
-            beside = "data.streaming=false"
-            refuse_unused(
-                FineTuneData, "data.", {"stream_buffer": stream_buffer}, beside, instead="set data.streaming=true"
-            )
-        held_out = {"validation_rows": validation_rows, "validation_seed": validation_seed}
+            unused({"stream_buffer": stream_buffer}, "data.streaming=false", instead="set data.streaming=true")
+        seed_alone = {"validation_seed": validation_seed}
         if validation_path is not None:
             beside = f"data.validation_path={validation_path!r}, which holds all the validation rows"
-            held_out |= {"validation_rows": validation_rows or None}  # 0 is true: no others are
-            refuse_unused(FineTuneData, "data.", held_out, beside, instead="set data.validation_path to null")
+            settings = {"validation_rows": validation_rows or None} | seed_alone  # 0 is true: no others are
+            unused(settings, beside, instead="set data.validation_path to null")
         elif path == sources.PYDOC:
             beside = f"data.path={path}, which brings validation rows of its own"
-            refuse_unused(FineTuneData, "data.", held_out, beside, instead="choose other data")
+            unused({"validation_rows": validation_rows} | seed_alone, beside, instead="choose other data")
         elif validation_rows == 0 or (validation_rows is None and validation_share == 0):
             none = "validation_share=0" if validation_rows is None else "validation_rows=0"
-            beside = f"data.{none}, which holds out nothing"
-            refuse_unused(
-                FineTuneData, "data.", {"validation_seed": validation_seed}, beside, instead="hold out some rows"
-            )
+            unused(seed_alone, f"data.{none}, which holds out nothing", instead="hold out some rows")
         self.model = model
         self.path = path
         self.format: FormatChoice = format
@@ -277,11 +270,7 @@ class FineTuneData(LightningDataModule):
 
         Nothing is read.
         """
-        places: set[str] = set()
-        for setting in ("path", "validation_path"):
-            path = getattr(self, setting)
-            if path not in (None, sources.PYDOC):
-                places |= {source.place for source in self._sources(setting)}
+        places = {source.place for source in (*self._sources("path"), *self._sources("validation_path"))}
         settings = {} if "hub" in places else {"subset": self.subset}
         settings |= {} if places & {"hub", "splits"} else {"split": self.split}
         beside = f"data.path={self.path!r}, which is not on the hub"
@@ -376,8 +365,6 @@ class FineTuneData(LightningDataModule):
     def asks_questions(self) -> bool:
         """True if the data are instructions or conversations, and no texts that are continued."""
         if self.format in ("auto", "completion"):
-            if self.path == sources.PYDOC:
-                return False
             try:
                 source = self._sources("path")[0]
             except ConfigError as error:
@@ -517,12 +504,14 @@ class FineTuneData(LightningDataModule):
 
     def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
         path = getattr(self, name)
-        if path == sources.PYDOC:
-            if self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"}):
-                raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
-            return [sources.pydoc()[0 if name == "path" else 1]]
         if path is None:
-            return [sources.pydoc()[1]] if self.path == sources.PYDOC else []
+            if self.path != sources.PYDOC:
+                return []
+            path = sources.PYDOC
+        if path == sources.PYDOC and (
+            self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"})
+        ):
+            raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
 
     def _sequences(self, documents: Documents, setting: str, selected: Integers | None = None) -> Sequences:

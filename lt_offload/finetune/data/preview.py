@@ -35,13 +35,11 @@ class DataPreview:
     Args:
         said: interpretation of each source.
         documents: tokenised rows.
-        bad: rows that were left out.
         whole: whether these are all rows.
     """
 
     said: Sequence[str]
     documents: Documents
-    bad: int
     whole: bool = True
 
 
@@ -55,12 +53,13 @@ def look_at(data: FineTuneData) -> DataPreview:
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
         documents, _ = data.examples()
-        return DataPreview(said=said, documents=documents, bad=documents.bad)
+        return DataPreview(said=said, documents=documents)
     stream, _ = data.streams()
     for source in stream.sources:
         said.append(data.preparation.described(source, data.preparation.layout(source), None))
     documents = Documents.from_examples(islice(stream, STREAMED))
-    return DataPreview(said=said, documents=documents, bad=stream.bad, whole=False)
+    documents.bad = stream.bad
+    return DataPreview(said=said, documents=documents, whole=False)
 
 
 def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
@@ -138,8 +137,8 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
     yield from preview.said
     if data.encoder.template is not None and data.system is not None:
         yield f"System message of conversations without one: {data.system}"
-    if preview.bad:
-        yield f"{preview.bad:,} rows cannot be used and are left out"
+    if preview.documents.bad:
+        yield f"{preview.documents.bad:,} rows cannot be used and are left out"
     lengths = preview.documents.lengths
     learned, _ = preview.documents.trained(data.max_length)
     if not len(lengths):

@@ -143,6 +143,8 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     Raises:
         ConfigError: if there is nothing there.
     """
+    if path == PYDOC:
+        return [_pydoc(setting)]
     return [_source(item, subset, split, setting) for item in _listed(path, setting)]
 
 
@@ -227,16 +229,13 @@ def _open_saved(path: str, folder: Path, split: str) -> Table:
 # -- Python's language reference --------------------------------------------------------------------------------------
 
 
-def pydoc() -> tuple[Source, Source]:
-    """Return Python's language reference as sources of training and validation rows."""
-    training, validation = pydoc_topics()
-    return _given(training, "data.path"), _given(validation, "data.validation_path")
-
-
-def _given(rows: list[Row], setting: str) -> Source:
+def _pydoc(setting: str) -> Source:
     from datasets import Dataset
 
-    return Source(path=PYDOC, setting=setting, kind="pydoc", tables=[("", lambda _: Dataset.from_list(rows))])
+    part = 0 if setting == "data.path" else 1
+    return Source(
+        path=PYDOC, setting=setting, kind="pydoc", tables=[("", lambda _: Dataset.from_list(pydoc_topics()[part]))]
+    )
 
 
 def pydoc_topics() -> tuple[list[Row], list[Row]]:
