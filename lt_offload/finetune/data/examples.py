@@ -201,7 +201,7 @@ class Preparation:
         template = encoder.template
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
         # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
-        # are told by size and time, and are not read at all if they are in the cache.
+        # are told by size and time.
         of_tables = () if source.files else source.tables
         parts: list[Any] = [
             __version__, code_fingerprint(), source.kind, of_files,
