@@ -7,7 +7,7 @@ text is tokenised as a whole; a token is learned if it stands for any character 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,10 +56,6 @@ class Example:
     def trainable(self) -> bool:
         """True if any token counts in the loss. The first one never does: nothing comes before it."""
         return any(label != IGNORED for label in self.labels[1:])
-
-    def cut(self, length: int) -> Example:
-        """Return the first ``length`` tokens."""
-        return self if len(self.ids) <= length else replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
 
 @dataclass(frozen=True, slots=True)
