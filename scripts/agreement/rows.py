@@ -47,10 +47,10 @@ class Rows:
         for _, row in source.rows(streaming=False):
             if isinstance(row, RowFault):
                 continue
-            [made] = data.encoder.encode([row], layout, from_table=source.is_table)
+            [made] = data.encoder.encode([row], layout)
             if not isinstance(made, RowFault):
                 rows.append(row)
-                examples.append(made[0])
+                examples.append(made)
             if len(rows) == count:
                 break
         return cls(data, layout, rows, examples)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.rows import Row
+from lt_offload.finetune.data.rows import Row, RowFault, check_text
 from lt_offload.suggest import nearest
 
 Format = Literal["text", "alpaca", "chat", "completion"]
 FormatChoice = Literal["auto", "text", "alpaca", "chat", "completion"]
 
-_NEEDED: dict[Format, tuple[str, ...]] = {
+NEEDED: dict[Format, tuple[str, ...]] = {
     "chat": ("messages",),
     "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
@@ -29,7 +29,7 @@ _OPTIONAL: dict[Format, tuple[str, ...]] = {
 _OF_MESSAGES = ("role", "content")
 """Roles of the keys of a message, not of columns."""
 _OTHER_NAMES = {"messages": ("messages", "conversations")}
-ROLES = tuple(dict.fromkeys([*(r for f in _NEEDED for r in (*_NEEDED[f], *_OPTIONAL[f])), *_OF_MESSAGES]))
+ROLES = tuple(dict.fromkeys([*(r for f in NEEDED for r in (*NEEDED[f], *_OPTIONAL[f])), *_OF_MESSAGES]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,26 @@ class Columns:
     def said(self) -> str:
         """Format and columns in a few words."""
         return f"{self.format} (column{'s' if len(self.columns) > 1 else ''} {', '.join(self.columns.values())})"
+
+    def value(self, row: Row, role: str) -> Any:
+        """Return the content of a column; None if it is missing and need not be there.
+
+        Raises:
+            RowFault: if a column that rows of this format need is missing.
+        """
+        column = self.columns.get(role)
+        if column is not None and column not in row and role in NEEDED[self.format]:
+            raise RowFault(f"{column} is missing")
+        return None if column is None else row.get(column)
+
+    def text(self, row: Row, role: str) -> str:
+        """Return the text in a column, an empty one for none where it need not be there.
+
+        Raises:
+            RowFault: if it is no text.
+        """
+        value = self.value(row, role)
+        return "" if value is None and role not in NEEDED[self.format] else check_text(value, self.columns[role])
 
 
 def check_columns(mapping: Mapping[str, str]) -> None:
@@ -100,12 +120,12 @@ def find_columns(
     if choice == "auto":
         _refuse_preferences(where, names, first)
     by_role = {role: column for role in ROLES if (column := _column(role, chosen, names)) is not None}
-    formats: list[Format] = list(_NEEDED) if choice == "auto" else [choice]
+    formats: list[Format] = list(NEEDED) if choice == "auto" else [choice]
     # A format is taken only if it uses all columns that the user has named: else a name would be ignored silently.
     wanted = set(chosen) | ({"messages"} if keys else set())
     for format in formats:
-        roles = (*_NEEDED[format], *_OPTIONAL[format])
-        if all(role in by_role for role in _NEEDED[format]) and (choice != "auto" or wanted <= set(roles)):
+        roles = (*NEEDED[format], *_OPTIONAL[format])
+        if all(role in by_role for role in NEEDED[format]) and (choice != "auto" or wanted <= set(roles)):
             stray = sorted(wanted - set(roles))
             if stray:
                 raise ConfigError(
@@ -115,12 +135,12 @@ def find_columns(
             return Columns(format, columns, keys, not isinstance(first.get(columns.get("prompt", "")), str | None))
     _refuse_preferences(where, names, first)
     if choice == "auto":
-        needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in _NEEDED.items())
+        needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in NEEDED.items())
         raise ConfigError(
             f"{where} has no columns of a known format, it has {_quoted(names)}; formats need {needs}. Say which "
             f"column is which, for example --data.columns '{{text: {_some_name(names)}}}'"
         )
-    missing = next(role for role in _NEEDED[choice] if role not in by_role)
+    missing = next(role for role in NEEDED[choice] if role not in by_role)
     raise ConfigError(
         f"{where} has no column {missing!r}, it has {_quoted(names)}; choose data.format=auto, or name the column with "
         f"--data.columns '{{{missing}: {_some_name(names)}}}'"

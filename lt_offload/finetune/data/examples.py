@@ -7,30 +7,29 @@ tokenizer, chat template, settings and this code.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
-import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lt_offload import __version__
-from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat.conversations import other_keys
+from lt_offload.errors import ConfigError, first_line
+from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.streaming import Place, unchanged
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
-from lt_offload.finetune.data.rows import Row, RowFault
+from lt_offload.finetune.data.rows import RowFault
 from lt_offload.finetune.data.sources import Source
 from lt_offload.finetune.processes import is_first
-from lt_offload.replacing import replacing
 from lt_offload.resources import user_cache, user_path
 
 if TYPE_CHECKING:
@@ -41,33 +40,43 @@ _log.addFilter(is_first)
 MOST_NAMED = 3
 """Rows that a message names."""
 _BATCH_ROWS = 512
-_FILE = "examples.arrow"
-_OF_EXAMPLE = ["ids", "labels", "place"]
+Placed = tuple[str, Example | RowFault]
+"""File and row, and its example or fault."""
 
 
-class Examples(Sequence[Example]):
-    """Tokenised rows, in order.
+class Encoded(IterableDataset["list[Placed] | ConfigError"]):
+    """Examples of a source and faults of its rows, each with its place, in batches.
+
+    Each of several workers reads all rows and makes every so-many-th batch. A file that cannot be read is an item, as
+    an exception would come from a worker in the words of the worker's loader.
 
     Args:
-        dataset: with lists of integers in the columns ``ids`` and ``labels``, and the file and row in ``place``.
-        bad: number of rows that were left out.
+        encoder: makes the tokens.
+        layout: columns of the rows by their roles.
+        source: of the rows.
+        streaming: whether no file may be read as a whole.
+        start: number of rows in front that are left out.
     """
 
-    def __init__(self, dataset: Dataset, bad: int = 0) -> None:
-        self.dataset = dataset
-        self.bad = bad
+    def __init__(self, encoder: Encoder, layout: Columns, source: Source, *, streaming: bool, start: int = 0) -> None:
+        self._encoder, self._layout, self._source = encoder, layout, source
+        self._streaming, self._start = streaming, start
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return Example(**self.dataset.select_columns(_OF_EXAMPLE)[index])
-
-    def __iter__(self) -> Iterator[Example]:
-        for row in self.dataset.select_columns(_OF_EXAMPLE):
-            yield Example(**row)
+    def __iter__(self) -> Iterator[list[Placed] | ConfigError]:
+        worker = get_worker_info()
+        first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rows = islice(self._source.rows(streaming=self._streaming), self._start, None)
+        try:
+            for number in count():
+                batch = list(islice(rows, _BATCH_ROWS))
+                if not batch:
+                    return
+                if number % workers == first:
+                    places, each = zip(*batch, strict=True)
+                    made = self._encoder.encode(each, self._layout)
+                    yield list(zip(places, made, strict=True))
+        except ConfigError as error:
+            yield error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +101,7 @@ class Preparation:
     num_proc: int | None = None
     say: Callable[[str], None] = _log.info
 
-    def examples(self, sources: Sequence[Source]) -> Examples:
+    def examples(self, sources: Sequence[Source]) -> Documents:
         """Return the examples of all ``sources``.
 
         Raises:
@@ -101,11 +110,8 @@ class Preparation:
         from datasets import concatenate_datasets
 
         parts = [self._of_source(source) for source in sources]
-        return Examples(concatenate_datasets([part.dataset for part in parts]), sum(part.bad for part in parts))
-
-    def stream(self, source: Source) -> Stream:
-        """Return the examples of ``source`` one after the other, without holding them all."""
-        return Stream(self, source)
+        datasets, bad = zip(*parts, strict=True)
+        return Documents(concatenate_datasets(datasets), bad=sum(bad))
 
     def layout(self, source: Source, *, streaming: bool = True) -> Columns:
         """Return the columns of ``source`` by their roles, from its first rows.
@@ -118,28 +124,19 @@ class Preparation:
         self.encoder.check(layout)
         return layout
 
-    def _of_source(self, source: Source) -> Examples:
-        made = self._cached(source)
-        dataset = made.dataset
-        usable = dataset.data.column("fault").is_null().to_numpy()
+    def _of_source(self, source: Source) -> tuple[Dataset, int]:
+        """Return the examples of ``source``, and the number of rows that are left out."""
+        layout = self.layout(source, streaming=False)
+        dataset = self._cached(source, layout)
+        usable = np.array([fault is None for fault in dataset["fault"]])
         good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
-        self.say(self.described(source, made.layout, len(good)))
+        self.say(self.described(source, layout, len(good)))
         if len(bad):
-            hint = None
-            if len(bad) == len(dataset):
-                hint = self.hint(next(source.rows(streaming=False))[1], made.layout, source)
             named = [f"{row['place']}: {row['fault']}" for row in dataset.select(bad[:MOST_NAMED])]
-            report_bad(named, len(bad), len(dataset), source, skip=self.skip_bad_rows, hint=hint)
-        for note, count in made.notes.items():
-            _log.warning("%s=%r: %s (%d of %d rows)", source.setting, source.path, note, count, len(dataset))
-        return Examples(dataset.select(good) if len(bad) else dataset, len(bad))
-
-    def hint(self, row: Any, layout: Columns, source: Source) -> str | None:
-        """Return the flag that makes ``row``, which cannot be used, and rows like it usable; None if there is none."""
-        keys = None if isinstance(row, RowFault) else other_keys(row, layout, from_table=source.is_table)
-        if keys is None:
-            return None
-        return f"--data.columns '{{{', '.join(f'{role}: {name}' for role, name in {**self.columns, **keys}.items())}}}'"
+            report_bad(named, len(bad), len(dataset), source, skip=self.skip_bad_rows)
+        for note, number in Counter(note for notes in dataset["notes"] for note in notes).items():
+            _log.warning("%s=%r: %s (%d of %d rows)", source.setting, source.path, note, number, len(dataset))
+        return dataset.select(good) if len(bad) else dataset, len(bad)
 
     def described(self, source: Source, layout: Columns, count: int | None) -> str:
         """Return the interpretation of the ``count`` rows of a source, in one line."""
@@ -158,78 +155,73 @@ class Preparation:
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
-    def _cached(self, source: Source) -> Made:
+    def _cached(self, source: Source, layout: Columns) -> Dataset:
+        """Return the tokenised rows of ``source``; those that cannot be used keep their place, with a fault."""
+        from datasets import Dataset, Features, List, Value
+        from datasets.exceptions import DatasetGenerationError
+
         root = user_path(self.cache_dir) if self.cache_dir is not None else user_cache("data")
-        folder = root / self._fingerprint(source)
-        if (made := Made.load(folder)) is not None:
-            return made
-        layout = self.layout(source, streaming=False)
+        tokens, text = List(Value("int32")), Value("string")
+        features = Features({"ids": tokens, "labels": tokens, "place": text, "fault": text, "notes": List(text)})
         try:
-            with replacing(folder) as new:
-                new.mkdir()
-                self._make(layout, source, new)
-                # A folder that is there and cannot be used (cut short, half
-                # removed) would not be replaced: only an empty one is.
-                if Made.load(folder) is None:
-                    shutil.rmtree(folder, ignore_errors=True)
-        except OSError as error:
-            if Made.load(folder) is None:  # else another process was faster
-                raise _unusable(root, error) from error
-        made = Made.load(folder)
-        assert made is not None, "what has just been written can be read"
-        return made
+            return Dataset.from_generator(
+                partial(self._rows, source, layout),
+                features=features,
+                cache_dir=str(root),
+                fingerprint=self._fingerprint(source, layout),
+            )
+        except DatasetGenerationError as error:
+            # The error of a row or a disk that datasets has wrapped.
+            if isinstance(error.__cause__, OSError):
+                raise _unusable(root, error.__cause__) from error
+            raise (error.__cause__ or error) from None
+        except (OSError, ValueError) as error:  # a file of the cache that was cut short; Arrow's errors are ValueErrors
+            raise _unusable(root, error) from error
 
-    def _make(self, layout: Columns, source: Source, folder: Path) -> None:
-        import pyarrow as pa
-        from datasets.utils import tqdm
+    def _rows(self, source: Source, layout: Columns) -> Iterator[dict[str, Any]]:
+        workers = self.num_proc or 1
+        loader: DataLoader[Any] = DataLoader(
+            Encoded(self.encoder, layout, source, streaming=False),
+            batch_size=None,
+            collate_fn=unchanged,
+            num_workers=workers if workers > 1 else 0,
+            generator=torch.Generator(),  # making an iterator draws from it
+        )
+        for batch in loader:
+            if isinstance(batch, ConfigError):
+                raise batch
+            for place, made in batch:
+                if isinstance(made, RowFault):
+                    yield {"ids": [], "labels": [], "place": place, "fault": str(made), "notes": []}
+                else:
+                    yield {"ids": made.ids, "labels": made.labels, "place": place, "fault": None, "notes": made.notes}
 
-        tokens, text = pa.list_(pa.int32()), pa.string()
-        schema = pa.schema({"ids": tokens, "labels": tokens, "place": text, "fault": text})
-        count, notes = 0, Counter[str]()
-        encode = partial(_encoded, self.encoder, layout, source.is_table)
-        # Rows that cannot be used keep their place, with a fault, so that they can be named and counted.
-        with (
-            pa.OSFile(str(folder / _FILE), "wb") as file,
-            pa.ipc.new_stream(file, schema) as writer,
-            _mapped(encode, _batches(source.rows(streaming=False)), self.num_proc or 1) as batches,
-            tqdm(desc="Tokenizing", unit=" rows") as bar,
-        ):
-            for columns, noted in batches:
-                writer.write_batch(pa.record_batch(columns, schema=schema))
-                count += len(columns["ids"])
-                notes.update(noted)
-                bar.update(len(columns["ids"]))
-        if count == 0:
-            raise _no_rows(source)
-        about = {"rows": count, "notes": notes, "layout": asdict(layout)}
-        (folder / "about.json").write_text(json.dumps(about))
-
-    def _fingerprint(self, source: Source) -> str:
+    def _fingerprint(self, source: Source, layout: Columns) -> str:
         encoder = self.encoder
         template = encoder.template
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
         # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
-        # are told by size and time, and are not read at all if they are in the cache.
-        of_tables = source.tables(streaming=False) if source.is_table and not source.files else ()
+        # are told by size and time.
+        of_tables = () if source.files else source.tables
         parts: list[Any] = [
             __version__, code_fingerprint(), source.kind, of_files,
-            [table._fingerprint for _, table in of_tables],
+            [opened(False)._fingerprint for _, opened in of_tables],
             tokenizer_fingerprint(encoder.tokenizer),
             None if template is None else (template.name, template.text, template.tool_text, template.special),
-            self.format, dict(self.columns), encoder.train_on, encoder.system, encoder.explicit_template,
+            asdict(layout), encoder.train_on, encoder.system, encoder.explicit_template,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
 class Stream:
-    """The examples of one source, one after the other, each time anew; for data that do not fit into memory.
+    """The examples of sources, one after the other, each time anew; for data that do not fit into memory.
 
-    Rows that cannot be used are an error, or skipped and counted; a warning at the end of each pass has the count.
+    Rows that cannot be used are an error, or skipped and counted; a warning at the end of each source has the count.
     """
 
-    def __init__(self, preparation: Preparation, source: Source) -> None:
+    def __init__(self, preparation: Preparation, sources: Sequence[Source]) -> None:
         self.preparation = preparation
-        self.source = source
+        self.sources = sources
         self.bad = 0
         """Rows left out so far, in the last pass."""
 
@@ -237,48 +229,39 @@ class Stream:
         for _, example in self.read():
             yield example
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, Example]]:
-        """Yield the examples after the first ``start`` rows, each with the number of rows that are read by then."""
-        preparation, source = self.preparation, self.source
-        layout = preparation.layout(source)
+    def read(self, place: Place = (0, 0)) -> Iterator[tuple[Place, Example]]:
+        """Yield the examples from ``place`` on, each with the place after it."""
+        self.bad = 0
+        first, start = place
+        for number in range(first, len(self.sources)):
+            for rows, example in self._of_source(self.sources[number], start):
+                yield (number, rows), example
+            start = 0
+
+    def _of_source(self, source: Source, start: int) -> Iterator[tuple[int, Example]]:
+        preparation = self.preparation
         bad: list[str] = []
         notes: set[str] = set()
-        self.bad = 0
-        count = start
-        for batch in _batches(itertools.islice(source.rows(streaming=True), start, None)):
-            places, rows = zip(*batch, strict=True)
-            made = preparation.encoder.encode(rows, layout, from_table=source.is_table)
-            for number, (place, each) in enumerate(zip(places, made, strict=True), start=count):
-                if isinstance(each, RowFault):
+        before, number = self.bad, start
+        for batch in Encoded(preparation.encoder, preparation.layout(source), source, streaming=True, start=start):
+            if isinstance(batch, ConfigError):
+                raise batch
+            for number, (place, made) in enumerate(batch, start=number + 1):  # noqa: B020
+                if isinstance(made, RowFault):
                     self.bad += 1
                     if not preparation.skip_bad_rows:
-                        # Other keys are looked for only if the first row of all fails: later,
-                        # others have been read by the same keys.
-                        hint = preparation.hint(rows[0], layout, source) if number == 0 else None
-                        report_bad([f"{place}: {each}"], 1, None, source, skip=False, hint=hint)
-                    if self.bad <= MOST_NAMED:
-                        bad.append(f"{place}: {each}")
+                        report_bad([f"{place}: {made}"], 1, None, source, skip=False)
+                    bad += [f"{place}: {made}"] * (len(bad) < MOST_NAMED)
                     continue
-                example, its_notes = each
-                for note in its_notes:
-                    if note not in notes:
-                        notes.add(note)
-                        _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
-                yield number + 1, replace(example, place=place)
-            count += len(rows)
-        if count == 0:
-            raise _no_rows(source)
+                for note in (each for each in made.notes if each not in notes):
+                    _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
+                notes.update(made.notes)
+                yield number, replace(made, place=place)
         if bad:
-            report_bad(bad, self.bad, count, source, skip=True)
+            report_bad(bad, self.bad - before, number, source, skip=True)
 
 
-def _no_rows(source: Source) -> ConfigError:
-    return ConfigError(f"{source.setting}={source.path!r} has no rows; it needs at least one")
-
-
-def report_bad(
-    named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool, hint: str | None = None
-) -> None:
+def report_bad(named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool) -> None:
     """Report rows that cannot be used.
 
     Args:
@@ -287,7 +270,6 @@ def report_bad(
         count: of all rows, None if that is not known.
         source: of the rows.
         skip: whether they are left out.
-        hint: flag that makes rows like these usable.
 
     Raises:
         ConfigError: unless they are left out, or if none is left.
@@ -295,91 +277,11 @@ def report_bad(
     more = "; ..." if number > len(named) else ""
     rows = f"{number:,} of {count:,} rows" if count is not None else "a row"
     problem = f"{source.setting}={source.path!r}: {rows} cannot be used ({'; '.join(named)}{more})"
-    if hint is not None:
-        raise ConfigError(f"{problem}; say which key of a message is which: {hint}")
     if not skip:
         raise ConfigError(f"{problem}; mend or remove them, or set data.skip_bad_rows=true to train without them")
     if number == count:
         raise ConfigError(f"{problem}; data.skip_bad_rows=true leaves none: choose data.format and data.columns")
     _log.warning("%s; they are left out", problem)
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A folder of the cache."""
-
-    dataset: Dataset
-    notes: dict[str, int]
-    """Notes on rows, with the number of rows of each."""
-    layout: Columns
-
-    @classmethod
-    def load(cls, folder: Path) -> Made | None:
-        """Return the content of ``folder``, None if it is absent or damaged."""
-        from datasets import Dataset
-
-        try:
-            about = json.loads((folder / "about.json").read_text())
-            dataset = Dataset.from_file(str(folder / _FILE))
-            return cls(dataset, about["notes"], Columns(**about["layout"])) if len(dataset) == about["rows"] else None
-        except (OSError, ValueError, KeyError, TypeError, IndexError):  # Arrow's errors are ValueErrors
-            return None
-
-
-Placed = tuple[str, Row | RowFault]
-Encoded = tuple[dict[str, list[Any]], list[str]]
-"""Columns of the cache, and the notes of all their rows."""
-
-
-def _encoded(encoder: Encoder, layout: Columns, from_table: bool, batch: Sequence[Placed]) -> Encoded:
-    made = encoder.encode([row for _, row in batch], layout, from_table=from_table)
-    good = [None if isinstance(each, RowFault) else each for each in made]
-    columns = {
-        "ids": [each[0].ids if each else [] for each in good],
-        "labels": [each[0].labels if each else [] for each in good],
-        "place": [place for place, _ in batch],
-        "fault": [str(each) if isinstance(each, RowFault) else None for each in made],
-    }
-    return columns, [note for each in good if each for note in each[1]]
-
-
-_in_worker: Callable[[Any], Any]
-"""The function that a process beside this one calls; handed over once, as it has the whole tokenizer."""
-
-
-def _begin_worker(function: Callable[[Any], Any]) -> None:
-    global _in_worker
-    _in_worker = function
-
-
-def _work(item: Any) -> Any:
-    return _in_worker(item)
-
-
-@contextmanager
-def _mapped(function: Callable[[Any], Any], items: Iterator[Any], processes: int) -> Iterator[Iterator[Any]]:
-    """Enclose the results for ``items`` in their order, made by this process or by others."""
-    if processes == 1:
-        yield map(function, items)
-        return
-    # Not multiprocessing.Pool, which ends its processes by SIGTERM: those that have inherited a Trainer's handler of it
-    # stay, and are waited for.
-    with ProcessPoolExecutor(processes, initializer=_begin_worker, initargs=(function,)) as pool:
-        try:
-            yield _in_order(pool, items, 2 * processes)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _in_order(pool: ProcessPoolExecutor, items: Iterator[Any], ahead: int) -> Iterator[Any]:
-    """Yield the results for ``items``, of which at most ``ahead`` more have been read."""
-    waiting: deque[Future[Any]] = deque()
-    for item in items:
-        waiting.append(pool.submit(_work, item))
-        if len(waiting) > ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -401,18 +303,6 @@ def code_fingerprint() -> str:
     return digest.hexdigest()
 
 
-def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == _BATCH_ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _unusable(root: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"data.cache_dir={str(root)!r} cannot be written: {error.strerror or error}; name another folder"
-    )
+def _unusable(root: Path, error: OSError | ValueError) -> ConfigError:
+    why = getattr(error, "strerror", None) or first_line(error)
+    return ConfigError(f"data.cache_dir={str(root)!r} cannot be used: {why}; remove it, or name another folder")

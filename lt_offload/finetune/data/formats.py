@@ -7,23 +7,22 @@ text is tokenised as a whole; a token is learned if it stands for any character 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.chat.conversations import (
     Conversation,
-    from_alpaca,
-    from_chat,
-    from_completion,
+    from_row,
+    history,
     oddities,
     parse_messages,
 )
 from lt_offload.finetune.data.chat.spans import Locator
 from lt_offload.finetune.data.chat.templates import ChatTemplate, Span
 from lt_offload.finetune.data.columns import Columns
-from lt_offload.finetune.data.rows import Row, RowFault, check_text
+from lt_offload.finetune.data.rows import Row, RowFault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,15 +49,13 @@ class Example:
     labels: list[int]
     place: str = field(default="", compare=False)
     """The file and the row of its origin."""
+    notes: Sequence[str] = field(default=(), compare=False)
+    """Changes that were made to write it, and its unusual features."""
 
     @property
     def trainable(self) -> bool:
         """True if any token counts in the loss. The first one never does: nothing comes before it."""
         return any(label != IGNORED for label in self.labels[1:])
-
-    def cut(self, length: int) -> Example:
-        """Return the first ``length`` tokens."""
-        return self if len(self.ids) <= length else replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,67 +147,51 @@ class Encoder:
                 tokens += [token for token in first if token not in tokens]
         return tokens
 
-    def encode(self, rows: Sequence[Row | RowFault], layout: Columns, *, from_table: bool) -> list[Any]:
-        """Return an :class:`Example` for each row, with its notes; or the fault of a row that cannot be used.
+    def encode(self, rows: Sequence[Row | RowFault], layout: Columns) -> list[Example | RowFault]:
+        """Return an example for each row, or the fault of a row that cannot be used.
 
         Args:
             rows: of one data set; faults are handed on.
             layout: columns of their parts.
-            from_table: whether a missing key is null.
         """
         made: list[Any] = []
         for row in rows:
             try:
                 if isinstance(row, RowFault):
                     raise row
-                made.append(self.write(row, layout, from_table=from_table))
+                made.append(self.write(row, layout))
             except RowFault as fault:
                 made.append(fault)
         # There are two calls, as a tokenizer adds its own tokens to every text of a call or to none.
         for plain in (True, False):
             numbers = [i for i, each in enumerate(made) if isinstance(each, Written) and each.plain is plain]
             for number, example in zip(numbers, self._tokenize([made[i] for i in numbers], plain), strict=True):
-                made[number] = (example, made[number].notes)
+                made[number] = example
         return made
 
-    def write(self, row: Row, layout: Columns, *, from_table: bool = False) -> Written:
+    def write(self, row: Row, layout: Columns) -> Written:
         """Return a row as text.
 
         Raises:
             RowFault: if it has no text.
         """
-        format, columns = layout.format, layout.columns
-        if format == "text":
-            if columns["text"] not in row:
-                raise RowFault(f"{columns['text']} is missing")
-            return self._plain("", check_text(row[columns["text"]], columns["text"]))
-        if format == "completion":
-            for column in (columns["prompt"], columns["completion"]):
-                if column not in row:
-                    raise RowFault(f"{column} is missing")
-            if not layout.of_messages:
-                prompt, answer = (check_text(row[columns[role]], columns[role]) for role in ("prompt", "completion"))
-                return self._plain(prompt, answer)
-        conversation = self.conversation(row, layout, from_table=from_table)
-        if conversation is None:
-            return self._alpaca(from_alpaca(row, layout), row, layout)
-        return self.write_conversation(conversation)
+        if layout.format == "text":
+            return self._plain("", layout.text(row, "text"))
+        if layout.format == "completion" and not layout.of_messages:
+            return self._plain(layout.text(row, "prompt"), layout.text(row, "completion"))
+        conversation = self.conversation(row, layout)
+        return self._alpaca(row, layout) if conversation is None else self.write_conversation(conversation)
 
-    def conversation(self, row: Row, layout: Columns, *, from_table: bool = False) -> Conversation | None:
+    def conversation(self, row: Row, layout: Columns) -> Conversation | None:
         """Return the messages of a row, with ``data.system``; None if no chat template writes it.
 
         Raises:
             RowFault: if it has none.
         """
-        if layout.format == "chat":
-            made = from_chat(row, layout, from_table=from_table)
-        elif layout.format == "completion" and layout.of_messages:
-            made = from_completion(row, layout, from_table=from_table)
-        elif layout.format == "alpaca" and self.template is not None:
-            made = from_alpaca(row, layout)
-        else:
+        strings = layout.format == "completion" and not layout.of_messages
+        if layout.format == "text" or strings or (layout.format == "alpaca" and self.template is None):
             return None
-        return self._with_system(made)
+        return self._with_system(from_row(row, layout))
 
     def write_conversation(self, conversation: Conversation) -> Written:
         """Return a conversation as the chat template writes it.
@@ -271,19 +252,14 @@ class Encoder:
             context=conversation.context + 1 if conversation.context else 0,
         )
 
-    def _alpaca(self, conversation: Conversation, row: Row, layout: Columns) -> Written:
+    def _alpaca(self, row: Row, layout: Columns) -> Written:
         """Return an instruction in Stanford Alpaca's words."""
-        columns = layout.columns
-        # Three messages can be system, question and answer. More of them, or three without a
-        # system message, have a history, for which Stanford's words have no place.
-        if len(conversation.messages) > 3 or (
-            len(conversation.messages) == 3 and not row.get(columns.get("system", ""))
-        ):
+        if history(row, layout):
             raise RowFault("history needs a chat template, and this tokenizer has none; choose one with data.template")
-        added = row.get(columns.get("input", ""), "") or ""
-        system = row.get(columns.get("system", "")) or self.system
+        added = layout.text(row, "input")
+        system = layout.text(row, "system") or self.system
         intro = f"{system}\n\n" if system else _WITH_INPUT if added else _WITHOUT_INPUT
-        return self._plain(_stanford(intro, row[columns["instruction"]], added), row[columns["output"]])
+        return self._plain(_stanford(intro, layout.text(row, "instruction"), added), layout.text(row, "output"))
 
     def _plain(self, prompt: str, answer: str) -> Written:
         """Return a text whose ``answer`` is learned, with the token that ends it; without a ``prompt`` all of it is."""
@@ -314,7 +290,7 @@ class Encoder:
                 if tokens:
                     stop = len(ids) if end == len(each.text) else tokens[-1] + 1
                     labels[tokens[0] : stop] = ids[tokens[0] : stop]
-            examples.append(Example(ids=list(ids), labels=labels))
+            examples.append(Example(ids=list(ids), labels=labels, notes=each.notes))
         return examples
 
 

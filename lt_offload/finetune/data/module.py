@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,15 +19,14 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.collate import Fill, Pad, padded_width
+from lt_offload.finetune.data.batches.collate import Collate, padded_width
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
 from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
-from lt_offload.finetune.data.batches.packing import Integers, Losses, Sequences, one_by_one, packed, pieces_of, wrapped
+from lt_offload.finetune.data.batches.packing import Integers, Losses, Pack, Sequences, sequences_of
 from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.batches.streaming import (
     Place,
-    Reader,
     StreamedBatches,
     StreamLoader,
     batches_of,
@@ -37,7 +36,7 @@ from lt_offload.finetune.data.batches.streaming import (
 from lt_offload.finetune.data.batches.updates import TOKENS, sizes_for, trained_tokens
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
-from lt_offload.finetune.data.examples import MOST_NAMED, Examples, Preparation, Stream
+from lt_offload.finetune.data.examples import MOST_NAMED, Preparation, Stream
 from lt_offload.finetune.data.formats import Encoder, TrainOn
 from lt_offload.finetune.processes import is_first, several, share_of
 from lt_offload.finetune.unused import refuse_unused
@@ -49,7 +48,6 @@ _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
 
 Batch = dict[str, Tensor]
-Pack = bool | Literal["wrapped"]
 
 
 class FineTuneData(LightningDataModule):
@@ -164,6 +162,7 @@ class FineTuneData(LightningDataModule):
             raise ConfigError(
                 f"data.validation_share={validation_share} is not a share; choose a number from 0 to less than 1"
             )
+        unused = partial(refuse_unused, FineTuneData, "data.")
         if streaming:
             check_streaming(
                 group_by_length=group_by_length,
@@ -171,32 +170,24 @@ class FineTuneData(LightningDataModule):
                 holds_out=validation_path is not None or validation_rows is not None or path == sources.PYDOC,
                 validation_seed=validation_seed,
             )
-            refuse_unused(
-                FineTuneData,
-                "data.",
+            unused(
                 {"num_proc": None if num_proc == 1 else num_proc, "cache_dir": cache_dir},
                 "data.streaming=true, which tokenises rows in one process while training and keeps nothing",
                 instead="set data.streaming=false",
             )
         else:
-            beside = "data.streaming=false"
-            refuse_unused(
-                FineTuneData, "data.", {"stream_buffer": stream_buffer}, beside, instead="set data.streaming=true"
-            )
-        held_out = {"validation_rows": validation_rows, "validation_seed": validation_seed}
+            unused({"stream_buffer": stream_buffer}, "data.streaming=false", instead="set data.streaming=true")
+        seed_alone = {"validation_seed": validation_seed}
         if validation_path is not None:
             beside = f"data.validation_path={validation_path!r}, which holds all the validation rows"
-            held_out |= {"validation_rows": validation_rows or None}  # 0 is true: no others are
-            refuse_unused(FineTuneData, "data.", held_out, beside, instead="set data.validation_path to null")
+            settings = {"validation_rows": validation_rows or None} | seed_alone  # 0 is true: no others are
+            unused(settings, beside, instead="set data.validation_path to null")
         elif path == sources.PYDOC:
             beside = f"data.path={path}, which brings validation rows of its own"
-            refuse_unused(FineTuneData, "data.", held_out, beside, instead="choose other data")
+            unused({"validation_rows": validation_rows} | seed_alone, beside, instead="choose other data")
         elif validation_rows == 0 or (validation_rows is None and validation_share == 0):
             none = "validation_share=0" if validation_rows is None else "validation_rows=0"
-            beside = f"data.{none}, which holds out nothing"
-            refuse_unused(
-                FineTuneData, "data.", {"validation_seed": validation_seed}, beside, instead="hold out some rows"
-            )
+            unused(seed_alone, f"data.{none}, which holds out nothing", instead="hold out some rows")
         self.model = model
         self.path = path
         self.format: FormatChoice = format
@@ -226,10 +217,10 @@ class FineTuneData(LightningDataModule):
         self.new_tokens = tuple(new_tokens or ())
         self._train: Sequences | None = None
         self._validation: Sequences | None = None
-        self._streamed: Reader | None = None
+        self._streamed: Stream | None = None
         self._begin: Place = (0, 0)
         self._said = False
-        self._read: tuple[Examples, Examples | None] | None = None
+        self._read: tuple[Documents, Documents | None] | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._resume_at: dict[str, Any] | None = None
 
@@ -256,16 +247,14 @@ class FineTuneData(LightningDataModule):
             self._set_up_stream(trains=stage == "fit")
             return
         (training, validation), self._read = self._read or self.examples(), None
-        documents = Documents(training.dataset)
         if validation is not None:
-            self._train = self._sequences(documents, "data.path", training)
-            held = Documents(validation.dataset)
-            self._validation = self._sequences(held, "data.validation_path", validation)
+            self._train = self._sequences(training, "data.path")
+            self._validation = self._sequences(validation, "data.validation_path")
             return
         # A single text is split inside it, else all or nothing would be held out.
-        whole = self._sequences(documents, "data.path", training) if len(documents) == 1 else None
+        whole = self._sequences(training, "data.path") if len(training) == 1 else None
         trained, kept_back = held_out(
-            len(documents if whole is None else whole),
+            len(training if whole is None else whole),
             share=self.validation_share,
             rows=self.validation_rows,
             seed=self.validation_seed,
@@ -273,19 +262,15 @@ class FineTuneData(LightningDataModule):
         if whole is not None:
             self._train, self._validation = whole.take(trained), whole.take(kept_back)
             return
-        self._train = self._sequences(documents, "data.path", training, trained)
-        self._validation = self._sequences(documents, "data.path", training, kept_back)
+        self._train = self._sequences(training, "data.path", trained)
+        self._validation = self._sequences(training, "data.path", kept_back)
 
     def check_paths(self) -> None:
         """Raise ``ConfigError`` if a local path is empty, or no path has a use for ``subset`` or ``split``.
 
         Nothing is read.
         """
-        places: set[str] = set()
-        for setting in ("path", "validation_path"):
-            path = getattr(self, setting)
-            if path not in (None, sources.PYDOC):
-                places |= {source.place for source in self._sources(setting)}
+        places = {source.place for source in (*self._sources("path"), *self._sources("validation_path"))}
         settings = {} if "hub" in places else {"subset": self.subset}
         settings |= {} if places & {"hub", "splits"} else {"split": self.split}
         beside = f"data.path={self.path!r}, which is not on the hub"
@@ -380,8 +365,6 @@ class FineTuneData(LightningDataModule):
     def asks_questions(self) -> bool:
         """True if the data are instructions or conversations, and no texts that are continued."""
         if self.format in ("auto", "completion"):
-            if self.path == sources.PYDOC:
-                return False
             try:
                 source = self._sources("path")[0]
             except ConfigError as error:
@@ -435,7 +418,7 @@ class FineTuneData(LightningDataModule):
     def _stream_loader(self) -> StreamLoader:
         assert self._streamed is not None, "setup() comes first"
         batches = StreamedBatches(
-            self._streamed,
+            self._streamed.read,
             begin=self._begin,
             buffer=self.stream_buffer,
             batch_size=self.batch_size,
@@ -502,45 +485,43 @@ class FineTuneData(LightningDataModule):
         return padded_width(longest, self.max_length)
 
     @property
-    def _collate(self) -> Pad | Fill:
+    def _collate(self) -> Collate:
         # Any token will do: it stands behind all others of its row, is
         # masked or a document of its own, and has no loss.
         pad = self.tokenizer.pad_token_id
-        pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
-        if self.pack:
-            return Fill(pad, self.max_length, positions=self.pack != "wrapped")
-        return Pad(pad, self.max_length)
+        return Collate(int(pad if pad is not None else self.tokenizer.eos_token_id or 0), self.max_length, self.pack)
 
-    def examples(self) -> tuple[Examples, Examples | None]:
+    def examples(self) -> tuple[Documents, Documents | None]:
         """Return the tokenised rows for training, and for validation if they are others."""
         training, validation = self._sources("path"), self._sources("validation_path")
         return self.preparation.examples(training), self.preparation.examples(validation) if validation else None
 
-    def streams(self) -> tuple[list[Stream], list[Stream]]:
+    def streams(self) -> tuple[Stream, Stream]:
         """Return tokenised rows for training and for validation, one after the other, for ``data.streaming``."""
-        training, validation = self._sources("path"), self._sources("validation_path")
-        return [self.preparation.stream(each) for each in training], [self.preparation.stream(e) for e in validation]
+        return Stream(self.preparation, self._sources("path")), Stream(
+            self.preparation, self._sources("validation_path")
+        )
 
     def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
         path = getattr(self, name)
-        if path == sources.PYDOC:
-            if self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"}):
-                raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
-            return [sources.pydoc()[0 if name == "path" else 1]]
         if path is None:
-            return [sources.pydoc()[1]] if self.path == sources.PYDOC else []
+            if self.path != sources.PYDOC:
+                return []
+            path = sources.PYDOC
+        if path == sources.PYDOC and (
+            self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"})
+        ):
+            raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
 
-    def _sequences(
-        self, documents: Documents, setting: str, examples: Examples | None, selected: Integers | None = None
-    ) -> Sequences:
-        """Return the selected documents as sequences; warn of losses, by the places of ``examples``."""
+    def _sequences(self, documents: Documents, setting: str, selected: Integers | None = None) -> Sequences:
+        """Return the selected documents as sequences; warn of losses, with the places of documents."""
         selected = np.arange(len(documents)) if selected is None else selected
-        rows, losses = self._made(documents, selected)
+        rows, losses = sequences_of(documents, selected, self.max_length, self.pack)
         of = f"{len(selected)} examples"
-        if losses.left_out and examples is not None:
+        if losses.left_out:
             _, before_cut = documents.trained(self.max_length)
-            left_out = [examples[int(number)].place for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
+            left_out = [documents[int(number)].place for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
             of += f" (left out: {', '.join(left_out)}{', ...' if losses.left_out > MOST_NAMED else ''})"
         self._say(losses, setting, of)
         if len(rows) == 0 < len(selected):
@@ -553,7 +534,7 @@ class FineTuneData(LightningDataModule):
 
     def _of_stretch(self, documents: Documents) -> Sequences:
         """Return the documents of a stretch as sequences; warn of losses the first time."""
-        rows, losses = self._made(documents, np.arange(len(documents)))
+        rows, losses = sequences_of(documents, np.arange(len(documents)), self.max_length, self.pack)
         if not self._said:
             self._said = self._say(losses, "data.path", f"the {len(documents)} examples read first, as of later ones")
         return rows
@@ -563,23 +544,15 @@ class FineTuneData(LightningDataModule):
             _log.warning("%s: %s; of %s", setting, "; ".join(said), of)
         return bool(said)
 
-    def _made(self, documents: Documents, selected: Integers) -> tuple[Sequences, Losses]:
-        if self.pack == "wrapped":
-            return wrapped(documents, selected, self.max_length), Losses()
-        pieces, losses = pieces_of(documents, selected, self.max_length)
-        rows = packed(documents, pieces, self.max_length) if self.pack else one_by_one(documents, pieces)
-        return rows, losses
-
     def _set_up_stream(self, *, trains: bool) -> None:
         """Read the held-out rows, and note where the rest begins; nothing to train on is an error if it ``trains``."""
         training, validation = self.streams()
-        for source in (stream.source for stream in training + validation):
+        for source in (*training.sources, *validation.sources):
             if source.note:
                 rank_zero_info(source.said)
-        self._streamed = Reader(training)
-        if validation:
-            kept_back = Documents.from_examples(example for _, example in Reader(validation).read())
-            self._validation = self._sequences(kept_back, "data.validation_path", None)
+        self._streamed = training
+        if validation.sources:
+            self._validation = self._sequences(Documents.from_examples(validation), "data.validation_path")
             return
         rows = self.validation_rows or 0
         # One row more than is held out, which shows whether anything is left to train on.
@@ -590,4 +563,4 @@ class FineTuneData(LightningDataModule):
         if first := read[:rows]:
             self._begin = first[-1][0]
             kept_back = Documents.from_examples(example for _, example in first)
-            self._validation = self._sequences(kept_back, "data.path", None)
+            self._validation = self._sequences(kept_back, "data.path")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from lt_offload.finetune.data.batches.collate import padded_width
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import ResumableBatches
-from lt_offload.finetune.data.batches.packing import one_by_one, packed, pieces_of, wrapped
+from lt_offload.finetune.data.batches.packing import sequences_of
 from lt_offload.finetune.data.examples import MOST_NAMED
 from lt_offload.finetune.data.formats import IGNORED, Example
 
@@ -25,7 +25,6 @@ STREAMED = 1000
 """Rows of streamed data that are shown."""
 _CHARACTERS = 1600
 """Characters that are shown of a sample."""
-_BARS = 8
 LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 
@@ -35,16 +34,12 @@ class DataPreview:
 
     Args:
         said: interpretation of each source.
-        examples: tokenised rows.
-        documents: the same in arrays.
-        bad: rows that were left out.
+        documents: tokenised rows.
         whole: whether these are all rows.
     """
 
     said: Sequence[str]
-    examples: Sequence[Example]
     documents: Documents
-    bad: int
     whole: bool = True
 
 
@@ -57,18 +52,14 @@ def look_at(data: FineTuneData) -> DataPreview:
     said: list[str] = []
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
-        examples_read, _ = data.examples()
-        documents = Documents(examples_read.dataset)
-        return DataPreview(said=said, examples=examples_read, documents=documents, bad=examples_read.bad)
-    examples: list[Example] = []
-    bad = 0
-    for stream in data.streams()[0]:
-        source = stream.source
+        documents, _ = data.examples()
+        return DataPreview(said=said, documents=documents)
+    stream, _ = data.streams()
+    for source in stream.sources:
         said.append(data.preparation.described(source, data.preparation.layout(source), None))
-        examples += islice(stream, STREAMED - len(examples))
-        bad += stream.bad
-    documents = Documents.from_examples(examples)
-    return DataPreview(said=said, examples=examples, documents=documents, bad=bad, whole=False)
+    documents = Documents.from_examples(islice(stream, STREAMED))
+    documents.bad = stream.bad
+    return DataPreview(said=said, documents=documents, whole=False)
 
 
 def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
@@ -87,9 +78,9 @@ def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: boo
     if color:
         legend.append(", not learned: ").append("like this", REST)
     legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
-    if samples and len(preview.examples):
+    if samples and len(preview.documents):
         yield legend
-    count = len(preview.examples)
+    count = len(preview.documents)
     for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
         yield from _sample(data, preview, index, color)
     yield from _statistics(data, preview)
@@ -99,7 +90,7 @@ def _sample(data: FineTuneData, preview: DataPreview, index: int, color: bool) -
     from rich.rule import Rule
     from rich.text import Text
 
-    example = preview.examples[index]
+    example = preview.documents[index]
     learned = sum(label != IGNORED for label in example.labels)
     yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
     text, left, inside = Text(), _CHARACTERS, False
@@ -142,14 +133,14 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
     from rich.rule import Rule
     from rich.table import Table
 
-    yield Rule("" if preview.whole else f"of the first {len(preview.examples):,} rows", align="left")
+    yield Rule("" if preview.whole else f"of the first {len(preview.documents):,} rows", align="left")
     yield from preview.said
     if data.encoder.template is not None and data.system is not None:
         yield f"System message of conversations without one: {data.system}"
-    if preview.bad:
-        yield f"{preview.bad:,} rows cannot be used and are left out"
+    if preview.documents.bad:
+        yield f"{preview.documents.bad:,} rows cannot be used and are left out"
     lengths = preview.documents.lengths
-    learned, before_cut = preview.documents.trained(data.max_length)
+    learned, _ = preview.documents.trained(data.max_length)
     if not len(lengths):
         return
     table = Table(box=None, pad_edge=False, header_style="")
@@ -160,43 +151,22 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
         marks = np.percentile(counts, (0, 50, 90, 99, 100), method="inverted_cdf")
         table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
     yield table
-    yield from _histogram(lengths, data.max_length)
-    yield from _losses(data, preview, learned, before_cut)
+    yield from _losses(data, preview.documents)
 
 
-def _histogram(lengths: Any, limit: int) -> Iterator[RenderableType]:
-    most = int(lengths.max())
-    # A few very long rows shall not press all others into one bar: the last bar is theirs.
-    usual = max(int(np.percentile(lengths, 97, method="inverted_cdf")), 1)
-    step = -(-usual // (_BARS - 1))
-    edges = [step * number for number in range(-(-usual // step) + 1)]
-    edges += [most] if most > edges[-1] else []
-    counts = [int(((lengths > low) & (lengths <= high)).sum()) for low, high in pairwise(edges)]
-    width = len(f"{most:,}")
-    yield "rows by tokens" + (f" (data.max_length={limit})" if limit < most else "")
-    for (low, high), count in zip(pairwise(edges), counts, strict=True):
-        bar = "█" * round(30 * count / max(counts)) or ("▏" if count else "")
-        mark = " <- longer: cut or split" if low < limit < high else ""
-        yield f"{low + 1:>{width},}-{high:<{width},} {count:>7,} {bar}{mark}"
-
-
-def _losses(data: FineTuneData, preview: DataPreview, learned: Any, before_cut: Any) -> Iterator[str]:
-    documents, limit = preview.documents, data.max_length
-    selected = np.arange(len(documents))
+def _losses(data: FineTuneData, documents: Documents) -> Iterator[str]:
+    limit = data.max_length
+    rows, losses = sequences_of(documents, np.arange(len(documents)), limit, data.pack)
     if data.pack == "wrapped":
-        rows = wrapped(documents, selected, limit)
         yield f"{len(rows):,} sequences of {limit:,} tokens, one text after the other"
         return
-    parts, losses = pieces_of(documents, selected, limit)
-    rows = packed(documents, parts, limit) if data.pack else one_by_one(documents, parts)
-    split = len(parts) - len(np.unique(parts.document)) if len(parts) else 0
-    if split:
+    kept = np.unique(rows.pieces.document)
+    if split := len(rows.pieces) - len(kept):
         yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
     yield from losses.said(limit)
     if losses.left_out:
-        kept = np.zeros(len(documents), bool)
-        kept[parts.document] = True
-        names = [preview.examples[int(number)].place for number in np.flatnonzero(~kept)[:MOST_NAMED]]
+        left_out = np.setdiff1d(np.arange(len(documents)), kept)[:MOST_NAMED]
+        names = [documents[int(number)].place for number in left_out]
         more = ", ..." if losses.left_out > MOST_NAMED else ""
         yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
     if not len(rows):

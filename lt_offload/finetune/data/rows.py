@@ -7,7 +7,6 @@ cannot say which row is broken, and some broken files bring the process down.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import csv
 import gzip
 import itertools
@@ -199,14 +198,8 @@ def _rows_in(whole: dict[str, Any], where: str) -> Iterator[Any]:
 # -- CSV and TSV ------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _long_fields() -> Iterator[None]:
-    # 131,072 characters unless it is told otherwise: a column with documents has more.
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+# 131,072 characters unless it is told otherwise: a column with documents has more.
+csv.field_size_limit(sys.maxsize)
 
 
 def _delimiter(first: str) -> str:
@@ -215,29 +208,19 @@ def _delimiter(first: str) -> str:
     Programs in languages with a comma in their numbers write semicolons.
     """
     # A first line that is quoted and has a comma inside is one column: so the reader of CSV counts, not str.split.
-    with _long_fields():
-        for delimiter in (",", ";", "\t"):
-            if len(next(csv.reader([first], delimiter=delimiter), [])) > 1:
-                return delimiter
-    return ","
+    counts = {each: len(next(csv.reader([first], delimiter=each), [])) for each in (",", ";", "\t")}
+    return next((delimiter for delimiter, count in counts.items() if count > 1), ",")
 
 
 def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[Row | RowFault]:
     """Yield rows; every value is text, as it stands there."""
     reader = csv.reader(_decoded(file, where), delimiter=delimiter, strict=True)
     try:
-        with _long_fields():
-            header = next(reader, [])
+        header = next(reader, [])
         doubled = sorted({name for name in header if header.count(name) > 1})
         if doubled:
             raise ConfigError(f"{where} has the column {doubled[0]!r} twice in its first line; rename one of them")
-        while True:
-            # The limit is the whole process's. It is lifted for one row
-            # at a time, as others may read between two rows.
-            with _long_fields():
-                values = next(reader, None)
-            if values is None:
-                return
+        for values in reader:
             if len(values) == len(header):
                 yield dict(zip(header, values, strict=True))
             elif values:

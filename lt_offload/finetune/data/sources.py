@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ class Source:
         place: whether the rows are on the hub, in a folder with splits, or in files without.
         files: the files, none for a data set of ``datasets``.
         note: their part of a folder that has more, in a few words.
-        open: returns the tables, ``streaming`` or not, each with the name of its file.
+        tables: tables of ``datasets``, each with the name of its file, and opened ``streaming`` or not.
     """
 
     path: str
@@ -50,31 +51,17 @@ class Source:
     place: Literal["hub", "splits", "files"] = "files"
     files: Sequence[Path] = ()
     note: str = ""
-    open: Callable[[bool], Sequence[tuple[str, Table]]] | None = None
+    tables: Sequence[tuple[str, Callable[[bool], Table]]] = ()
 
     @property
     def is_table(self) -> bool:
-        """True if rows come in Arrow's types, in which a missing key is null."""
-        return self.open is not None
+        """True if rows come from tables, all with the same columns."""
+        return bool(self.tables)
 
     @property
     def said(self) -> str:
         """The setting, and the part of a folder that is taken."""
         return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
-
-    def tables(self, *, streaming: bool) -> Sequence[tuple[str, Table]]:
-        """Return the tables of ``datasets``, each with the name of its file.
-
-        Raises:
-            ConfigError: if a file cannot be read.
-        """
-        assert self.open is not None
-        try:
-            return self.open(streaming)
-        except ConfigError:
-            raise
-        except Exception as error:  # the readers raise whatever their libraries do, each with another base class
-            raise self._unreadable(error) from error
 
     def rows(self, *, streaming: bool) -> Iterator[tuple[str, Row | RowFault]]:
         """Yield one row after the other, each with its file and its number there, which begins at 1.
@@ -85,18 +72,18 @@ class Source:
         Raises:
             ConfigError: if a file cannot be read, or only as a whole.
         """
-        if self.open is None:
-            for file in self.files:
-                of_file = read_rows(file, self.kind, self.setting, whole=not streaming)
-                for number, row in enumerate(of_file, start=1):
-                    yield f"{file.name} row {number}", row
-            return
-        for name, table in self.tables(streaming=streaming):
+        for file in () if self.is_table else self.files:
+            of_file = read_rows(file, self.kind, self.setting, whole=not streaming)
+            for number, row in enumerate(of_file, start=1):
+                yield f"{file.name} row {number}", row
+        for name, opened in self.tables:
             try:
-                for number, row in enumerate(table if streaming else _rows_of(table), start=1):
+                for number, row in enumerate(_rows_of(opened(streaming)), start=1):
                     yield f"{name} row {number}".lstrip(), row
-            except Exception as error:  # as above
-                raise self._unreadable(error) from error
+            except ConfigError:
+                raise
+            except Exception as error:  # the readers raise whatever their libraries do, each with another base class
+                raise self._unreadable(error, name) from error
 
     def first(self, *, streaming: bool) -> tuple[list[str], Row]:
         """Return the columns of the first rows, and the first one that can be read.
@@ -117,7 +104,7 @@ class Source:
             raise ConfigError(f"{self.setting}={self.path!r} has no rows that can be read{why}")
         return list(dict.fromkeys(name for row in readable for name in row)), readable[0]
 
-    def _unreadable(self, error: Exception) -> ConfigError:
+    def _unreadable(self, error: Exception, file: str) -> ConfigError:
         # The error at the bottom of a chain says what is wrong.
         root: BaseException = error
         while root.__cause__ is not None:
@@ -126,13 +113,22 @@ class Source:
         if self.kind == "hub":
             where += " is neither a file here nor a data set that the hub would give"
         else:
-            where += " cannot be read" + (f" as {self.kind}" if self.files else "")
+            where += f"{file and f' ({file})'} cannot be read" + (f" as {self.kind}" if self.files else "")
         return ConfigError(f"{where}: {first_line(root)}")
 
 
 def _rows_of(table: Table) -> Iterator[Row]:
+    # As Arrow's values: to decode pictures in other columns would take long, or a package that is not there.
     for batch in table.with_format("arrow").iter(_AT_ONCE):
-        yield from batch.to_pylist()
+        for row in batch.to_pylist():
+            yield {name: _dense(value) for name, value in row.items()}
+
+
+def _dense(value: Any) -> Any:
+    """Return ``value`` without the keys that are null because other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _dense(item) for key, item in value.items() if item is not None}
+    return [_dense(item) for item in value] if isinstance(value, list) else value
 
 
 def sources(path: str | Sequence[str], *, subset: str | None, split: str, setting: str) -> list[Source]:
@@ -147,6 +143,8 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     Raises:
         ConfigError: if there is nothing there.
     """
+    if path == PYDOC:
+        return [_pydoc(setting)]
     return [_source(item, subset, split, setting) for item in _listed(path, setting)]
 
 
@@ -164,6 +162,8 @@ def _listed(path: str | Sequence[str], setting: str) -> list[str]:
 
 
 def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
+    from datasets import load_dataset
+
     local = user_path(path)
     if is_dir(local) and (saved := [name for name in SAVED if is_file(local / name)]):
         return Source(
@@ -171,7 +171,7 @@ def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
             setting=setting,
             kind="saved",
             place="files" if SAVED[0] in saved else "splits",
-            open=lambda streaming: [("", _open_saved(path, local, split, streaming))],
+            tables=[("", lambda _: _open_saved(path, local, split))],
         )
     chosen = find_files(path, split=split, setting=setting)
     if not chosen.files:
@@ -181,7 +181,7 @@ def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
             setting=setting,
             kind="hub",
             place="hub",
-            open=lambda streaming: [("", _open_hub(path, subset, split, streaming))],
+            tables=[("", cache(lambda streaming: load_dataset(path, subset, split=split, streaming=streaming)))],
         )
     files, kind = chosen.files, str(kind_of_file(chosen.files[0]))
     return Source(
@@ -191,7 +191,7 @@ def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
         place="splits" if chosen.of_split else "files",
         files=files,
         note=chosen.note,
-        open=(lambda streaming: _open_tables(files, kind, setting, streaming)) if kind in TABLES else None,
+        tables=[(file.name, partial(_open_file, file, kind)) for file in files] if kind in TABLES else (),
     )
 
 
@@ -208,68 +208,34 @@ def _check_name(path: str, setting: str) -> None:
 # -- what datasets reads ----------------------------------------------------------------------------------------------
 
 
-def _open_tables(files: Sequence[Path], kind: str, setting: str, streaming: bool) -> list[tuple[str, Table]]:
+def _open_file(file: Path, kind: str, _: bool) -> Table:
     from datasets import load_dataset
 
-    for file in files:
-        if file.stat().st_size == 0:
-            raise ConfigError(f"{setting}: {str(file)!r} is empty; it needs at least one row")
-        _check_columns(file, kind, setting)
-    # File by file, as rows are named by file and number.
-    options: Any = {"split": "train"} | ({"streaming": True} if streaming else {})
-    return [(file.name, load_dataset(kind, data_files=[str(file)], **options)) for file in files]
+    # Streaming in any case: else all rows would be copied into a cache of datasets'.
+    return load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
 
 
-def _check_columns(file: Path, kind: str, setting: str) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    # Arrow lets two columns have one name; a row, which is a mapping, would keep one of the two.
-    if kind == "parquet":
-        names = pyarrow.parquet.read_schema(file).names
-    else:
-        with pa.memory_map(str(file)) as mapped:
-            try:
-                # datasets writes streams; other programs write the form with a table of contents at the end.
-                names = pa.ipc.open_stream(mapped).schema.names
-            except pa.ArrowInvalid:
-                mapped.seek(0)
-                names = pa.ipc.open_file(mapped).schema.names
-    doubled = [name for name in names if names.count(name) > 1]
-    if doubled:
-        raise ConfigError(f"{setting}: {str(file)!r} has the column {doubled[0]!r} twice; rename one of them")
-
-
-def _open_saved(path: str, folder: Path, split: str, streaming: bool) -> Table:
+def _open_saved(path: str, folder: Path, split: str) -> Table:
     from datasets import Dataset, load_from_disk
 
     table = load_from_disk(str(folder))
-    if not isinstance(table, Dataset):
-        if split not in table:
-            raise ConfigError(f"data.split={split!r}: {path!r} has {', '.join(map(repr, table))}")
-        table = table[split]
-    return table.to_iterable_dataset() if streaming else table
-
-
-def _open_hub(path: str, subset: str | None, split: str, streaming: bool) -> Table:
-    from datasets import load_dataset
-
-    return load_dataset(path, subset, split=split, **({"streaming": True} if streaming else {}))
+    if isinstance(table, Dataset):
+        return table
+    if split not in table:
+        raise ConfigError(f"data.split={split!r}: {path!r} has {', '.join(map(repr, table))}")
+    return table[split]
 
 
 # -- Python's language reference --------------------------------------------------------------------------------------
 
 
-def pydoc() -> tuple[Source, Source]:
-    """Return Python's language reference as sources of training and validation rows."""
-    training, validation = pydoc_topics()
-    return _given(training, "data.path"), _given(validation, "data.validation_path")
-
-
-def _given(rows: list[Row], setting: str) -> Source:
+def _pydoc(setting: str) -> Source:
     from datasets import Dataset
 
-    return Source(path=PYDOC, setting=setting, kind="pydoc", open=lambda _: [("", Dataset.from_list(rows))])
+    part = 0 if setting == "data.path" else 1
+    return Source(
+        path=PYDOC, setting=setting, kind="pydoc", tables=[("", lambda _: Dataset.from_list(pydoc_topics()[part]))]
+    )
 
 
 def pydoc_topics() -> tuple[list[Row], list[Row]]:

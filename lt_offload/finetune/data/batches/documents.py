@@ -15,20 +15,24 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Tokens = NDArray[Any]
+_OF_EXAMPLE = ["ids", "labels", "place"]
 _AT_ONCE = 1000
 """Documents that are read at a time."""
 
 
-class Documents:
-    """Ids and labels of many documents.
+class Documents(Sequence[Example]):
+    """Tokenised rows, in order.
 
     Args:
-        dataset: with lists of integers in two columns.
+        dataset: with lists of integers in two columns, and the file and row of an example in ``place``.
         ids: name of the first column.
         labels: name of the second one.
+        bad: number of rows that were left out.
     """
 
-    def __init__(self, dataset: Dataset, ids: str = "ids", labels: str = "labels") -> None:
+    def __init__(self, dataset: Dataset, ids: str = "ids", labels: str = "labels", *, bad: int = 0) -> None:
+        self.dataset = dataset
+        self.bad = bad
         self._rows = dataset.select_columns([ids, labels] if ids != labels else [ids]).with_format("arrow")
         self._columns = ids, labels
         self.lengths: NDArray[np.int64] = _joined([lengths for lengths, _ in self._labels()])
@@ -40,15 +44,21 @@ class Documents:
         from datasets import Dataset, Features, List, Value, concatenate_datasets
 
         rest = iter(examples)
-        tokens = Features({"ids": List(Value("int32")), "labels": List(Value("int32"))})
-        parts = [Dataset.from_dict({"ids": [], "labels": []}, features=tokens)]
+        tokens = List(Value("int32"))
+        features = Features({"ids": tokens, "labels": tokens, "place": Value("string")})
+        parts = [Dataset.from_dict({name: [] for name in features}, features=features)]
         while some := list(islice(rest, _AT_ONCE)):
-            columns = {"ids": [each.ids for each in some], "labels": [each.labels for each in some]}
-            parts.append(Dataset.from_dict(columns, features=tokens))
+            columns = {name: [getattr(each, name) for each in some] for name in features}
+            parts.append(Dataset.from_dict(columns, features=features))
         return cls(concatenate_datasets(parts))
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return Example(**self.dataset.select_columns(_OF_EXAMPLE)[index])
 
     def read(self, documents: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
         """Return ids and labels of some documents."""

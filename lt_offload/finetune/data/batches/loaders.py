@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lt_offload.finetune.data.batches.order import ResumableBatches
+from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
 from lt_offload.finetune.data.batches.packing import Row, Sequences
 from lt_offload.finetune.data.batches.updates import Sizes, with_tokens
-from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import Share
-from lt_offload.units import round_up
 
 Batch = dict[str, Tensor]
 Collate = Callable[[Sequence[Row]], Batch]
@@ -73,44 +72,25 @@ class ResumableLoader:
         self.batch_sampler.load_state_dict(state)
 
 
-class EvenBatches(Dataset[Batch]):
-    """The batches of ``rows`` in their order, filled up to a multiple of ``processes`` by batches without loss.
-
-    Processes that evaluate together must all take as many batches, and none may count twice.
-    """
-
-    def __init__(self, rows: Sequences, batch_size: int, collate: Collate, processes: int) -> None:
-        self._rows, self._batch_size, self._collate = rows, batch_size, collate
-        self._count = -(-len(rows) // batch_size)
-        self._processes = processes
-
-    def __len__(self) -> int:
-        return round_up(self._count, self._processes)
-
-    def __getitem__(self, number: int) -> Batch:
-        # A batch behind the last one is that one again, which has a shape that comes anyway; its labels go below.
-        begin = min(number, self._count - 1) * self._batch_size
-        batch = self._collate([self._rows[row] for row in range(begin, min(begin + self._batch_size, len(self._rows)))])
-        if number >= self._count:
-            batch["labels"] = torch.full_like(batch["labels"], IGNORED)
-        return batch
-
-
 def held_out_loader(
     rows: Sequences, *, batch_size: int, collate_fn: Collate, num_workers: int, share: Share
 ) -> DataLoader[Any]:
-    """Return the loader of held-out ``rows``, in their order; each of several processes has its ``share`` of it."""
-    generator = torch.Generator()  # as for training
-    if share.of == 1:
-        return DataLoader(
-            rows, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers, generator=generator
-        )
-    batches = EvenBatches(rows, batch_size, collate_fn, share.of)
-    # Whole batches are dealt out, not rows: dealt row by row, other rows would share a batch than in one process.
+    """Return the loader of held-out ``rows``, in their order; each of several processes has its ``share`` of it.
+
+    Processes that evaluate together must all take as many batches, and none may count twice. So whole batches are dealt
+    out, filled up by the last one without loss, which has a shape that comes anyway.
+    """
+    batches = [[*range(begin, min(begin + batch_size, len(rows)))] for begin in range(0, len(rows), batch_size)]
+    batches += [[~number for number in batches[-1]]] * (-len(batches) % share.of)
     return DataLoader(
-        batches,
+        batches,  # type: ignore[arg-type]  # a list is a data set of its items
         batch_size=None,
-        sampler=DistributedSampler(batches, share.of, share.first, shuffle=False),
+        sampler=DistributedSampler(batches, share.of, share.first, shuffle=False),  # type: ignore[arg-type]
+        collate_fn=partial(_collated, Silenced(rows), collate_fn),
         num_workers=num_workers,
-        generator=generator,
+        generator=torch.Generator(),  # as for training
     )
+
+
+def _collated(rows: Silenced, collate: Collate, numbers: list[int]) -> Batch:
+    return collate([rows[number] for number in numbers])

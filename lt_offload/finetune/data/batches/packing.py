@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.formats import IGNORED
 
 Integers = NDArray[np.int64]
+Pack = bool | Literal["wrapped"]
 Row = tuple[Tensor, Tensor, Tensor]
 """Ids, labels and positions."""
 
@@ -138,7 +139,7 @@ class Sequences(Dataset[Row]):
 
     def __init__(self, documents: Documents, pieces: Pieces, ends: Integers, *, apart: bool) -> None:
         self._documents = documents
-        self._pieces = pieces
+        self.pieces = pieces
         self._bounds = np.concatenate([np.zeros(1, np.int64), ends])
         self._apart = apart
         self.begins: Integers = self._bounds[:-1]
@@ -172,13 +173,28 @@ class Sequences(Dataset[Row]):
         counts = np.diff(self._bounds)[numbers]
         ends = np.cumsum(counts)
         order = np.repeat(self._bounds[numbers] - (ends - counts), counts) + np.arange(int(counts.sum()))
-        return Sequences(self._documents, self._pieces.take(order), ends, apart=self._apart)
+        return Sequences(self._documents, self.pieces.take(order), ends, apart=self._apart)
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """Return the pieces of a row, each as ``(document, start, stop)``."""
         part = slice(int(self._bounds[index]), int(self._bounds[index + 1]))
-        columns = (self._pieces.document[part], self._pieces.start[part], self._pieces.stop[part])
+        columns = (self.pieces.document[part], self.pieces.start[part], self.pieces.stop[part])
         return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def sequences_of(documents: Documents, selected: Integers, length: int, pack: Pack) -> tuple[Sequences, Losses]:
+    """Return the ``selected`` documents as rows of at most ``length`` tokens, and the losses.
+
+    Args:
+        documents: source of the tokens.
+        selected: numbers of documents.
+        length: of a full row.
+        pack: ``data.pack``.
+    """
+    if pack == "wrapped":
+        return wrapped(documents, selected, length), Losses()
+    pieces, losses = pieces_of(documents, selected, length)
+    return packed(documents, pieces, length) if pack else one_by_one(documents, pieces), losses
 
 
 def one_by_one(documents: Documents, pieces: Pieces) -> Sequences:
@@ -217,8 +233,3 @@ def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
     whole = np.minimum.reduceat(text, rows.begins) & (rows.lengths > 1) if len(rows) else text
     learned = [number for number in range(len(rows)) if whole[number] or (rows[number][1][1:] != IGNORED).any()]
     return rows.take(np.asarray(learned, np.int64))
-
-
-def bins_of(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Return the documents of each packed row, by their ``lengths``, none of them longer than ``length``."""
-    return best_fit(np.asarray(lengths, np.int64), length)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,35 +25,10 @@ from lt_offload.finetune.processes import Share
 
 Place = tuple[int, int]
 """Number of a source, and number of its rows that have been read."""
-Placed = tuple[Place, Example]
-"""An example, and the place after it."""
 Position = dict[str, Any]
 _STRETCH = "window"
 """Key of the number of a stretch; checkpoints have it by this name."""
 Batch = dict[str, Tensor]
-
-
-class Readable(Protocol):
-    """Examples that can be read from any row on."""
-
-    def read(self, start: int = 0) -> Iterator[tuple[int, Example]]:
-        """Yield examples from row ``start`` on, each with the number of rows that are read by then."""
-        ...
-
-
-class Reader:
-    """Several sources, one after the other."""
-
-    def __init__(self, sources: Sequence[Readable]) -> None:
-        self._sources = sources
-
-    def read(self, place: Place = (0, 0)) -> Iterator[Placed]:
-        """Yield the examples from ``place`` on."""
-        first, start = place
-        for number in range(first, len(self._sources)):
-            for rows, example in self._sources[number].read(start):
-                yield (number, rows), example
-            start = 0
 
 
 class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
@@ -63,7 +38,7 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
     batches, so that a run may go on with any number of processes.
 
     Args:
-        source: of examples.
+        read: yields the examples from a place on, each with the place after it.
         begin: place of the first training data; examples before it are held out.
         buffer: examples of a stretch.
         batch_size: sequences of a batch.
@@ -77,7 +52,7 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
 
     def __init__(
         self,
-        source: Reader,
+        read: Callable[[Place], Iterator[tuple[Place, Example]]],
         *,
         begin: Place,
         buffer: int,
@@ -89,7 +64,7 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         settings: Mapping[str, Any],
         share: Share = Share(),  # noqa: B008  # it never changes
     ) -> None:
-        self._source = source
+        self._read = read
         self._sequences = sequences
         self._collate = collate
         self._name = name
@@ -130,7 +105,7 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         """Yield the rest of a pass over the data from ``position`` on."""
         epoch, stretch, used = position["epoch"], position[_STRETCH], position["used"]
         place: Place = tuple(position["place"])
-        examples = self._source.read(place)
+        examples = self._read(place)
         while some := list(islice(examples, self._buffer)):
             sequences = self._sequences(Documents.from_examples(example for _, example in some))
             after = some[-1][0]
@@ -176,7 +151,7 @@ class StreamLoader:
             self._batches,
             batch_size=None,
             num_workers=self._workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             generator=torch.Generator(),
         )
         epoch = islice(loader, self._count)
@@ -239,5 +214,6 @@ def batches_of(trainer: Any) -> int:
     return int(max(trainer.max_steps, 1) * max(factors))
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """Return ``batch``: the collation of items that are whole already."""
     return batch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from lt_offload.finetune.data.columns import Columns
+from lt_offload.finetune.data.columns import NEEDED, Columns
 from lt_offload.finetune.data.rows import Row, RowFault, check_text, kind_of
 
 Message = dict[str, Any]
@@ -38,7 +38,7 @@ _ROLES = {
 }
 """Roles by the words that data have for them, in lower case."""
 _KNOWN_ROLES = "system, developer, user (human), assistant (gpt, bot), function_call, tool (observation)"
-_PAIR = ("instruction", "output")
+_NAME_KEYS = "--data.columns '{role: KEY, content: KEY}'"
 # Besides role and content: what templates of models that think look for, and OpenAI's weight of an answer.
 _KEPT = ("name", "reasoning_content", "thinking", "reasoning", "weight")
 
@@ -91,76 +91,51 @@ def says_something(message: Message) -> bool:
     return bool(message.get("content", "").strip() or message.get("tool_calls")) and message.get("weight", 1) != 0
 
 
-def from_chat(row: Row, layout: Columns, *, from_table: bool) -> Conversation:
-    """Return the conversation in a row with messages.
-
-    Args:
-        row: see ``layout``.
-        layout: columns of its parts.
-        from_table: whether it comes from a table, in which a missing key is null.
+def from_row(row: Row, layout: Columns) -> Conversation:
+    """Return the conversation in a row of messages, of a prompt and a completion, or of an instruction.
 
     Raises:
         RowFault: if it has none.
     """
-    column = layout.columns["messages"]
-    messages = parse_messages(row.get(column), column, layout.keys, from_table=from_table)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowFault(f"{column} has no message of the assistant, so there is nothing to learn")
-    system = _optional(row, layout, "system")
-    if system:
+    context = 0
+    if layout.format == "alpaca":
+        messages = _of_instruction(row, layout)
+    else:
+        columns = [layout.columns[role] for role in NEEDED[layout.format]]
+        *prompt, answer = (
+            parse_messages(layout.value(row, role), layout.columns[role], layout.keys) for role in NEEDED[layout.format]
+        )
+        # The answer must be in the completion: those in the prompt are context, and never learned.
+        if not any(message["role"] == "assistant" for message in answer):
+            raise RowFault(f"{columns[-1]} has no message of the assistant, so there is nothing to learn")
+        context = sum(map(len, prompt))
+        messages = [*itertools.chain(*prompt), *answer]
+    if system := layout.text(row, "system"):
         if messages[0]["role"] in ("system", "developer"):
-            raise RowFault(f"there are two system messages, in {layout.columns['system']} and in {column}")
+            raise RowFault(f"there are two system messages, in {layout.columns['system']} and in {columns[0]}")
         messages.insert(0, {"role": "system", "content": system})
-    return Conversation(messages=messages, tools=_tools(row, layout, from_table))
+    return Conversation(messages=messages, tools=_tools(row, layout), context=context)
 
 
-def from_alpaca(row: Row, layout: Columns) -> Conversation:
-    """Return the conversation of an instruction with a response.
-
-    Raises:
-        RowFault: if one of them is no text.
-    """
-    instruction, output = (check_text(_get(row, layout, role), layout.columns[role]) for role in _PAIR)
-    messages: list[Message] = []
-    if system := _optional(row, layout, "system"):
-        messages.append({"role": "system", "content": system})
-    for number, turn in enumerate(_history(row, layout), start=1):
+def _of_instruction(row: Row, layout: Columns) -> list[Message]:
+    instruction, output = layout.text(row, "instruction"), layout.text(row, "output")
+    turns = []
+    for number, turn in enumerate(history(row, layout), start=1):
         if not (isinstance(turn, Sequence) and len(turn) == 2 and not isinstance(turn, str)):
             raise RowFault(f"history: turn {number} is {kind_of(turn)}, not a pair of instruction and response")
-        question, answer = (check_text(part, f"history: turn {number}") for part in turn)
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    question = "\n\n".join(part for part in (instruction, _optional(row, layout, "input")) if part)
-    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    return Conversation(messages=messages)
+        turns.append([check_text(part, f"history: turn {number}") for part in turn])
+    turns.append(["\n\n".join(part for part in (instruction, layout.text(row, "input")) if part), output])
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
 
-def from_completion(row: Row, layout: Columns, *, from_table: bool) -> Conversation:
-    """Return the conversation of a prompt and a completion that are lists of messages.
-
-    Raises:
-        RowFault: if one of them is none.
-    """
-    prompt, completion = (
-        parse_messages(row[layout.columns[role]], layout.columns[role], layout.keys, from_table=from_table)
-        for role in ("prompt", "completion")
-    )
-    # The answer must be in the completion: those in the prompt are context, and never learned.
-    if not any(message["role"] == "assistant" for message in completion):
-        raise RowFault(f"{layout.columns['completion']} has no message of the assistant, so there is nothing to learn")
-    tools = _tools(row, layout, from_table)
-    return Conversation(messages=prompt + completion, tools=tools, context=len(prompt))
-
-
-def parse_messages(
-    value: Any, column: str, keys: Mapping[str, str] | None = None, *, from_table: bool = False
-) -> list[Message]:
+def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = None) -> list[Message]:
     """Return messages in OpenAI's form from those of OpenAI or ShareGPT.
 
     Args:
         value: a list, or JSON of one.
         column: its name, for errors.
         keys: names of the keys that hold ``role`` and ``content``, if they are none of the usual ones.
-        from_table: whether a missing key is null.
 
     Raises:
         RowFault: if a message is none.
@@ -175,7 +150,7 @@ def parse_messages(
     calls: list[str] = []
     for number, item in enumerate(value, start=1):
         try:
-            message = _message(item, keys or {}, from_table)
+            message = _message(item, keys or {})
         except RowFault as fault:
             raise RowFault(f"{column}: message {number}: {fault}") from None
         _link(message, calls)
@@ -183,47 +158,17 @@ def parse_messages(
     return messages
 
 
-def other_keys(row: Row, layout: Columns, *, from_table: bool = False) -> dict[str, str] | None:
-    """Return keys for ``role`` and ``content`` in ``data.columns`` with which an unusable ``row`` can be used.
-
-    None if there are none, or they are named already.
-
-    Args:
-        row: see ``layout``.
-        layout: columns of its parts.
-        from_table: whether a missing key is null.
-    """
-    column = layout.columns.get("messages")
-    value = row.get(column) if column is not None else None
-    if layout.keys or not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
-        return None
-    texts: dict[str, int] = {}
-    for item in value:
-        for key, text in item.items():
-            texts[key] = texts.get(key, 0) + (sum(map(str.isalpha, text)) if isinstance(text, str) else 0)
-    # What is said has more letters than times, names and numbers of messages.
-    for content, role in itertools.permutations(sorted(texts, key=lambda key: -texts[key]), 2):
-        # Keys are tried, not guessed: only those with which the whole row can be used are worth telling.
-        keys = {"role": role, "content": content}
-        try:
-            from_chat(row, replace(layout, keys=keys), from_table=from_table)
-        except RowFault:
-            continue
-        return keys
-    return None
-
-
-def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
+def _message(item: Any, keys: Mapping[str, str]) -> Message:
     if not isinstance(item, Mapping):
         raise RowFault(f"is {kind_of(item)}, not an object with role and content")
-    # OpenAI says role and content, ShareGPT from and value. A row of a table has the keys of
-    # all others, too, with null in them, so that a key that is there proves nothing.
-    role_key = keys.get("role") or ("role" if item.get("role") is not None or "from" not in item else "from")
-    content_key = keys.get("content") or ("content" if "content" in item and role_key != "from" else "value")
-    if "content" not in item and "value" not in item:
-        content_key = keys.get("content", "content")
-    if role_key not in item:
-        raise RowFault(f"has no {role_key!r}, it has {', '.join(map(repr, item)) or 'nothing'}")
+    # OpenAI says role and content, ShareGPT from and value.
+    role_key = keys.get("role") or ("from" if "from" in item and "role" not in item else "role")
+    content_key = keys.get("content") or ("value" if "value" in item and role_key == "from" else "content")
+    called = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else None)
+    for key in (role_key,) if called else (role_key, content_key):
+        if key not in item:
+            has = ", ".join(map(repr, item)) or "nothing"
+            raise RowFault(f"has no {key!r}, it has {has}; name its keys with {_NAME_KEYS}")
     name = check_text(item[role_key], role_key)
     role = _ROLES.get(name.lower())
     if role is None:
@@ -234,14 +179,13 @@ def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
         calls = _json(check_text(item.get(content_key), of_role), of_role)
         calls = calls if isinstance(calls, list) else [calls]
         return {"role": "assistant", "content": "", "tool_calls": [_call(call, of_role) for call in calls]}
-    called = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else None)
     if called is not None and role != "assistant":
         raise RowFault(f"(role {name!r}) has tool_calls, which only the assistant can make")
     message: Message = {"role": role, "content": _content(item.get(content_key), of_role, bool(called))}
     if called is not None:
         if not isinstance(called, list | tuple):
             raise RowFault(f"tool_calls is {kind_of(called)}, not a list")
-        message["tool_calls"] = [_call(_dense(call) if from_table else call, "tool_calls") for call in called]
+        message["tool_calls"] = [_call(call, "tool_calls") for call in called]
     if role == "tool" and isinstance(item.get("tool_call_id"), str):
         message["tool_call_id"] = item["tool_call_id"]
     for key in _KEPT:
@@ -303,8 +247,8 @@ def _link(message: Message, calls: list[str]) -> None:
         message.setdefault("tool_call_id", first)
 
 
-def _tools(row: Row, layout: Columns, from_table: bool) -> list[Message] | None:
-    value = _get(row, layout, "tools")
+def _tools(row: Row, layout: Columns) -> list[Message] | None:
+    value = layout.value(row, "tools")
     name = layout.columns.get("tools", "tools")
     if isinstance(value, str):
         value = _json(value, name) if value.strip() else None
@@ -322,13 +266,17 @@ def _tools(row: Row, layout: Columns, from_table: bool) -> list[Message] | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowFault(f"{name} has an entry that is no function with a name: {kind_of(tool)}")
         _check_json(tool, name)
-        tool = _dense(tool) if from_table else dict(tool)
-        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
     return tools
 
 
-def _history(row: Row, layout: Columns) -> Sequence[Any]:
-    value = _get(row, layout, "history")
+def history(row: Row, layout: Columns) -> Sequence[Any]:
+    """Return the turns before an instruction.
+
+    Raises:
+        RowFault: if they are no list.
+    """
+    value = layout.value(row, "history")
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -336,20 +284,6 @@ def _history(row: Row, layout: Columns) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise RowFault(f"history is {kind_of(value)}, not a list of pairs")
     return value
-
-
-def _get(row: Row, layout: Columns, role: str) -> Any:
-    column = layout.columns.get(role)
-    if column is None:
-        return None
-    if column not in row and role in ("instruction", "output"):
-        raise RowFault(f"{column} is missing")
-    return row.get(column)
-
-
-def _optional(row: Row, layout: Columns, role: str) -> str:
-    value = _get(row, layout, role)
-    return "" if value is None else check_text(value, layout.columns[role])
 
 
 def _json(text: str, name: str) -> Any:
@@ -364,10 +298,3 @@ def _check_json(value: Any, name: str) -> None:
         check_text(json.dumps(value, ensure_ascii=False, default=str), name)
     except RecursionError:
         raise RowFault(f"{name} is nested too deeply") from None
-
-
-def _dense(value: Any) -> Any:
-    """Return ``value`` without the keys that are null because other rows have them."""
-    if isinstance(value, Mapping):
-        return {key: _dense(item) for key, item in value.items() if item is not None}
-    return [_dense(item) for item in value] if isinstance(value, list) else value

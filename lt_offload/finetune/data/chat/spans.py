@@ -1,14 +1,13 @@
 """The assistant's words in the text of a conversation, to the character.
 
 A template may say it itself (``{% generation %}``). For the others the text is compared with that of the same
-conversation with marked or changed messages, so that templates which write earlier turns differently are understood,
-too. A turn begins where the prompt that asks for it ends, and ends where the next message begins: the token that ends
-it is learned.
+conversation, shortened or with a changed message, so that templates which write earlier turns differently are
+understood, too. A turn begins where the prompt that asks for it ends, and ends where the next message begins: the token
+that ends it is learned.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +17,8 @@ from lt_offload.finetune.data.chat.conversations import Conversation, Message
 from lt_offload.finetune.data.chat.templates import ChatTemplate, Span
 from lt_offload.finetune.data.rows import RowFault
 
-_FIRST_MARK = 0xF0000
-_MARKS = re.compile("[\U000f0000-\U000fffff]")
-_MORE = {"tool_calls", "reasoning_content", "thinking", "reasoning"}
-"""Keys of messages with more words than those of their content."""
+_MARKS = 0xF0000
+"""First of the characters that no text has, one for each message."""
 _OTHER = "\U00100001"
 """A character that no text has, the content of changed messages."""
 
@@ -60,13 +57,11 @@ class Locator:
             text, generated = self.template.render_with_spans(messages, conversation.tools)
         except RowFault as fault:
             raise self.template.blame(conversation, fault) from None
-        # Checked with marks, too: a template with marks can leave out a message like any other.
-        if generated is not None:
-            self._check_complete(conversation, text)
-            if (spans := _of_turns(generated, messages, turns)) is not None:
-                return text, spans
-        places = self._places(conversation, text)
-        return text, [self._span(conversation, text, turn, places) for turn in turns]
+        # A template that marks answers can leave out a message like any other.
+        self._check_complete(conversation)
+        if generated is not None and (spans := _of_turns(generated, messages, turns)) is not None:
+            return text, spans
+        return text, [self._span(conversation, text, turn, self.surroundings) for turn in turns]
 
     @property
     def closing(self) -> str:
@@ -85,7 +80,7 @@ class Locator:
         try:
             before, text = self.template.render(messages[:1]), self.template.render(messages)
             # The first answer, which others follow: the last one of a conversation may be written in another way.
-            begin, end = self._compared(Conversation(messages=messages), text, 1, Surroundings())
+            begin, end = self._span(Conversation(messages=messages), text, 1, Surroundings())
         except RowFault:
             return Surroundings()
         header = text[len(before) : begin] if text.startswith(before) else ""
@@ -95,74 +90,7 @@ class Locator:
         closing = text[start + len("answer") : end]
         return Surroundings(header, text[begin:start], closing, not closing and self._token_at(text, end) > 0)
 
-    def _places(self, conversation: Conversation, text: str) -> dict[int, Span] | None:
-        """Return the spans of the words of each message, without white space around them; None if they are unclear.
-
-        Raises:
-            RowFault: if a message is left out.
-        """
-        messages = conversation.messages
-        # A message takes two of the 65,536 characters of the private plane that marks
-        # are of. A text that has some of them already cannot be marked.
-        if _MARKS.search(text) is not None or len(messages) > 30_000:
-            return None
-        marked = []
-        expected = {}
-        for number, message in enumerate(messages):
-            content = message["content"]
-            core = content.strip()
-            # Marks stand around the words alone: templates trim messages, and would keep white space inside of marks.
-            if core:
-                begin, end = chr(_FIRST_MARK + 2 * number), chr(_FIRST_MARK + 2 * number + 1)
-                left = len(content) - len(content.lstrip())
-                content = f"{content[:left]}{begin}{core}{end}{content[left + len(core) :]}"
-                expected[number] = len(core)
-            marked.append(message | {"content": content})
-        try:
-            written = self.template.render(marked, conversation.tools)
-        except RowFault:
-            return None
-        marks: dict[int, list[int]] = {}
-        plain = []
-        position = last = 0
-        for mark in _MARKS.finditer(written):
-            plain.append(written[last : mark.start()])
-            position += mark.start() - last
-            last = mark.end()
-            marks.setdefault((ord(mark[0]) - _FIRST_MARK) // 2, []).append(position)
-        # The marks have changed what is written (a template may look at how a message begins): they tell nothing.
-        if "".join([*plain, written[last:]]) != text:
-            self._check_complete(conversation, text)
-            return None
-        for number in expected:
-            if number not in marks:
-                raise _left_out(messages, number, self.template)
-        # A message that is written twice, or in part, has no place.
-        return {n: (at[0], at[1]) for n, at in marks.items() if len(at) == 2 and at[1] - at[0] == expected[n]}
-
-    def _span(self, conversation: Conversation, text: str, turn: int, places: dict[int, Span] | None) -> Span:
-        around = self.surroundings
-        message = conversation.messages[turn]
-        last = turn == len(conversation.messages) - 1
-        if places is not None and turn in places and not _MORE & message.keys():
-            begin, end = places[turn]
-            core = message["content"].strip()
-            left, right = message["content"].split(core, 1) if core else ("", "")
-            # White space around the words is learned where the template has kept it, between what it writes itself.
-            if left and text[:begin].endswith(around.header + around.opening + left):
-                begin -= len(left)
-            if text.startswith(right + around.closing, end):
-                end += len(right)
-            if text[:begin].endswith(around.header + around.opening) and around.header:
-                begin -= len(around.opening)
-                # Behind the last answer there is only what ends it, whatever the template writes there.
-                if last:
-                    return begin, len(text)
-                if around.closing and text.startswith(around.closing, end):
-                    return begin, end + len(around.closing)
-        return self._compared(conversation, text, turn, around)
-
-    def _compared(self, conversation: Conversation, text: str, turn: int, around: Surroundings) -> Span:
+    def _span(self, conversation: Conversation, text: str, turn: int, around: Surroundings) -> Span:
         """Return the span of a turn, from texts of shorter conversations, or of one with other words in the turn."""
         messages, tools = conversation.messages, conversation.tools
         begin = self._asked(messages, tools, turn, text) if turn else None
@@ -187,10 +115,10 @@ class Locator:
             if header < 0 and around.opening and text.endswith(around.opening, before, words[0]):
                 begin -= len(around.opening)
         if end is None:
-            if until is None:
-                raise self._unclear(messages, turn)
             # What follows the words if nothing follows the turn, as far as it is written here as well.
-            closing = until[self._changed(messages[: turn + 1], tools, turn, until)[1] :]
+            closing = around.closing
+            if until is not None:
+                closing = until[self._changed(messages[: turn + 1], tools, turn, until)[1] :]
             common = commonprefix([closing, text[words[1] :]])
             if len(common) < len(closing):  # what ends the conversation is not what ends a turn in the middle
                 common = common[: self._whole_tokens(text, words[1], words[1] + len(common)) - words[1]]
@@ -262,16 +190,20 @@ class Locator:
         except RowFault:
             return None
 
-    def _check_complete(self, conversation: Conversation, text: str) -> None:
+    def _check_complete(self, conversation: Conversation) -> None:
         """Raise ``RowFault`` if the template leaves a message out."""
-        messages = conversation.messages
-        for number, message in enumerate(messages):
-            if not message["content"].strip() or message["content"].strip() in text:
-                continue
-            changed = [*messages[:number], message | {"content": _OTHER}, *messages[number + 1 :]]
-            written = self._rendered(changed, conversation.tools)
-            if written is not None and _OTHER not in written:
-                raise _left_out(messages, number, self.template)
+        messages, tools = conversation.messages, conversation.tools
+        marks = {number: chr(_MARKS + number) for number, each in enumerate(messages) if each["content"].strip()}
+        written = self._rendered(
+            [message | {"content": marks.get(number, "")} for number, message in enumerate(messages)], tools
+        )
+        for number, mark in marks.items():
+            if written is None or mark not in written:
+                # A template may look at other contents, so that only a change of this one alone tells.
+                changed = [*messages[:number], messages[number] | {"content": mark}, *messages[number + 1 :]]
+                alone = self._rendered(changed, tools)
+                if alone is not None and mark not in alone:
+                    raise _left_out(messages, number, self.template)
 
     def _unclear(self, messages: Sequence[Message], turn: int) -> RowFault:
         return RowFault(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,10 +28,6 @@ TOOLS_AS_TEXT = (
     "the chat template has no place for functions: they are described in the system message, and calls are JSON "
     "between <tool_call> and </tool_call>"
 )
-_SECONDS = 20.0
-"""Processor time for the text of one conversation, which takes milliseconds."""
-_LONGEST = 100_000_000
-"""Characters of a conversation's text at most: as many as a hundred long novels."""
 _TOOLS = (
     "These functions can be called:\n<tools>\n{tools}\n</tools>\n"
     "A call is a JSON object with the keys name and arguments between <tool_call> and </tool_call>."
@@ -54,30 +47,6 @@ class Abilities:
     tools: bool
     calls: Literal["object", "text"] | None
     results: bool
-
-
-class _Endless(BaseException):
-    """The end of a template's time. Templates are rendered by code that catches every ``Exception``."""
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Enclose a template's rendering, which raises ``_Endless`` after ``_SECONDS`` of processor time."""
-    # Signals come to the main thread alone, which prepares data, in loaders' processes, too.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expired(*_: object) -> None:
-        raise _Endless
-
-    before = signal.signal(signal.SIGVTALRM, expired)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 class ChatTemplate:
@@ -115,7 +84,6 @@ class ChatTemplate:
 
         Raises:
             RowFault: if the template refuses the conversation.
-            ConfigError: if the template does not come to an end.
         """
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -125,30 +93,21 @@ class ChatTemplate:
         marked = _MARKERS.search(text) is not None
         try:
             # transformers' own renderer, with its filters and functions, as templates are written for it.
-            with _limited():
-                rendered: Any = render_jinja_template(
-                    [list(messages)],
-                    list(tools) if tools else None,
-                    chat_template=text,
-                    return_assistant_tokens_mask=marked,
-                    add_generation_prompt=ask,
-                    **special,
-                )
+            rendered: Any = render_jinja_template(
+                [list(messages)],
+                list(tools) if tools else None,
+                chat_template=text,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=ask,
+                **special,
+            )
         # Templates call methods of what they are given, so a message of a
         # kind that they do not expect is any of these.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+        ) as error:  # fmt: skip
             raise RowFault(f"the chat template ({self.name}) refuses it: {first_line(error)}") from error
-        except (_Endless, RecursionError, MemoryError):
-            raise self._endless() from None
-        if len(rendered[0][0]) > _LONGEST:
-            raise self._endless()
         return rendered[0][0], rendered[1][0] if marked else None
-
-    def _endless(self) -> ConfigError:
-        return ConfigError(
-            f"the chat template ({self.name}) does not come to an end with one conversation: it loops, calls itself, "
-            "or writes without end; mend it, or name another one with data.template"
-        )
 
     def blame(self, conversation: Conversation, fault: RowFault) -> RowFault:
         """Return ``fault`` with the first message that the template refuses."""

@@ -26,11 +26,10 @@ def encoder(own: Any, template: str | None = None, **settings: Any) -> Encoder:
 def encode(made: Encoder, row: Row, format: Any = "auto", **columns: str) -> Example:
     layout = find_columns(format, columns, list(row), row, "data.path")
     made.check(layout)
-    [found] = made.encode([row], layout, from_table=False)
+    [found] = made.encode([row], layout)
     if isinstance(found, RowFault):
         raise found
-    example: Example = found[0]
-    return example
+    return found
 
 
 def learned(example: Example) -> list[int]:
@@ -221,6 +220,6 @@ def test_rows_of_both_kinds_in_one_batch_keep_their_order() -> None:
     own = tokenizer("bytes", begins=True)
     layout = Columns("text", {"text": "text"}, {})
     rows: list[Any] = [{"text": "Yes"}, RowFault("bad"), {"text": 3}, {"text": "no"}]
-    made = encoder(own).encode(rows, layout, from_table=False)
+    made: list[Any] = encoder(own).encode(rows, layout)
     assert [isinstance(each, RowFault) for each in made] == [False, True, True, False]
-    assert [own.decode(made[i][0].ids) for i in (0, 3)] == ["<s>Yes</s>", "<s>no</s>"]
+    assert [own.decode(made[i].ids) for i in (0, 3)] == ["<s>Yes</s>", "<s>no</s>"]

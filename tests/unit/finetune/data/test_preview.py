@@ -46,7 +46,6 @@ def test_plain_text(tokenizer: str, path: str) -> None:
     assert "1 rows have no answer or text to learn\n1 rows are left out: rows.jsonl row 1\n" in text
     assert "behind" not in text
     assert "19 sequences of up to 60 tokens in 5 batches of 4, the last one of 3, 11.8% of" in text
-    assert "<- longer: cut or split" in text
     assert max(map(len, text.splitlines())) <= 80
     assert shown(data, 0).startswith("───")
 

@@ -8,16 +8,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.examples import Examples
+from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.module import FineTuneData
 
 
-def made(tokenizer: str, path: Path | str, **settings: Any) -> Examples:
+def made(tokenizer: str, path: Path | str, **settings: Any) -> Documents:
     return FineTuneData(tokenizer, path=str(path), **settings).examples()[0]
 
 
@@ -126,44 +124,22 @@ def test_roles_have_many_words_in_any_case(tokenizer: str, tmp_path: Path) -> No
     assert made(tokenizer, path)[0] == made(tokenizer, path)[1]
 
 
-def said(role: str, content: str, column: str = "messages", **more: object) -> dict[str, object]:
-    pairs = [("User", "hi"), ("bot", "a long answer")]
-    return {column: [{role: who, content: what, **more} for who, what in pairs]}
-
-
 @pytest.mark.parametrize(
-    ("row", "columns", "hint"),
+    ("role", "content", "what"),
     [
-        (said("speaker", "says"), {}, "{role: speaker, content: says}"),
-        (said("speaker", "says", time="2026-01-01 00:00:00"), {}, "{role: speaker, content: says}"),
-        (said("role", "text"), {}, "{role: role, content: text}"),
-        (said("who", "content", "talk"), {"messages": "talk"}, "{messages: talk, role: who, content: content}"),
+        ("speaker", "says", "message 1: has no 'role', it has 'speaker', 'says'"),
+        ("role", "text", "message 1: has no 'content', it has 'role', 'text'"),
     ],
 )
-def test_keys_of_messages_that_would_work_are_named(
-    tokenizer: str, tmp_path: Path, row: dict[str, object], columns: dict[str, str], hint: str
+def test_other_keys_of_messages_are_to_be_named(
+    tokenizer: str, tmp_path: Path, role: str, content: str, what: str
 ) -> None:
-    path = lines(tmp_path / "rows.jsonl", row, row)
-    for settings in ({}, {"skip_bad_rows": True}):
-        with pytest.raises(ConfigError, match="2 of 2 rows cannot be used") as caught:
-            made(tokenizer, path, columns=columns, **settings)
-        assert str(caught.value).endswith(f"say which key of a message is which: --data.columns '{hint}'")
-    table = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), table)
-    with pytest.raises(ConfigError, match=f"1 of 1 rows cannot be used .* is which: --data.columns '{hint}'"):
-        made(tokenizer, table, columns=columns)
-    data = FineTuneData(tokenizer, path=str(path), columns=columns, streaming=True, validation_rows=0)
-    with pytest.raises(ConfigError, match=f"a row cannot be used .* is which: --data.columns '{hint}'"):
-        list(data.streams()[0][0])
-    named = dict(pair.split(": ") for pair in hint.strip("{}").split(", "))
-    assert len(made(tokenizer, path, columns=named)) == 2
-
-
-def test_no_keys_are_named_that_would_not_work(tokenizer: str, tmp_path: Path) -> None:
-    odd = {"messages": [{"speaker": "Ann", "says": "hi"}, {"speaker": "Ben", "says": "hey"}]}
-    for rows in ([odd], [said("speaker", "says"), chat(HI, HEY)], [chat()]):
-        with pytest.raises(ConfigError, match="mend or remove them, or set data.skip_bad_rows=true"):
-            made(tokenizer, lines(tmp_path / "rows.jsonl", *rows))
+    turns = [{role: who, content: words} for who, words in (("User", "hi"), ("bot", "a long answer"))]
+    path = lines(tmp_path / "rows.jsonl", {"messages": turns})
+    with pytest.raises(ConfigError) as caught:
+        made(tokenizer, path)
+    assert f"{what}; name its keys with --data.columns '{{role: KEY, content: KEY}}'" in str(caught.value)
+    assert len(made(tokenizer, path, columns={"role": role, "content": content})) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches.attention import check_packing
-from lt_offload.finetune.data.batches.collate import Fill
+from lt_offload.finetune.data.batches.collate import Collate
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.packing import packed, pieces_of
 from lt_offload.finetune.data.formats import IGNORED, Example
@@ -73,7 +73,7 @@ def batch(*documents: Example) -> dict[str, Tensor]:
     """Return a batch of as many rows as best fit needs for the ``documents``."""
     made = Documents.from_examples(documents)
     rows = packed(made, pieces_of(made, np.arange(len(made)), LENGTH)[0], LENGTH)
-    return Fill(0, LENGTH, positions=True)([rows[number] for number in range(len(rows))])
+    return Collate(0, LENGTH, True)([rows[number] for number in range(len(rows))])
 
 
 def computed(net: nn.Module, tokens: dict[str, Tensor], of: slice = slice(None)) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from lt_offload.finetune.data.batches.collate import Fill, Pad
+from lt_offload.finetune.data.batches.collate import Collate
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.packing import (
     Pieces,
     Sequences,
     best_fit,
-    bins_of,
     one_by_one,
     packed,
     pieces_of,
@@ -63,9 +62,9 @@ def test_best_fit_takes_the_fullest_bin_with_room(seed: int) -> None:
 
 
 def test_the_bin_that_waits_longest_is_taken() -> None:
-    assert bins_of([3, 3, 2, 2, 1, 1], 5) == [[0, 2], [1, 3], [4, 5]]
-    assert bins_of([5, 4, 4, 1, 1], 5) == [[0], [1, 3], [2, 4]]
-    assert bins_of([], 5) == []
+    assert best_fit(np.array([3, 3, 2, 2, 1, 1], int), 5) == [[0, 2], [1, 3], [4, 5]]
+    assert best_fit(np.array([5, 4, 4, 1, 1], int), 5) == [[0], [1, 3], [2, 4]]
+    assert best_fit(np.array([], int), 5) == []
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -131,7 +130,7 @@ def test_rows_can_be_taken() -> None:
 @pytest.mark.parametrize("positions", [True, False])
 def test_packed_batches_are_of_one_width(positions: bool) -> None:
     rows = rows_of(examples(3, 2, 4), 6)
-    batch = Fill(99, 6, positions=positions)([rows[0], rows[1]])
+    batch = Collate(99, 6, positions or "wrapped")([rows[0], rows[1]])
     assert batch["input_ids"].tolist() == [[6, 7, 8, 9, 4, 5], [1, 2, 3, 99, 99, 99]]
     assert batch["labels"].tolist() == [[IGNORED, 7, 8, 9, IGNORED, 5], [IGNORED, 2, 3, *[IGNORED] * 3]]
     assert sorted(batch) == ["input_ids", "labels", *(["position_ids"] if positions else [])]
@@ -144,7 +143,7 @@ def test_padding(lengths: tuple[int, int], width: int) -> None:
     documents = Documents.from_examples(examples(*lengths))
     count = np.arange(len(documents))
     rows = Sequences(documents, Pieces(document=count, start=0 * count, stop=documents.lengths), count + 1, apart=True)
-    batch = Pad(0, 20)([rows[0], rows[1]])
+    batch = Collate(0, 20, False)([rows[0], rows[1]])
     assert {t.shape for t in batch.values()} == {(2, width)}
     for row, length in enumerate(lengths):
         assert batch["input_ids"][row, :length].tolist() == rows[row][0].tolist()

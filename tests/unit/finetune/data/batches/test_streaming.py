@@ -11,11 +11,11 @@ import pytest
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.collate import Fill
+from lt_offload.finetune.data.batches.collate import Collate
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import Sequences, packed, pieces_of
-from lt_offload.finetune.data.batches.streaming import Reader, StreamedBatches, StreamLoader
+from lt_offload.finetune.data.batches.streaming import Place, StreamedBatches, StreamLoader
 from lt_offload.finetune.data.formats import IGNORED, Example
 
 LENGTH = 12
@@ -42,9 +42,16 @@ def sequences(documents: Documents) -> Sequences:
 
 def loader(*sources: Source, workers: int = 0, count: int = 40, **settings: Any) -> StreamLoader:
     defaults: dict[str, Any] = {"begin": (0, 0), "buffer": 7, "batch_size": 3, "seed": 5, "sequences": sequences}
+
+    def read(place: Place) -> Iterator[tuple[Place, Example]]:
+        first, start = place
+        for number, source in enumerate(sources[first:], start=first):
+            for rows, example in source.read(start if number == first else 0):
+                yield (number, rows), example
+
     batches = StreamedBatches(
-        Reader(sources),
-        collate=Fill(0, LENGTH, positions=True),
+        read,
+        collate=Collate(0, LENGTH, True),
         name="data.path=x",
         **defaults | {"settings": {}} | settings,
     )

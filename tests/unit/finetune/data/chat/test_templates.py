@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat import templates
 from lt_offload.finetune.data.chat.conversations import Conversation
 from lt_offload.finetune.data.chat.templates import TOOLS_AS_TEXT, Abilities, ChatTemplate, find_template
 from tests.unit.finetune.data.chat.test_spans import CALLS, ENDED, SHIPPED
@@ -186,18 +185,3 @@ def test_what_functions_return_is_ipythons_for_llama3() -> None:
     written = template.render([{"role": "user", "content": "a"}, {"role": "tool", "content": "3"}])
     assert written.count("<|start_header_id|>ipython<|end_header_id|>\n\n3") == 1
     assert "tool" not in written
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-        "{{ 'a' * 200000000 }}",
-        "{{ 'a' * 10**15 }}",
-    ],
-)
-def test_a_template_without_end_is_one_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=r"the chat template \(own\) does not come to an end .* data.template"):
-        own(text).fit(Conversation(messages=MESSAGES, tools=TOOLS))
