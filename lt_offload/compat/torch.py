@@ -333,8 +333,6 @@ def clear_cublas_workspaces() -> None:
 save_records: Any = torch.serialization._save
 """The part of ``torch.save`` that fills an archive. A collector in the archive's place learns which records there would
 be, so that checkpoints are written in the order in which memory changes."""
-open_archive: Any = torch.serialization._open_zipfile_writer
-"""The archive that it writes."""
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

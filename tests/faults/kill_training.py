@@ -38,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lt_offload import OffmateStrategy
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.profile import Profile
+from lt_offload.strategy.checkpoint import archive
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.first import sample as prepare
 from tests.parity.several.training import begin_forked
@@ -137,25 +138,6 @@ def train(folder: Path, shared: Path, asynchronous: bool, pipe: int) -> None:
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
-class Dying:
-    """A file that is written to no further than to a given byte."""
-
-    def __init__(self, path: Path, left: int) -> None:
-        self._file = path.open("wb", buffering=0)
-        self._left = left
-
-    def write(self, data: bytes) -> int:
-        """Write, or write a part of it and die."""
-        if len(data) >= self._left:
-            self._file.write(bytes(data)[: self._left])
-            die()
-        self._left -= len(data)
-        return self._file.write(data) or 0
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
 def die() -> None:
     """End this process as the kernel would."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -163,12 +145,20 @@ def die() -> None:
 
 def arm(save: int, what: str, byte: int) -> None:
     """Let this process die in its ``save``-th save, at ``byte`` of the file or at one of ``OPERATIONS``."""
-    state = {"saves": 0}
-    archive, flush, replace = checkpoint._archive, checkpoint.flush, Path.replace
+    state = {"saves": 0, "left": byte}
+    fill, write, flush, replace = archive.fill, archive._write, archive.flush, Path.replace
 
-    def written(records: Any, path: Path, read: Any) -> None:
+    def filled(*args: Any) -> dict[int, int]:
         state["saves"] += 1
-        archive(records, Dying(path, byte) if state["saves"] == save and what == "byte" else path, read)
+        return fill(*args)
+
+    def written(descriptor: int, content: bytes | memoryview, at: int) -> int:
+        if state["saves"] == save and what == "byte":
+            if len(content) >= state["left"]:
+                os.pwrite(descriptor, content[: state["left"]], at)
+                die()
+            state["left"] -= len(content)
+        return write(descriptor, content, at)
 
     def around(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def operation(path: Path, *args: Any) -> Any:
@@ -182,8 +172,8 @@ def arm(save: int, what: str, byte: int) -> None:
 
         return operation
 
-    checkpoint._archive = written
-    checkpoint.flush = around("file", flush)
+    archive.fill, archive._write = filled, written
+    archive.flush = around("file", flush)
     Path.replace = around("renamed" if what == "renamed" else "about to be renamed", replace)  # type: ignore[method-assign]
 
 

@@ -28,7 +28,7 @@ from lt_offload.distributed import sums, watch
 from lt_offload.execute.updates import others
 from lt_offload.execute.updates.arrivals import Arrivals
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.strategy.checkpoint import files, several
+from lt_offload.strategy.checkpoint import archive, files
 from tests.parity.several.training import begin_forked, environment, free_port
 from tests.support import trainers
 
@@ -125,10 +125,9 @@ def train(kind: str, place: str, folder: Path, rank: int, count: int, machines: 
         elif place.startswith("update"):
             Updates._on_host = broken(Updates._on_host, injector, at=8)  # type: ignore[method-assign]  # and for this
         elif place == "part":
-            several._write = broken(several._write, injector, at=PIECES)  # in the middle of the second file
+            archive._write = broken(archive._write, injector, at=PIECES)  # in the middle of the second file
         else:
-            # Of the second file; a process that is alone on its machine writes it by itself.
-            files.flush = several.flush = broken(files.flush, injector, at=3)
+            archive.flush = broken(archive.flush, injector, at=3)  # of the second file
     saver = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     strategy = lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
     # Whichever of two plans is faster by what was measured: where they differ, it is said which is meant.

@@ -1,98 +1,254 @@
-"""The layout of a checkpoint file before anything is written, so that several processes can fill it.
+"""New checkpoint files, which are complete or absent, filled by one process or by several.
 
-The file is a zip archive like those of ``torch.save``: records without compression whose bytes begin at multiples of
-64, with a CRC-32 of each. Torch's own writer takes one record after the other, in one process. (Format: PKWARE's
-APPNOTE 6.3, 4.3 to 4.5.)
+A file is a zip archive like those of ``torch.save``: records without compression whose bytes begin at multiples of 64,
+with a CRC-32 of each. Torch's own writer takes one record after the other, in one process. Here the places of all
+records are known before anything is written, so that they are written in any order, straight from their storages, into
+a partial file next to the target, which replaces the target once it is on disk.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import itertools
+import os
+import pickle
+import shutil
 import struct
-from collections.abc import Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from lt_offload.units import round_up
+import torch
 
+from lt_offload.compat.torch import address_of, save_records
+from lt_offload.errors import CheckpointError, OffloadError
+from lt_offload.units import format_bytes, round_up
+
+Reading = Callable[[torch.UntypedStorage], AbstractContextManager[torch.UntypedStorage]]
+"""A context around reading a storage; yields the storage with the bytes to save."""
+SUFFIX = ".lt_offload-partial"
+"""The end of names of files that this package is writing; other partial files are not touched."""
 ALIGNMENT = 64
 """Bytes: as torch aligns storages, so that tensors of a mapped file may begin anywhere."""
 _FOLDER = "archive/"
 """The prefix of each name, which torch's reader takes from the first one."""
-_VERSION = 45
-"""The first version of the format with sizes of 64 bits."""
-_1980 = 0x21
-"""The first day that the format knows, as a date of all records."""
-_FULL, _MANY = 0xFFFFFFFF, 0xFFFF
-"""Marks in fields of 32 and 16 bits: the number stands elsewhere, in 64 bits."""
-_LONG, _PADDING = 0x0001, 0x4246
-"""Kinds of extra fields: numbers of 64 bits, and padding with torch's mark."""
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_LONG_END = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR = struct.Struct("<4sIQI")
+_HEADER = 30 + 20 + 4
+"""Most bytes of a record's header beside its name: numbers of 64 bits and an empty padding included."""
+_PADDING = 0x4246
+"""Torch's mark of an extra field that is padding."""
+_ABOUT_OFFSETS = {".format_version", ".storage_alignment"}
+"""Records about the places of others in files of torch's own writer."""
+_PIECE = 4 << 20
+"""Bytes that are added up and written at once, so that they are in the processor's cache for the second."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_serial = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class RecordPlace:
-    """One record's place."""
+@dataclass(slots=True)
+class Record:
+    """One file in the archive of a checkpoint."""
 
-    name: bytes
-    header: int
-    """Offset of its header."""
-    data: int
-    """Offset of its bytes."""
+    name: str
+    content: str | bytes | None
+    storage: torch.UntypedStorage | None
+    """The bytes, in place of ``content``."""
     nbytes: int
+    header: int = 0
+    """Offset of its header in the file."""
+    offset: int = 0
+    """Offset of its bytes."""
 
     @property
-    def _is_long(self) -> bool:
-        return self.nbytes >= _FULL
-
-    def local(self, crc: int) -> bytes:
-        """Return the bytes between ``header`` and ``data``."""
-        extra = _extra(self.nbytes, self.nbytes) if self._is_long else b""
-        size = _FULL if self._is_long else self.nbytes
-        left = self.data - self.header - _LOCAL.size - len(self.name) - len(extra)
-        extra += struct.pack("<HH", _PADDING, left - 4) + bytes(left - 4)
-        fields = (b"PK\3\4", _VERSION, 0, 0, 0, _1980, crc, size, size, len(self.name), len(extra))
-        return _LOCAL.pack(*fields) + self.name + extra
-
-    def central(self, crc: int) -> bytes:
-        """Return its line of the archive's table of contents."""
-        size, at = (_FULL if self._is_long else self.nbytes), min(self.header, _FULL)
-        long = ([self.nbytes] * 2 if self._is_long else []) + ([self.header] if at == _FULL else [])
-        extra = _extra(*long) if long else b""
-        sizes = (crc, size, size, len(self.name), len(extra))
-        return _CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _1980, *sizes, 0, 0, 0, 0, at) + self.name + extra
+    def address(self) -> int:
+        """The address of ``storage``; 0 without one."""
+        return 0 if self.storage is None else address_of(self.storage)
 
 
-def lay_out(sizes: Sequence[tuple[str, int]]) -> list[RecordPlace]:
-    """Return the places of records, given by their names and bytes, one behind the other."""
-    places, end = [], 0
-    for name, nbytes in sizes:
-        full = f"{_FOLDER}{name}".encode()
-        least = end + _LOCAL.size + len(full) + (len(_extra(0, 0)) if nbytes >= _FULL else 0) + 4
-        places.append(RecordPlace(full, end, round_up(least, ALIGNMENT), nbytes))
-        end = places[-1].data + nbytes
-    return places
+class _Collector:
+    """A stand-in for torch's archive that keeps its records: storages as they are, everything else pickled."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write_record(self, name: str, content: Any, nbytes: int) -> None:
+        """Keep the record."""
+        storage = content if isinstance(content, torch.UntypedStorage) else None
+        self.records.append(Record(name, content if storage is None else None, storage, nbytes))
 
 
-def end_of(entries: Sequence[RecordPlace]) -> int:
-    """Return the offset of the table of contents."""
-    return entries[-1].data + entries[-1].nbytes
+def _records_of(checkpoint: dict[str, Any]) -> list[Record]:
+    """Return the records that ``torch.save`` writes, in its order."""
+    collector = _Collector()
+    serialize: Any = save_records
+    serialize(checkpoint, collector, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    collector.write_record("version", "3\n", 2)  # of the format; torch's own writer adds it in the end
+    return [record for record in collector.records if record.name not in _ABOUT_OFFSETS]
 
 
-def contents(entries: Sequence[RecordPlace], sums: Mapping[int, int]) -> bytes:
-    """Return the table of contents, which ends the file; ``sums`` has each CRC-32, by the offset of the bytes."""
-    table = b"".join(entry.central(sums[entry.data]) for entry in entries)
-    start, count = end_of(entries), len(entries)
-    end = b""
-    if count >= _MANY or start + len(table) >= _FULL:
-        fields = (_LONG_END.size - 12, _VERSION, _VERSION, 0, 0, count, count, len(table), start)
-        end += _LONG_END.pack(b"PK\6\6", *fields) + _LOCATOR.pack(b"PK\6\7", 0, start + len(table), 1)
-    short = min(count, _MANY)
-    end += _END.pack(b"PK\5\6", 0, 0, short, short, min(len(table), _FULL), min(start, _FULL), 0)
-    return table + end
+def lay_out(records: Iterable[Record]) -> int:
+    """Give ``records`` their places, one behind the other; return the offset behind the last one."""
+    end = 0
+    for record in records:
+        record.header = end
+        record.offset = round_up(end + _HEADER + len(_FOLDER) + len(record.name), ALIGNMENT)
+        end = record.offset + record.nbytes
+    return end
 
 
-def _extra(*numbers: int) -> bytes:
-    return struct.pack(f"<HH{len(numbers)}Q", _LONG, 8 * len(numbers), *numbers)
+class NewFile:
+    """A file that is written in place of ``path``, whose previous contents stay until the new ones are on disk.
+
+    Raises:
+        CheckpointError: if the disk has no room for it beside the old one, or if it cannot be made.
+    """
+
+    def __init__(self, path: Path, checkpoint: dict[str, Any]) -> None:
+        self.path, self._all = path, _records_of(checkpoint)
+        self._end = lay_out(self._all)
+        self._over = False
+        self.records = [*self._all]
+        """The records to write, in any order."""
+        with explaining(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Before the first byte is written: filling the disk up would make other programs fail, too.
+            if self._end > shutil.disk_usage(path.parent).free:
+                raise OSError(errno.ENOSPC, f"it takes {format_bytes(self._end)}")
+            self._partial, self._file = locked_file(path)
+
+    @property
+    def descriptor(self) -> int:
+        """The open file's."""
+        return self._file.fileno()
+
+    def write(
+        self, records: Iterable[Record], read: Reading, by_others: Callable[[], Mapping[int, int]] = dict
+    ) -> None:
+        """Write ``records`` and give the file its name; if that fails, nothing is left of the new file.
+
+        Args:
+            records: those that this process writes.
+            read: encloses reading a storage.
+            by_others: waits for other processes, which write the rest; returns their CRC-32 by offset.
+
+        Raises:
+            CheckpointError: if the disk is full, or the folder cannot be written any more.
+        """
+        try:
+            with explaining(self.path):
+                self._finish({**fill(self.descriptor, records, read), **by_others()})
+            self._over = True
+        finally:
+            self.close()
+
+    def _finish(self, sums: Mapping[int, int]) -> None:
+        """Write headers and table of contents with the CRC-32 ``sums`` by offset, and give the file its name."""
+        entries = []
+        for record in self._all:
+            entry = zipfile.ZipInfo(_FOLDER + record.name)
+            entry.header_offset, entry.CRC = record.header, sums[record.offset]
+            entry.file_size = entry.compress_size = record.nbytes
+            # The header ends where the bytes begin.
+            padding = record.offset - record.header - len(entry.FileHeader()) - 4
+            entry.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
+            _write(self.descriptor, entry.FileHeader(), record.header)
+            entry.extra = b""
+            entries.append(entry)
+        with zipfile.ZipFile(self._file, "w") as archive:
+            archive.filelist, archive.start_dir = entries, self._end
+        # First the bytes, of all processes, then the name: after a power cut the target is the old file or the new one.
+        flush(self._partial)
+        self._partial.replace(self.path)
+        flush(self.path.parent)  # the renaming, too, survives a power cut
+
+    def close(self) -> None:
+        """Let go of the file; remove it if it is not complete."""
+        if not self._over:
+            self._over = True
+            self._partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._file.close()
+
+
+def locked_file(path: Path) -> tuple[Path, BinaryIO]:
+    """Make a partial file for ``path``, and lock it: the mark of a process that lives and writes it."""
+    # A name of its own: what a killed run has left might still be written to by another process of that run.
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{next(_serial)}{SUFFIX}")
+    while True:
+        file = partial.open("x+b")
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        if partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat()):
+            return partial, file
+        file.close()  # another process took the new file for a leftover before it was locked
+
+
+def fill(descriptor: int, records: Iterable[Record], read: Reading) -> dict[int, int]:
+    """Write ``records`` to their places and return their CRC-32, by their offsets."""
+    sums = {}
+    for record in records:
+        if record.storage is None:
+            content = record.content.encode() if isinstance(record.content, str) else record.content or b""
+            sums[record.offset] = _write(descriptor, content[: record.nbytes], record.offset)
+            continue
+        with read(record.storage) as storage:
+            sums[record.offset] = _write(descriptor, _bytes(storage), record.offset)
+    return sums
+
+
+def _bytes(storage: torch.UntypedStorage) -> memoryview | bytes:
+    if not storage.nbytes():
+        return b""
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _write(descriptor: int, content: bytes | memoryview, at: int) -> int:
+    """Write all of ``content`` from ``at`` on; return its CRC-32. Other threads may run meanwhile."""
+    whole, crc = memoryview(content), 0
+    for begin in range(0, len(whole), _PIECE):
+        piece = whole[begin : begin + _PIECE]
+        crc = zlib.crc32(piece, crc)
+        done = 0
+        while done < len(piece):
+            written = os.pwrite(descriptor, piece[done:], at + begin + done)
+            if not written:
+                raise OSError(errno.EIO, "nothing more can be written")
+            done += written
+    return crc
+
+
+def flush(path: Path) -> None:
+    """Wait until the written bytes of a file or folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def explaining(target: Path) -> Iterator[None]:
+    """Raise ``CheckpointError`` for the system's errors within the context, where ``target`` is written."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except OSError as error:
+        raise CheckpointError(explained(target, error)) from error
+
+
+def explained(target: Path, error: OSError) -> str:
+    """Return one sentence with the reason why ``target`` was not written, and the way out."""
+    folder = next(parent for parent in target.parents if parent.exists())
+    way_out = "choose another folder with dirpath= of ModelCheckpoint or trainer.default_root_dir"
+    if error.errno in _FULL:
+        size = f"{error.strerror}, " if error.strerror and "takes" in error.strerror else ""
+        free = format_bytes(shutil.disk_usage(folder).free)
+        return f"checkpoint {target} was not written, the disk is full ({size}{free} are free); make room, or {way_out}"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"checkpoint {target} cannot be written, {folder} is read-only ({error.strerror}); {way_out}"
+    return f"checkpoint {target} cannot be written: {error.strerror or error}; {way_out}"

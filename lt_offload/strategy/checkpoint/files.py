@@ -1,23 +1,19 @@
-"""Checkpoint files that are complete or absent, without a second copy in RAM.
+"""Checkpoint files, read and written without a second copy in RAM.
 
 A checkpoint of fp32 AdamW training takes twelve bytes per parameter, as much RAM as training itself. Lightning's own
-file code serialises it into memory first; here tensors go straight from their storages to a partial file next to the
-target, which replaces the target once it is on disk, and loading maps the file. The format is Lightning's: any Trainer
-reads these files, and the other way round.
+file code serialises it into memory first; here tensors go straight from their storages to the file, and loading maps
+the file. The format is Lightning's: any Trainer reads these files, and the other way round.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import pickle
-import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +23,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.torch import address_of, open_archive, save_records, version_of
-from lt_offload.errors import CheckpointError
+from lt_offload.compat.torch import version_of
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.machine.pages import forget
 from lt_offload.model.optimizers import put, tensor_at, tensors_of
+from lt_offload.strategy.checkpoint.archive import SUFFIX, NewFile, Reading, Record, explaining
 from lt_offload.strategy.checkpoint.foreign import reading
 from lt_offload.strategy.checkpoint.writer import Writer
 from lt_offload.units import format_bytes
@@ -45,16 +41,10 @@ else:
     _Base = object
 
 
-Reading = Callable[[torch.UntypedStorage], AbstractContextManager[torch.UntypedStorage]]
-"""A context around reading a storage; yields the storage with the bytes to save."""
-_as_it_is: Reading = nullcontext
-_SUFFIX = ".lt_offload-partial"
-"""The end of names of files that this package is writing; other partial files are not touched."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LITTLE_MEMORY = 16 << 20
 """Bytes that are always copied for a checkpoint that is written later, however little RAM is left."""
 _LITTLE = 1 << 20
-"""Bytes: with less room a disk counts as full when torch's writer fails; pages of smaller tensors stay in RAM."""
+"""Bytes: pages of smaller tensors stay in RAM."""
 _VERSION_AS_LOADED = 1
 """Torch's count of in-place changes of a tensor that was just loaded; a page that was written is not the file's."""
 
@@ -65,18 +55,16 @@ def prepare(folder: Path) -> None:
     Raises:
         CheckpointError: if no file can be written there.
     """
-    probe = folder / f".{os.getpid()}{_SUFFIX}"
+    probe = folder / f".{os.getpid()}{SUFFIX}"
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
+    with explaining(folder / "*"):
         folder.mkdir(parents=True, exist_ok=True)
         # Only a trial shows it: the permissions of a folder on a read-only disk may allow writing.
         probe.touch()
         probe.unlink()
         for path in absent:  # whoever saves something makes them
             path.rmdir()
-    except OSError as error:
-        raise CheckpointError(explained(folder / "*", error)) from error
-    for leftover in folder.glob(f".*{_SUFFIX}"):
+    for leftover in folder.glob(f".*{SUFFIX}"):
         with suppress(FileNotFoundError):  # another run that starts has been faster
             _remove_leftover(leftover)
 
@@ -94,113 +82,14 @@ def _remove_leftover(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@dataclass(slots=True)
-class Record:
-    """One file in the archive of a checkpoint."""
-
-    name: str
-    content: str | bytes | None
-    storage: torch.UntypedStorage | None
-    """The bytes, in place of ``content``."""
-    nbytes: int
-    offset: int = 0
-    """Offset of its bytes in a file that several processes write."""
-
-    @property
-    def address(self) -> int:
-        """The address of ``storage``; 0 without one."""
-        return 0 if self.storage is None else address_of(self.storage)
-
-
-def records(checkpoint: dict[str, Any]) -> list[Record]:
-    """Return the records that ``torch.save`` writes, in its order: storages as they are, everything else pickled."""
-    collector = _Collector()
-    serialize: Any = save_records
-    serialize(checkpoint, collector, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
-    return collector.records
-
-
-class _Collector:
-    """A stand-in for the archive that keeps its records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write_record(self, name: str, content: Any, nbytes: int) -> None:
-        """Keep the record."""
-        storage = content if isinstance(content, torch.UntypedStorage) else None
-        self.records.append(Record(name, content if storage is None else None, storage, nbytes))
-
-
 def save(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Write ``checkpoint`` to the local file ``path``, whose previous contents stay until the new ones are on disk.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; nothing is left of the new file.
     """
-    content = records(checkpoint)
-    make_room(content, path)
-    write(content, path)
-
-
-def make_room(records: Iterable[Record], path: str | Path) -> None:
-    """Make the folder of ``path``, and check that ``records`` fit beside the file that they replace.
-
-    Raises:
-        CheckpointError: if they do not, or the folder cannot be made.
-    """
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Before the first byte is written: filling the disk up would make other programs fail, too.
-        needed, free = sum(record.nbytes for record in records), shutil.disk_usage(target.parent).free
-        if needed > free:
-            raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)}")
-    except OSError as error:
-        raise CheckpointError(explained(target, error)) from error
-
-
-def write(records: Iterable[Record], path: str | Path, read: Reading = _as_it_is) -> None:
-    """Write ``records`` to the local file ``path``, whose previous contents stay until the new ones are on disk.
-
-    Args:
-        records: in the order in which they are written.
-        path: in a folder that exists.
-        read: encloses reading a storage.
-
-    Raises:
-        CheckpointError: if the disk is full or the folder cannot be written; nothing is left of the new file.
-    """
-    target = Path(path)
-    partial = partial_name(target)
-    try:
-        try:
-            with _locked(partial):
-                _archive(records, partial, read)
-                # First the bytes, then the name: after a power cut the target is the old file or the new one.
-                flush(partial)
-                partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        flush(target.parent)  # the renaming, too, survives a power cut
-    except OSError as error:
-        raise CheckpointError(explained(target, error)) from error
-    except RuntimeError as error:  # torch's writer does not say why it failed
-        if shutil.disk_usage(target.parent).free > _LITTLE:
-            raise
-        raise CheckpointError(explained(target, OSError(errno.ENOSPC, ""))) from error
-
-
-def _archive(records: Iterable[Record], file: Any, read: Reading) -> None:
-    """Write ``records`` to ``file``, a path or something to write to, as ``torch.save`` would in this order."""
-    with open_archive(os.fspath(file) if isinstance(file, Path) else file) as archive:
-        for record in records:
-            if record.storage is None:
-                archive.write_record(record.name, record.content, record.nbytes)
-                continue
-            with read(record.storage) as storage:
-                archive.write_record(record.name, storage, record.nbytes)
+    file = NewFile(Path(path), checkpoint)
+    file.write(file.records, nullcontext)
 
 
 def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -297,50 +186,6 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
                 _forget(read)
 
 
-def explained(target: Path, error: OSError) -> str:
-    """Return one sentence with the reason why ``target`` was not written, and the way out."""
-    folder = next(parent for parent in target.parents if parent.exists())
-    way_out = "choose another folder with dirpath= of ModelCheckpoint or trainer.default_root_dir"
-    if error.errno in _FULL:
-        size = f"{error.strerror}, " if error.strerror and "takes" in error.strerror else ""
-        free = format_bytes(shutil.disk_usage(folder).free)
-        return f"checkpoint {target} was not written, the disk is full ({size}{free} are free); make room, or {way_out}"
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"checkpoint {target} cannot be written, {folder} is read-only ({error.strerror}); {way_out}"
-    return f"checkpoint {target} cannot be written: {error.strerror or error}; {way_out}"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Make ``path`` and hold a lock on it: the mark of a process that lives and writes it."""
-    while True:
-        with path.open("ab") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
-            if is_locked(file.fileno(), path):
-                yield
-                return
-        # another process took the new file for a leftover before it was locked
-
-
-def is_locked(descriptor: int, path: Path) -> bool:
-    """Return whether a file that was locked when it was open is still the one at ``path``."""
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-
-
-def partial_name(path: Path, mark: str = "") -> Path:
-    """Return the name of a file that becomes ``path``; with a ``mark`` one of several."""
-    return path.with_name(f".{path.name}{mark and '.' + mark}{_SUFFIX}")
-
-
-def flush(path: Path) -> None:
-    """Wait until the written bytes of a file or folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class AtomicCheckpointIO(_Base):
     """A Lightning ``CheckpointIO`` over :func:`save` and :func:`load`; remote paths are left to Lightning's own.
 
@@ -358,82 +203,45 @@ class AtomicCheckpointIO(_Base):
         else:
             save(checkpoint, local_path)
 
-    def save_snapshot(self, checkpoint: dict[str, Any], path: Path, snapshot: HostSnapshot, *, later: bool) -> None:
-        """Write a checkpoint file in the order in which training changes its tensors.
+    def save_snapshot(self, begin: Callable[[], NewFile | FilePart], snapshot: HostSnapshot, *, later: bool) -> None:
+        """Write a checkpoint file, or one of several processes' part of it, in the order in which training changes it.
 
         Args:
-            checkpoint: as it is now.
-            path: of a local file.
-            snapshot: of tensors in ``checkpoint`` that training will change; is closed.
+            begin: makes the file, as the checkpoint is now; all processes that have a part in it call this.
+            snapshot: of tensors in it that training will change; is closed.
             later: write it on a thread of its own, while training goes on. What ``snapshot`` does not hold is copied
-                first; if there is no room for that, it is written now.
+                first; if there is no room for that, it is written now. Each process decides for itself.
 
         Raises:
             CheckpointError: if it cannot be written, or one that was to be written later could not.
         """
         with ExitStack() as undo:
             undo.callback(snapshot.close)
-            self._check()
-            content = records(checkpoint)
-            make_room(content, path)
-            self._carry_out(
-                lambda records, read: write(records, path, read), content, path, snapshot, undo, later=later
-            )
-
-    def save_part(self, begin: Callable[[], FilePart], path: Path, snapshot: HostSnapshot, *, later: bool) -> None:
-        """Write one of several processes' part of a checkpoint file, in the order in which training changes it.
-
-        Args:
-            begin: makes the part; all processes call it.
-            path: of the file.
-            snapshot: of tensors in the part that training will change; is closed.
-            later: as for :meth:`save_snapshot`; each process decides for itself.
-
-        Raises:
-            CheckpointError: as :meth:`save_snapshot` does; also if another process could not write its part.
-        """
-        with ExitStack() as undo:
-            undo.callback(snapshot.close)
-            self._check()
-            part = begin()
-            undo.callback(part.close)
-            self._carry_out(part.write, part.records, path, snapshot, undo, later=later)
-
-    def _check(self) -> None:
-        if self._writer is not None:
-            self._writer.check()
-
-    def _carry_out(
-        self,
-        write: Callable[[list[Record], Reading], None],
-        records: list[Record],
-        path: Path,
-        snapshot: HostSnapshot,
-        undo: ExitStack,
-        *,
-        later: bool,
-    ) -> None:
-        """Let ``write`` write ``records``, now or ``later``, and close ``undo`` afterwards."""
-        # In the order in which training changes them: in another one, more would have to be copied aside.
-        records.sort(key=lambda record: -1 if record.storage is None else snapshot.rank(record.storage))
-        loose = [r for r in records if r.storage is not None and not snapshot.holds(r.storage)]
-        nbytes = sum(record.nbytes for record in loose)
-        if later and nbytes > max(snapshot.room, _LITTLE_MEMORY):
-            rank_zero_warn(
-                f"checkpoint {path} is written while training waits: it holds {format_bytes(nbytes)} that is no "
-                f"weight and no state of the optimizer, and RAM for a copy of {format_bytes(snapshot.room)} is left"
-            )
-            later = False
-        if not later:
-            self.wait()
-            write(records, _reading(snapshot))
-            return
-        for record in loose:
-            record.storage = _copied(record.storage)
-        if self._writer is None:
-            self._writer = Writer()
-        # From here on the writer closes the snapshot, when it has written it.
-        self._writer.submit(partial(_write_and_close, write, records, snapshot, undo.pop_all()))
+            if self._writer is not None:
+                self._writer.check()
+            file = begin()
+            undo.callback(file.close)
+            # In the order in which training changes them: in another one, more would have to be copied aside.
+            records = sorted(file.records, key=lambda r: -1 if r.storage is None else snapshot.rank(r.storage))
+            loose = [r for r in records if r.storage is not None and not snapshot.holds(r.storage)]
+            nbytes = sum(record.nbytes for record in loose)
+            if later and nbytes > max(snapshot.room, _LITTLE_MEMORY):
+                rank_zero_warn(
+                    f"checkpoint {file.path} is written while training waits: it holds {format_bytes(nbytes)} that is "
+                    f"no weight and no state of the optimizer, and RAM for a copy of {format_bytes(snapshot.room)} is "
+                    "left"
+                )
+                later = False
+            if not later:
+                self.wait()
+                file.write(records, _reading(snapshot))
+                return
+            for record in loose:
+                record.storage = _copied(record.storage)
+            if self._writer is None:
+                self._writer = Writer()
+            # From here on the writer closes file and snapshot, when it has written it.
+            self._writer.submit(partial(_write_and_close, file, records, snapshot, undo.pop_all()))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file, once all that are to be written are complete: till then it may be the last complete one."""
@@ -459,8 +267,10 @@ class AtomicCheckpointIO(_Base):
 
     def teardown(self) -> None:
         """Block until all files are written; raises ``CheckpointError`` if one could not be."""
-        if self._writer is not None:
-            self._writer.close()
+        if (writer := self._writer) is not None:
+            writer.close()
+            self._writer = None
+            writer.check()
 
 
 def _copied(storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
@@ -473,11 +283,9 @@ def _reading(snapshot: HostSnapshot) -> Reading:
     return lambda storage: snapshot.reading(storage) if snapshot.holds(storage) else nullcontext(storage)
 
 
-def _write_and_close(
-    write: Callable[[list[Record], Reading], None], records: list[Record], snapshot: HostSnapshot, undo: ExitStack
-) -> None:
+def _write_and_close(file: NewFile | FilePart, records: list[Record], snapshot: HostSnapshot, undo: ExitStack) -> None:
     with undo:
-        write(records, _reading(snapshot))
+        file.write(records, _reading(snapshot))
 
 
 def local(path: str | Path) -> Path | None:

@@ -17,6 +17,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.execute.iteration import HALFWAY
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.strategy.checkpoint import sums
+from lt_offload.strategy.checkpoint.archive import NewFile
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state, local, reading_once
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.namespaces import NAMESPACES, bind
@@ -183,13 +184,12 @@ class Checkpoints(_Base):
             return
         with engine.at_rest():
             snapshot = engine.snapshot(available_host_bytes() // (2 * self.num_processes))
-            if ranks is None:
-                files.save_snapshot(checkpoint, path, snapshot, later=later)
-                return
-            from lt_offload.strategy.checkpoint.several import FilePart
+            begin: Any = partial(NewFile, path, checkpoint)
+            if ranks is not None:
+                from lt_offload.strategy.checkpoint.several import FilePart
 
-            begin = partial(FilePart, ranks.machine, path, checkpoint, engine.host_copies)
-            files.save_part(begin, path, snapshot, later=later)
+                begin = partial(FilePart, ranks.machine, path, checkpoint, engine.host_copies)
+            files.save_snapshot(begin, snapshot, later=later)
 
     def finish_saves(self) -> None:
         """Block until all checkpoints are written; raises ``CheckpointError`` if one could not be.

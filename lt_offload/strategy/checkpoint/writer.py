@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Queue
 
 Job = Callable[[], None]
 
@@ -16,26 +16,19 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._moved = threading.Condition()
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._left = 0
-        """Jobs that are not over."""
+        self._jobs: Queue[Job | None] = Queue()
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._work, name="lt_offload checkpoints", daemon=True)
+        self._thread.start()
 
     @property
     def busy(self) -> bool:
         """True while a job is left."""
-        return self._left > 0
+        return self._jobs.unfinished_tasks > 0
 
     def submit(self, job: Job) -> None:
         """Do ``job`` when all before it are over."""
-        with self._moved:
-            self._left += 1
         self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="lt_offload checkpoints", daemon=True)
-            self._thread.start()
 
     def if_all_went_well(self, job: Job) -> None:
         """Do ``job`` when all before it are over; leave it out if one of them has failed."""
@@ -43,8 +36,7 @@ class Writer:
 
     def wait(self) -> None:
         """Block until nothing is left to do."""
-        with self._moved:
-            self._moved.wait_for(lambda: not self._left)
+        self._jobs.join()
 
     def check(self) -> None:
         """Raise the first error of a job, once."""
@@ -53,13 +45,10 @@ class Writer:
             raise error
 
     def close(self) -> None:
-        """Wait for all jobs, end the thread, and raise the first error."""
+        """Wait for all jobs, and end the thread."""
         self.wait()
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-        self.check()
+        self._jobs.put(None)
+        self._thread.join()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -69,6 +58,4 @@ class Writer:
                 # The first one: those behind it mostly follow from it.
                 self._error = self._error or error
             del job  # or an idle thread would keep a checkpoint
-            with self._moved:
-                self._left -= 1
-                self._moved.notify_all()
+            self._jobs.task_done()

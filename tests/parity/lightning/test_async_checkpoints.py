@@ -24,7 +24,7 @@ from lt_offload.errors import CheckpointError
 from lt_offload.execute.memory import snapshots
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import offmate
-from lt_offload.strategy.checkpoint import files, hooks
+from lt_offload.strategy.checkpoint import archive, files, hooks
 from lt_offload.strategy.checkpoint.writer import Writer
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
@@ -42,7 +42,7 @@ class Late:
         self.begin = begin = threading.Event()
         self.waited = False
         self.aside = 0
-        archive = files._archive
+        fill = archive.fill
         late = self
 
         class Condition(threading.Condition):
@@ -51,9 +51,9 @@ class Late:
                 begin.set()
                 return super().wait(timeout)
 
-        def begun(*args: Any) -> None:
+        def begun(*args: Any) -> dict[int, int]:
             begin.wait()
-            archive(*args)
+            return fill(*args)
 
         def noted(given: snapshots.Snapshots, key: int) -> None:
             let_go(given, key)
@@ -61,7 +61,7 @@ class Late:
 
         let_go = snapshots.Snapshots._let_go
         monkeypatch.setattr(snapshots.Snapshots, "_let_go", noted)
-        monkeypatch.setattr(files, "_archive", begun)
+        monkeypatch.setattr(archive, "fill", begun)
         monkeypatch.setattr(snapshots, "threading", SimpleNamespace(Condition=Condition))
 
     def let_go(self, trainer: Any) -> None:
@@ -270,14 +270,15 @@ def test_the_last_complete_file_is_not_removed_before_the_next_is_complete(
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def full(step: int) -> Callable[..., None]:
+def full(step: int) -> Callable[..., dict[int, int]]:
     """Return what writes files until the disk is full, in the save number ``step``."""
-    archive, count = files._archive, iter(range(1, 100))
+    fill, count = archive.fill, iter(range(1, 100))
 
-    def write(records: Any, file: Path, read: Any) -> None:
-        archive(records[: len(records) // 2], file, read)
+    def write(descriptor: int, records: Any, read: Any) -> dict[int, int]:
         if next(count) >= step:
+            fill(descriptor, records[: len(records) // 2], read)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return fill(descriptor, records, read)
 
     return write
 
@@ -286,7 +287,7 @@ def full(step: int) -> Callable[..., None]:
 def test_a_full_disk_is_said_at_the_next_save_or_at_the_end(
     step: int, seen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_archive", full(step))
+    monkeypatch.setattr(archive, "fill", full(step))
     module = seeded_module()
 
     class Patient(Saving):
@@ -305,7 +306,7 @@ def test_a_full_disk_is_said_at_the_next_save_or_at_the_end(
 def test_an_error_of_training_is_not_hidden_by_one_of_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_archive", full(1))
+    monkeypatch.setattr(archive, "fill", full(1))
 
     class Failing(Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:

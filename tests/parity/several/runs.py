@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lt_offload
-from lt_offload.strategy.checkpoint import several
+from lt_offload.strategy.checkpoint import archive
 from tests.parity.several import training
 from tests.parity.several.trainers import MEMORY, Synced, Unfrozen
 from tests.support import trainers
@@ -103,18 +103,18 @@ def every_step(folder: Path) -> dict[str, Any]:
 @contextmanager
 def counted(file: Path) -> Iterator[None]:
     """Leave in ``file`` the bytes that this process writes into checkpoints of all."""
-    fill, before = several._fill, Counter[str]()
+    fill, before = archive.fill, Counter[str]()
 
     def counting(descriptor: int, records: Any, read: Any) -> dict[int, int]:
         found = list(records)
         before["bytes"] += sum(record.nbytes for record in found)
         return fill(descriptor, found, read)
 
-    several._fill = counting
+    archive.fill = counting
     try:
         yield
     finally:
-        several._fill = fill
+        archive.fill = fill
         file.write_text(str(before["bytes"]))
 
 

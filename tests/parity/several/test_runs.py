@@ -91,7 +91,7 @@ def test_a_checkpoint_of_all_is_one_that_any_program_reads(folder: Path) -> None
             assert archive.testzip() is None
         sums.check(path, files.load(path))
     assert (kept[0].parent / "last.ckpt").resolve() == kept[-1].resolve()
-    assert not list(folder.glob(f"**/.*{files._SUFFIX}"))
+    assert not list(folder.glob(f"**/.*{files.SUFFIX}"))
 
 
 def test_others_go_on_in_the_middle_of_an_epoch_with_what_is_left_of_it(folder: Path) -> None:

@@ -401,7 +401,7 @@ def stores() -> None:
         torch.distributed.destroy_process_group()
 
 
-@check("the order in which a checkpoint is written", "save_records", "open_archive")
+@check("the order in which a checkpoint is written", "save_records")
 def files() -> None:
     names: list[str] = []
 

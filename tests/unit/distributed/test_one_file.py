@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 import zipfile
-import zlib
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lt_offload.compat.torch import address_of
 from lt_offload.strategy.checkpoint import archive, files, sums
-from lt_offload.strategy.checkpoint.several import NewFile, _fill
-
-
-def by_file(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write ``checkpoint`` by itself."""
-    new = NewFile(path, checkpoint, {}, 1)
-    new.finish(_fill(new.descriptor, new.own, files._as_it_is))
+from lt_offload.strategy.checkpoint.archive import NewFile, Record
 
 
 def test_torch_reads_it_as_its_own(tmp_path: Path) -> None:
@@ -31,8 +25,8 @@ def test_torch_reads_it_as_its_own(tmp_path: Path) -> None:
         "none": torch.empty(0),
         "n": 7,
     }
-    by_file(tmp_path / "ours", content)
-    files.save(content, tmp_path / "torchs")
+    files.save(content, tmp_path / "ours")
+    torch.save(content, tmp_path / "torchs")
     for mapped in (False, True):
         found = torch.load(tmp_path / "ours", weights_only=True, mmap=mapped)
         expected = torch.load(tmp_path / "torchs", weights_only=True, mmap=mapped)
@@ -50,14 +44,14 @@ def test_torch_reads_it_as_its_own(tmp_path: Path) -> None:
 
 
 def test_offsets_that_torch_can_compute_are_not_promised(tmp_path: Path) -> None:
-    by_file(tmp_path / "ours", {"a": torch.arange(10.0), "b": torch.arange(7)})
+    files.save({"a": torch.arange(10.0), "b": torch.arange(7)}, tmp_path / "ours")
     with torch.utils.serialization.config.patch({"load.calculate_storage_offsets": True}):
         found = torch.load(tmp_path / "ours", mmap=True, weights_only=True)
     assert torch.equal(found["b"], torch.arange(7))
 
 
 def test_a_bit_that_is_turned_is_noticed(tmp_path: Path) -> None:
-    by_file(tmp_path / "ours", {"state_dict": {"a": torch.arange(100.0)}})
+    files.save({"state_dict": {"a": torch.arange(100.0)}}, tmp_path / "ours")
     with zipfile.ZipFile(tmp_path / "ours") as ours:
         at = next(entry.header_offset for entry in ours.infolist() if entry.filename.endswith("data/0"))
     with (tmp_path / "ours").open("r+b") as file:
@@ -69,43 +63,50 @@ def test_a_bit_that_is_turned_is_noticed(tmp_path: Path) -> None:
         sums.check(tmp_path / "ours", files.load(tmp_path / "ours"))
 
 
-def test_tensors_and_files_of_more_than_4_gib(tmp_path: Path) -> None:
-    """The bytes are holes of the file, so that they take neither disk nor time."""
+def written(path: Path, monkeypatch: pytest.MonkeyPatch, *records: Record) -> None:
+    """Write ``records``, whose bytes in storages stay holes of the file: they take neither disk nor time."""
+    monkeypatch.setattr(archive, "_records_of", lambda _: list(records))
+    monkeypatch.setattr(archive.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    new = NewFile(path, {})
+    holes = [record for record in new.records if record.content is None]
+    small = [record for record in new.records if record.content is not None]
+    new.write(small, nullcontext, lambda: {hole.offset: 0 for hole in holes})
+
+
+def test_tensors_and_files_of_more_than_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = torch.arange(5).numpy().tobytes()
-    entries = archive.lay_out([("data/0", 2**32 + 100), ("data/1", len(small)), ("version", 2)])
-    contents = {entry.data: content for entry, content in zip(entries, (b"", small, b"3\n"), strict=True)}
-    crcs = {at: zlib.crc32(content) for at, content in contents.items()}
-    with (tmp_path / "large").open("w+b") as file:
-        for entry in entries:
-            assert entry.data % archive.ALIGNMENT == 0
-            os.pwrite(file.fileno(), contents[entry.data], entry.data)
-            os.pwrite(file.fileno(), entry.local(crcs[entry.data]), entry.header)
-        os.pwrite(file.fileno(), b"\7", entries[0].data + 2**32 + 99)
-        os.pwrite(file.fileno(), archive.contents(entries, crcs), archive.end_of(entries))
-    with zipfile.ZipFile(tmp_path / "large") as large:
-        by_name = {entry.filename: entry for entry in large.infolist()}
+    large, path = Record("data/0", None, None, 2**32 + 100), tmp_path / "large"
+    version = Record("version", "3\n", None, 2)
+    written(path, monkeypatch, large, Record("data/1", small, None, len(small)), version)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\7", large.offset + 2**32 + 99)
+    with zipfile.ZipFile(path) as read:
+        by_name = {entry.filename: entry for entry in read.infolist()}
         assert by_name["archive/data/0"].file_size == 2**32 + 100
         assert by_name["archive/data/1"].header_offset > 2**32
-        assert large.read("archive/data/1") == small
-    reader = torch._C.PyTorchFileReader(str(tmp_path / "large"))
+        assert read.read("archive/data/1") == small
+    reader = torch._C.PyTorchFileReader(str(path))
     assert reader.get_record("data/1") == small
-    with (tmp_path / "large").open("rb") as file:
+    with path.open("rb") as file:
         assert os.pread(file.fileno(), 1, reader.get_record_offset("data/0") + 2**32 + 99) == b"\7"
 
 
-def test_more_records_than_16_bits_count(tmp_path: Path) -> None:
-    entries = archive.lay_out([(f"data/{i}", 1) for i in range(70_000)] + [("version", 2)])
-    whole = bytearray(archive.end_of(entries))
-    crcs = {}
-    for entry in entries:
-        content = b"3\n" if entry.nbytes == 2 else b"x"
-        crcs[entry.data] = zlib.crc32(content)
-        whole[entry.header : entry.data + entry.nbytes] = entry.local(crcs[entry.data]) + content
-    (tmp_path / "many").write_bytes(whole + archive.contents(entries, crcs))
+def test_more_records_than_16_bits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = [Record(f"data/{i}", "x", None, 1) for i in range(70_000)]
+    written(tmp_path / "many", monkeypatch, *each, Record("version", "3\n", None, 2))
     with zipfile.ZipFile(tmp_path / "many") as many:
         assert len(many.infolist()) == 70_001
         assert many.read("archive/data/69999") == b"x"
     assert torch._C.PyTorchFileReader(str(tmp_path / "many")).get_record("data/65535") == b"x"
 
 
-# -- two processes, as two threads ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [2**31 - 1, 2**31, 2**32 - 1, 2**32])
+def test_bytes_begin_at_multiples_of_64_around_the_limits_of_the_format(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [Record(name, None, None, count) for name in ("data/0", "data/1")]
+    written(tmp_path / "large", monkeypatch, *records, Record("version", "3\n", None, 2))
+    reader = torch._C.PyTorchFileReader(str(tmp_path / "large"))
+    for record in records:
+        assert reader.get_record_offset(record.name) == record.offset
+        assert record.offset % archive.ALIGNMENT == 0

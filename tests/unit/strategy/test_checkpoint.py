@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 
 from lt_offload.errors import CheckpointError
+from lt_offload.strategy.checkpoint import archive
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import bind
 
@@ -133,10 +134,11 @@ def test_contents_are_on_disk_before_the_name_and_the_name_before_the_return(
 
 
 def test_leftovers_are_removed_but_not_what_a_living_run_writes(tmp_path: Path) -> None:
-    dead, alive = tmp_path / f".a.ckpt{checkpoint._SUFFIX}", tmp_path / f".b.ckpt{checkpoint._SUFFIX}"
+    dead = tmp_path / f".a.ckpt{checkpoint.SUFFIX}"
     dead.write_bytes(b"half")
     (tmp_path / "a.ckpt").write_bytes(b"whole")
-    with checkpoint._locked(alive):
+    alive, file = archive.locked_file(tmp_path / "b.ckpt")
+    with file:
         checkpoint.prepare(tmp_path)
         assert sorted(p.name for p in tmp_path.iterdir()) == [alive.name, "a.ckpt"]
     checkpoint.prepare(tmp_path)
@@ -145,11 +147,11 @@ def test_leftovers_are_removed_but_not_what_a_living_run_writes(tmp_path: Path) 
 
 def test_what_others_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".download.partial").write_bytes(b"of another program")
-    (tmp_path / f".folder{checkpoint._SUFFIX}").mkdir()
-    (tmp_path / f".link{checkpoint._SUFFIX}").symlink_to(".download.partial")
+    (tmp_path / f".folder{checkpoint.SUFFIX}").mkdir()
+    (tmp_path / f".link{checkpoint.SUFFIX}").symlink_to(".download.partial")
     checkpoint.prepare(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
-    (tmp_path / f".a.ckpt{checkpoint._SUFFIX}").write_bytes(b"of another user")
+    (tmp_path / f".a.ckpt{checkpoint.SUFFIX}").write_bytes(b"of another user")
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     checkpoint.prepare(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
@@ -182,7 +184,7 @@ class Usage:
 
 def test_a_disk_without_room_is_named_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(15_500))
-    monkeypatch.setattr(checkpoint, "_archive", lambda *args: pytest.fail("the file was begun"))
+    monkeypatch.setattr(archive, "fill", lambda *args: pytest.fail("the file was begun"))
     sentence = r"a\.ckpt was not written, the disk is full \(it takes 16.\d kB, 15.5 kB are free\); make room"
     state = {"weights": torch.zeros(4_000), "same": torch.zeros(1)}
     state["alias"] = state["weights"][:1_000]  # takes no room of its own
@@ -190,28 +192,19 @@ def test_a_disk_without_room_is_named_before_the_first_byte(tmp_path: Path, monk
         checkpoint.save(state, tmp_path / "a.ckpt")
 
 
-def fill(records: object, path: Path, read: object) -> None:
-    path.write_bytes(b"half")
-    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
-
-
 def test_a_disk_that_fills_up_meanwhile_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     checkpoint.save(contents(), path)
-    room = iter([10**9, 0, 0])
-    monkeypatch.setattr(shutil, "disk_usage", lambda where: Usage(next(room)))
-    monkeypatch.setattr(checkpoint, "_archive", fill)
+
+    def write(descriptor: int, content: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", write)
     with pytest.raises(CheckpointError, match="the disk is full"):
         checkpoint.save(contents(), path)
     monkeypatch.undo()
     assert same(checkpoint.load(path), contents())
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
-
-
-def test_a_failure_that_is_not_the_disks_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_archive", fill)
-    with pytest.raises(RuntimeError, match="inline_container"):
-        checkpoint.save(contents(), tmp_path / "a.ckpt")
 
 
 def test_a_quota_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +226,7 @@ def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(cut.read_bytes()[:-10])
     (tmp_path / "text.ckpt").write_text("no checkpoint")
-    (tmp_path / f".newer.ckpt{checkpoint._SUFFIX}").write_bytes((tmp_path / "good.ckpt").read_bytes())
+    (tmp_path / f".newer.ckpt{checkpoint.SUFFIX}").write_bytes((tmp_path / "good.ckpt").read_bytes())
     os.utime(tmp_path / "good.ckpt", ns=(10**17, 10**17))
     os.utime(tmp_path / "older.ckpt", ns=(10**16, 10**16))
     assert checkpoint.newest(tmp_path) == tmp_path / "good.ckpt"
@@ -254,7 +247,10 @@ for epoch in range(1000):
 @pytest.mark.slow
 def test_kill_during_a_write_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    partial = tmp_path / f".last.ckpt{checkpoint._SUFFIX}"
+
+    def sizes() -> list[int]:
+        return [partial.stat().st_size for partial in tmp_path.glob(f".last.ckpt.*{checkpoint.SUFFIX}")]
+
     command = [sys.executable, "-c", WRITER, str(path)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as writer:
@@ -262,15 +258,15 @@ def test_kill_during_a_write_leaves_the_last_complete_checkpoint(tmp_path: Path)
             assert writer.stdout is not None
             while int(writer.stdout.readline()) < 1:
                 pass
-            while not (partial.exists() and 1 << 20 < partial.stat().st_size < 90 << 20):
+            while not any(1 << 20 < size < 90 << 20 for size in sizes()):
                 assert writer.poll() is None, "the writer was never seen in the middle of a file"
         finally:
             writer.send_signal(signal.SIGKILL)
-    assert partial.exists(), "killed too late: nothing was being written"
+    assert sizes(), "killed too late: nothing was being written"
     found = checkpoint.load(path)
     assert found["epoch"] >= 1
     assert all(torch.equal(t, torch.full_like(t, found["epoch"])) for t in found["state_dict"].values())
-    checkpoint.save(contents(), path)  # the next run is not in the way of the leftover
+    checkpoint.prepare(tmp_path)  # as the next run does
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
