@@ -55,14 +55,10 @@ class Repeatable:
         self._again, self._passes = tuple(state["passes"]), ()
 
     def _states(self) -> dict[str, Any]:
-        return {"global": random_state.capture(), "own": random_state.capture_from(self._held())}
+        return random_state.capture(random_state.generators(loader_parts(self)))
 
     def _set(self, states: dict[str, Any]) -> None:
-        random_state.restore(states["global"])
-        random_state.restore_to(self._held(), states["own"])
-
-    def _held(self) -> dict[str, random_state.Generator]:
-        return random_state.generators(loader_parts(self))
+        random_state.restore(random_state.generators(loader_parts(self)), states)
 
 
 def repeatable(loader: object) -> object:

@@ -6,52 +6,29 @@ Everything is tensors, numbers, strings, lists and dicts, so that ``torch.load(w
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_ON_CUDA = "cuda:"
+"""The beginning of the names of CUDA devices' generators, of which another run may have more or fewer."""
 
 
-def capture(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of the global generators: Python's, NumPy's, torch's on the host and on every CUDA device.
+def generators(owners: Mapping[str, object], device: torch.device | None = None) -> dict[str, Any]:
+    """Return the global generators, and those that are attributes of ``owners``, by owner and attribute.
 
-    With ``device``, the one of this process among several, no other CUDA device is touched.
+    The modules ``random`` and ``numpy.random`` stand for theirs. CUDA devices have some once CUDA was used; with
+    ``device``, the one of this process among several, no other one is touched.
     """
-    states: dict[str, Any] = {
-        "python": _plain(random.getstate()),
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-        "cuda": [],
-    }
-    # Asking for a state would start CUDA in a process that has not used it.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all() if device is None else [_of_cuda(device)]
-    return states
-
-
-def _of_cuda(device: torch.device) -> torch.Tensor | None:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def restore(states: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Set the global generators to what :func:`capture` returned; CUDA devices as far as there are as many."""
-    random.setstate(_python_state(states["python"]))
-    np.random.set_state(_original(states["numpy"]))
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available():
-        devices: Iterable[Any] = range(torch.cuda.device_count()) if device is None else [device]
-        for one, state in zip(devices, states["cuda"], strict=False):
-            if state is not None:
-                torch.cuda.set_rng_state(state, one)
-
-
-def generators(owners: Mapping[str, object]) -> dict[str, Generator]:
-    """Return the generators that are attributes of ``owners``, by owner and attribute."""
-    held: dict[str, Generator] = {}
+    held: dict[str, Any] = {"python": random, "numpy": np.random, "torch": torch.default_generator}
+    for index, generator in enumerate(torch.cuda.default_generators):
+        if device is None:
+            held[f"{_ON_CUDA}{index}"] = generator
+        elif device.type == "cuda" and index == device.index:
+            held[_ON_CUDA] = generator
     for name, owner in owners.items():
         if isinstance(owner, _KINDS):
             held[name] = owner
@@ -61,37 +38,36 @@ def generators(owners: Mapping[str, object]) -> dict[str, Generator]:
     return held
 
 
-def capture_from(held: Mapping[str, Generator]) -> dict[str, Any]:
-    """Return the states of ``held``, by the same names."""
+def capture(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the generators ``held``, by the same names."""
     return {name: _state(generator) for name, generator in held.items()}
 
 
-def restore_to(held: Mapping[str, Generator], states: Mapping[str, Any]) -> list[str]:
-    """Set ``held`` to ``states``; return the names that only one of the two has."""
+def restore(held: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+    """Set ``held`` to ``states``; return the names that only one of the two has, but for CUDA devices."""
     for name in held.keys() & states.keys():
         _set_state(held[name], states[name])
-    return sorted(held.keys() ^ states.keys())
+    return sorted(name for name in held.keys() ^ states.keys() if not name.startswith(_ON_CUDA))
 
 
-def _state(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
+def _state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return _plain(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
+    if hasattr(generator, "getstate"):  # Python's
+        return _plain(generator.getstate())
+    if generator is np.random or isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
-    return _plain(generator.getstate())
+    return generator.get_state()
 
 
-def _set_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _original(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_original(state))
+    elif hasattr(generator, "setstate"):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
     else:
-        generator.setstate(_python_state(state))
+        generator.set_state(_original(state))
 
 
 def _plain(value: Any) -> Any:
@@ -113,9 +89,3 @@ def _original(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _original(item) for key, item in value.items()}
     return value
-
-
-def _python_state(state: list[Any]) -> tuple[Any, ...]:
-    """Return the form that ``random.setstate`` takes."""
-    version, words, gauss = state
-    return version, tuple(words), gauss

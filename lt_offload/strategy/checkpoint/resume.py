@@ -208,16 +208,7 @@ def resume_class(namespace: str) -> type[Any]:
 
 
 def _states(trainer: Any, pl_module: Any) -> dict[str, Any]:
-    return {
-        "global": random_state.capture(_device(trainer)),
-        "own": random_state.capture_from(_held(trainer, pl_module)),
-    }
-
-
-def _device(trainer: Any) -> torch.device | None:
-    """Return the device of this process, None if it is the only one."""
-    device: torch.device | None = trainer.strategy.root_device if trainer.world_size > 1 else None
-    return device
+    return random_state.capture(_generators(trainer, pl_module))
 
 
 def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -244,18 +235,17 @@ def _count(saved: dict[str, Any] | None) -> int:
 
 
 def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
-    random_state.restore(states["global"], _device(trainer))
-    for name in random_state.restore_to(_held(trainer, pl_module), states["own"]):
+    for name in random_state.restore(_generators(trainer, pl_module), states):
         rank_zero_warn(f"the generator {name} is only in the checkpoint or only in this run; it stays as it is")
 
 
-def _held(trainer: Any, pl_module: Any) -> dict[str, random_state.Generator]:
-    """Return the generators that belong to the run beside the global ones."""
+def _generators(trainer: Any, pl_module: Any) -> dict[str, Any]:
+    """Return the generators of the run: the global ones, and those of its module and its data."""
     owners: dict[str, object] = {f"module.{name}": module for name, module in pl_module.named_modules()}
     owners["datamodule"] = trainer.datamodule
     for index, loader in enumerate(_loaders(trainer)):
         owners |= {f"{index}.{name}": part for name, part in loader_parts(loader).items()}
-    return random_state.generators(owners)
+    return random_state.generators(owners, trainer.strategy.root_device if trainer.world_size > 1 else None)
 
 
 def _loaders(trainer: Any) -> list[Any]:
