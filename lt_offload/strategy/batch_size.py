@@ -9,9 +9,11 @@ runs before hooks that only training calls.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from operator import getitem, setitem
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from lt_offload.strategy.replay import KEY, Before
 
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 """Hooks that are called after the size was chosen."""
+_NAME = "batch_size"
 _SOME_BATCHES = 1000
 """Batches of an epoch for schedules that are thrown away."""
 
@@ -62,13 +65,13 @@ class BatchSize:
     @property
     def value(self) -> int:
         """The size at present."""
-        value = _holders(self.owner)[0]["batch_size"]
-        return int(value)
+        read, _ = _holders(self.owner)[0]
+        return int(read())
 
     @value.setter
     def value(self, size: int) -> None:
-        for holder in _holders(self.owner):
-            holder["batch_size"] = size
+        for _, write in _holders(self.owner):
+            write(size)
 
     @contextmanager
     def set_to(self, size: int) -> Iterator[None]:
@@ -81,26 +84,13 @@ class BatchSize:
             self.value = before
 
 
-class _SizeAttributes:
-    """The attributes of an object as a mapping."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.owner, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.owner, name, value)
-
-
-def _holders(owner: Any) -> list[Any]:
-    """Return the mappings in which ``owner`` has its batch size."""
-    holders: list[Any] = [_SizeAttributes(owner)] if hasattr(owner, "batch_size") else []
+def _holders(owner: Any) -> Sequence[tuple[Callable[[], Any], Callable[[int], None]]]:
+    """Return functions that read and write the batch size of ``owner``, for each place in which it has that."""
+    holders = [(partial(getattr, owner, _NAME), partial(setattr, owner, _NAME))] if hasattr(owner, _NAME) else []
     hyperparameters = getattr(owner, "hparams", None)
     # Both, as a loader may be made from either.
     if isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:
-        holders.append(hyperparameters)
+        holders.append((partial(getitem, hyperparameters, _NAME), partial(setitem, hyperparameters, _NAME)))
     return holders
 
 
@@ -238,21 +228,9 @@ def _rows(trainer: Any, size: BatchSize) -> int:
     return max(1, rows)
 
 
-def _shortest(loader: Any) -> int:
-    counts = [len(member.dataset) for member in _loaders(loader) if hasattr(member.dataset, "__len__")]
-    return max(1, min(counts, default=LARGEST))
-
-
-def _loaders(loader: Any) -> list[Any]:
-    """Return the loaders of a data set in a collection of them, or the one that ``loader`` is."""
-    if hasattr(loader, "dataset"):
-        return [loader]
-    members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
-    if members is None and isinstance(loader, Mapping):
-        members = loader.values()
-    if members is None and isinstance(loader, (list, tuple)):
-        members = loader
-    return [each for member in members or () for each in _loaders(member)]
+def _shortest(combined: Any) -> int:
+    sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined.flattened]
+    return max(1, min((len(rows) for rows in sets if hasattr(rows, "__len__")), default=LARGEST))
 
 
 def _out_of_memory(error: Exception) -> bool:

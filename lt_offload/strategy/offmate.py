@@ -30,7 +30,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.model.batch import Size, is_padded
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
-from lt_offload.plan import Settings, make_plan
+from lt_offload.plan import Settings
 from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
 from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
@@ -43,7 +43,7 @@ from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.first import sample
 from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.parts import check_micro_batches, surveyable
+from lt_offload.strategy.first.parts import check_micro_batches
 from lt_offload.strategy.first.planning import FirstPlanning
 from lt_offload.strategy.first.survey import Carried, following
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
@@ -311,10 +311,6 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             )
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
-    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
-        self._replanning = follow(settings, profile)
-        return self.of_first(lambda: make_plan(profile, settings))
-
     def _open_device(self, budget: int, threads: int, context: int = 0) -> Device:
         return open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
 
@@ -436,7 +432,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self._coming = Size.of(batch, self._padded)
             # A window that has begun goes on in steps that count, with the sums of gradients that are carried over.
             counts = self._carried is not None
-            self._aside = not (counts or surveyable(self, self._trainer, self._structure(), self._coming))
+            self._aside = not (counts or self._surveyable())
 
     def optimizer_step(
         self,

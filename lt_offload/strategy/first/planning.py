@@ -22,18 +22,21 @@ from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import Structure, as_called
-from lt_offload.plan import Settings
+from lt_offload.plan import Settings, make_plan
+from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
+from lt_offload.strategy.batch_size import warn_of_change
 from lt_offload.strategy.first import sample
 from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.parts import known_machine, order_of_sums, profile_and_plan
+from lt_offload.strategy.first.parts import one_list, order_of_sums
 from lt_offload.strategy.first.sample import SampleBatch
 from lt_offload.strategy.first.survey import Carried, FirstIteration
 from lt_offload.strategy.replan import Replanning, follow, planning, warn_of_unfreezing
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.processes import Processes
+from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +88,6 @@ class FirstPlanning(Processes):
         def _structure(self) -> Structure: ...
         def _close_engine(self) -> None: ...
         def _begin(self, optimizer: Optimizer) -> None: ...
-        def _make_plan(self, profile: Profile, settings: Settings) -> Plan: ...
         def _open_device(self, budget: int, threads: int) -> Device: ...
         def check_copies(self) -> None: ...  # noqa: D102
 
@@ -133,7 +135,7 @@ class FirstPlanning(Processes):
         (optimizer,) = self.optimizers
         budget = min(self.together(lambda: self._budget))
         self.run_before.warn_of_frozen(self._module)
-        known = known_machine(self, self.run_before)
+        known = self._known_machine()
 
         def measure(parts: int) -> Profile:
             with sample.isolated(self.namespace):
@@ -153,10 +155,56 @@ class FirstPlanning(Processes):
         self._begin(optimizer)
 
     def _plan_by(self, measure: Callable[[int], Profile], known: Profile | None, budget: int) -> None:
-        planned = profile_and_plan(self, measure, known, self.run_before, budget, self._make_plan)
-        self.profile, self.plan, follows = planned
-        if follows:
+        """Measure a training step and make its plan, or take the saved one.
+
+        Args:
+            measure: returns the profile of a step whose batch goes through each block in so many parts.
+            known: an earlier profile of the machine.
+            budget: bytes of the device.
+
+        Raises:
+            ConfigError: if there are fewer samples than ``micro_batches``.
+        """
+
+        def profiled(parts: int) -> Profile:
+            new = self.one_profile(partial(measure, parts), known=None if known is None else known.hardware)
+            return new if known is None else replace(new, contention=known.contention)
+
+        count, path, settings = self.micro_batches, self.plan_path, replace(self.settings, memory=budget)
+        if path is not None:
+            # In the plan's own number of parts, which the setting may leave open.
+            count = replay.load_plan(path, budget, micro_batches=count).parts
+        else:
+            count = self.run_before.parts(count)
+        self.profile = profile = profiled(1 if count == "auto" else count)
+        warn_of_change(self.run_before.batch_size, profile.batch_size)
+        if path is not None:
+            self.plan = replay.replay(path, profile, budget)
+            return
+        self.plan = self.run_before.own_plan(profile, self.settings, budget)
+        if self.plan is not None:
+            self._replanning = follow(self.settings, profile)
+            return
+        in_ram = " (in RAM, beside host_memory: the device is emulated)" if self.root_device.type == "cpu" else ""
+        rank_zero_info(f"offmate: planning for {format_bytes(budget)}{in_ram}, {settings.time_limit:g} s at most")
+        if count == "auto":
+            choice = choose_parts(lambda parts: profile if parts == 1 else profiled(parts), settings)
+            self.profile, plan = choice.profile, choice.plan
             self._replanning = follow(self.settings, self.profile)
+        else:
+            plan = self._make_plan(profile, settings)
+        self.plan = self.of_first(partial(compared, plan, self.profile, settings))
+
+    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
+        self._replanning = follow(settings, profile)
+        return self.of_first(partial(make_plan, profile, settings))
+
+    def _known_machine(self) -> Profile | None:
+        """Return the profile of the run that this one continues, if it holds for all processes."""
+        before, machines = self.run_before, {"processes": self.num_processes, "machines": self.num_nodes}
+        each = self.together(lambda: before.measured(self.root_device, **machines))
+        # The first one's, as the profile that all have then is.
+        return each[0] if None not in each else None
 
     # -- the first step, which shows what to plan --------------------------------------------------------------------
 
@@ -164,6 +212,12 @@ class FirstPlanning(Processes):
     def _surveys(self) -> bool:
         """True if the present step is to be profiled."""
         return self.plan is None and self._first is not None and not self._aside
+
+    def _surveyable(self) -> bool:
+        """Return whether the coming step may run before there is a plan, and count."""
+        # A step that calls other layers trains without a plan: nobody adds up its gradients to those of others.
+        adds_up = self.is_distributed or self.settings.accumulate > 1
+        return (one_list(self._structure()) or not adds_up) and not sample.wants_larger(self._trainer, self._coming)
 
     def _outgrown(self, batch: Any) -> str | None:
         """Return the reason why the present plan may have no room for ``batch``; None if it should have."""
@@ -186,7 +240,7 @@ class FirstPlanning(Processes):
         if self.profile is not None:
             gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         self.run_before.warn_of_frozen(self._module)
-        self._known = self.profile or known_machine(self, self.run_before)
+        self._known = self.profile or self._known_machine()
         budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
         before = self._carried.plan if self._carried is not None else None
         self._survey = FirstIteration(

@@ -110,35 +110,39 @@ class SampleBatch:
 
 
 def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
-    """Return the result of ``ask`` for a training dataloader, without a trace in loader, data and generators.
+    """Return the result of ``ask`` for the training dataloaders, without a trace in loaders, data and generators.
+
+    Args:
+        trainer: about to train.
+        ask: is called with Lightning's ``CombinedLoader`` of them.
 
     Raises:
         ConfigError: if the loader cannot be asked, see :func:`~lt_offload.machine.forked.in_a_fork`.
     """
+    kind = import_module(f"{trainer.strategy.namespace}.utilities.combined_loader").CombinedLoader
+
+    def work() -> Any:
+        loader = data_source(trainer).dataloader()
+        return ask(loader if isinstance(loader, kind) else kind(loader, "max_size_cycle"))
+
     return in_a_fork(
-        lambda: ask(data_source(trainer).dataloader()),
+        work,
         what="asking the training dataloader",
         way_out=f"give the LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns a batch",
     )
 
 
-def first_batch(loader: Any) -> Any:
-    """Return the first batch of a loader, or of each loader in a collection. It is not used again afterwards."""
-    if isinstance(loader, Mapping):
-        return {key: first_batch(member) for key, member in loader.items()}
-    if isinstance(loader, (list, tuple)):
-        return [first_batch(member) for member in loader]
-    members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
-    for member in [loader] if members is None else members:
-        if isinstance(member, DataLoader):
+def first_batch(combined: Any) -> Any:
+    """Return the first batch of Lightning's ``combined`` loaders, which are not used again afterwards."""
+    for loader in combined.flattened:
+        if isinstance(loader, DataLoader):
             # In a forked process: workers would be processes below it, and pinning memory needs CUDA, which does not
             # survive a fork.
-            member.num_workers, member.timeout, member.pin_memory = 0, 0, False
+            loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
     try:
-        first = next(iter(loader))
+        return next(iter(combined))[0]
     except StopIteration:
         raise ConfigError("the training dataloader has no batch; give it at least one") from None
-    return first if members is None else first[0]
 
 
 def measure(

@@ -26,6 +26,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Contention, OptionProfile, Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import offmate, replan
+from lt_offload.strategy.first import planning
 from tests import sampling
 from tests.support.engines import equal
 from tests.support.hostile.device import HostileDevice
@@ -73,7 +74,7 @@ class Machine:
             install(engine)
 
         profiled(monkeypatch, lambda *_: paced(sizes(), **wrong))
-        for place in (offmate, replan):
+        for place in (planning, replan):
             monkeypatch.setattr(place, "make_plan", known_plan)
         monkeypatch.setattr(Engine, "install", installed)
         monkeypatch.setattr(Engine, "trace", lambda engine: self.trace(engine.plan))

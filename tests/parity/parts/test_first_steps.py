@@ -97,7 +97,7 @@ def test_a_number_that_is_chosen_by_the_first_step(monkeypatch: pytest.MonkeyPat
         profile = measure(2)
         return PartsChoice(profile=profile, plan=make_plan(profile, settings))
 
-    monkeypatch.setattr("lt_offload.strategy.first.parts.choose_parts", two)
+    monkeypatch.setattr("lt_offload.strategy.first.planning.choose_parts", two)
     plain = fit("auto", made(Half), max_epochs=1)
     run, plan = trained(Half, micro_batches="auto")
     assert plan.parts == 2
