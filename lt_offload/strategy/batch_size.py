@@ -123,8 +123,8 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
 
 def choose(
     trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings, effective: int | None
-) -> tuple[BatchChoice, sample.SampleBatch]:
-    """Return the batch size with the highest throughput, with its profile and plan, and the batch that was measured.
+) -> BatchChoice:
+    """Return the batch size with the highest throughput, with its profile and plan.
 
     Args:
         trainer: about to train.
@@ -137,22 +137,19 @@ def choose(
         ConfigError: if the size cannot be found out, or has no effect.
         InfeasibleError: if not even one sample fits.
     """
-    samples: dict[int, sample.SampleBatch] = {}
     choice = choose_batch(
-        _profiles(trainer, optimizer, size, samples),
+        _profiles(trainer, optimizer, size),
         settings,
         most=_rows(trainer, size),
         effective=effective,
         on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
     )
     rank_zero_info(f"offmate: {choice.why}")
-    return choice, samples[choice.batch_size]
+    return choice
 
 
-def _profiles(
-    trainer: Any, optimizer: Optimizer, size: BatchSize, samples: dict[int, sample.SampleBatch]
-) -> Callable[[int], Profile]:
-    """Return a function that profiles a training step at a batch size, and keeps the batch in ``samples``.
+def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[int], Profile]:
+    """Return a function that profiles a training step at a batch size.
 
     The figures of machine and optimizer are those of the first call.
     """
@@ -162,9 +159,9 @@ def _profiles(
         with size.set_to(wanted):
             problem = None
             try:
-                samples[wanted] = sample.SampleBatch.early(trainer)
+                batch = sample.SampleBatch.early(trainer)
                 hardware, updates = (first[0].hardware, first[0].optimizer) if first else (None, None)
-                alone = sample.measure(trainer, optimizer, samples[wanted], hardware, updates=updates)
+                alone = sample.measure(trainer, optimizer, batch, hardware, updates=updates)
                 profile: Profile = trainer.strategy.one_of(alone, known=hardware)
             except Exception as error:
                 if not _out_of_memory(error):

@@ -11,7 +11,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,10 +22,11 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import adds_up, loaded_checkpoint, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import ConfigError, InfeasibleError, OverBudget, because
+from lt_offload.errors import ConfigError, InfeasibleError, OverBudget
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
+from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.model.batch import Size, is_padded
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
@@ -41,14 +41,13 @@ from lt_offload.strategy.batch_size import BatchSize, choose, size_of_the_run, s
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
-from lt_offload.strategy.first import sample
 from lt_offload.strategy.first.growing import Growth
 from lt_offload.strategy.first.parts import check_micro_batches
 from lt_offload.strategy.first.planning import FirstPlanning
 from lt_offload.strategy.first.survey import Carried, following
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
 from lt_offload.strategy.records import Records
-from lt_offload.strategy.replan import Replanning, follow, measured_again, steps_left
+from lt_offload.strategy.replan import Replanning, follow, steps_left
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.facts import facts
 from lt_offload.suggest import naming_options
@@ -151,8 +150,6 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         """The last iteration, once training has ended; the one before it if its batch was smaller than others."""
         self.engine: Engine | None = None
         """The engine, present between ``setup`` and ``teardown``."""
-        self.sample: sample.SampleBatch | None = None
-        """The batch that the model was measured with."""
         self._device: Device | None = None
         self._replanning: Replanning | None = None
         """The correction of the plan by the first iterations, present until it is over."""
@@ -163,7 +160,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
         self._aside = self._padded = False
         self._growth = Growth()
-        self._step, self._how, self._survey, self._known, self._carried = ExitStack(), {}, None, None, None
+        self._step, self._how, self._survey, self._carried = ExitStack(), {}, None, None
         self._undo = ExitStack()  # what ``teardown`` puts back
         self._watch = ExitStack()  # holds the budget between iterations, too
 
@@ -248,7 +245,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self.same_start()
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
-            self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
+            self.profile = self.plan = self.trace = self._first = self._replanning = None
             self.run_before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
             self._growth = Growth(self.run_before.shown)
             if self.batch_size == "auto":
@@ -268,8 +265,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         known = size_of_the_run(trainer, self.plan_path)
         if known is None:
             settings = self.settings.within(lambda: self._budget)
-            with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
-                choice, self.sample = self.of_first(lambda: choose(trainer, optimizer, size, settings, effective))
+            with spare_optimizer(trainer) as optimizer:
+                choice = self.of_first(lambda: choose(trainer, optimizer, size, settings, effective))
             self.profile, self.plan, known = choice.profile, choice.plan, choice.batch_size
         size.value = known
         if effective is not None:
@@ -336,67 +333,56 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         engine, replanning = self.engine, self._replanning
         if engine is None or replanning is None or not replanning.due(engine):
             return
-        with sample.isolated(self.namespace):
-            correction = replanning.correct(engine, steps_left(self._trainer), self._trainer.global_step)
-            if replanning.over:
-                self._replanning = None
-            if correction is None:
-                return
-            self.profile, self.plan = correction.profile, correction.plan
-            engine.plan = correction.plan
-            if correction.takes_over:
-                del engine  # or this frame would keep the old engine, with its weights, beside the new one
-                self._take_over(correction.plan)
+        correction = replanning.correct(engine, steps_left(self._trainer), self._trainer.global_step)
+        if replanning.over:
+            self._replanning = None
+        if correction is None:
+            return
+        self.profile, self.plan = correction.profile, correction.plan
+        engine.plan = correction.plan
+        if correction.takes_over:
+            del engine  # or this frame would keep the old engine, with its weights, beside the new one
+            self._take_over(correction.plan)
         self._save_plan(self._folder(self._trainer))
 
     def _follow_changes(self, batch: Any) -> None:
         """Plan again if other tensors train than before, or if a batch is larger; called between two passes."""
-        engine, profile, trainer = self.engine, self.profile, self._trainer
-        (optimizer,) = self.optimizers
+        engine, (optimizer,) = self.engine, self.optimizers
         change = engine.handover.changed(optimizer) if engine is not None else None
         if change is not None:
             self._growth = Growth()
         change = change or self._outgrown(batch)
-        if engine is None or profile is None or change is None:
+        if engine is None or change is None:
             return
         replay.check_no_plan(self.plan_path, change)
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
-        # Files that are being written are read from the old engine's host copies.
-        self.finish_saves()
-        window = engine.handover.leave_window(optimizer)
         # The budget of the run, and not what is free now, part of which this run has given back itself.
         memory = engine.device.budget
         rank_zero_info(f"offmate: {change}: the run is planned again")
         del engine
-        self._close_engine()
-        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
-        if self.sample is None:
-            for param, gradient in window.rest.items():
-                param.grad = gradient
-            assert self.plan is not None
-            self._carried = Carried(replace(window, rest={}), memory, self.plan, change)
-            self.plan = None
-            return
-        with sample.isolated(self.namespace), because(change):
-            again = partial(measured_again, trainer, optimizer, self.sample, profile)
-            self.profile = self.one_profile(again, known=profile.hardware)
-            plan = self._make_plan(self.profile, replace(self.settings, memory=memory))
-        self.plan = plan
-        self._save_plan(self._folder(trainer))
-        rank_zero_info(f"offmate: {headline(plan)}")
-        self._install(optimizer, plan, plan.budget_bytes)
-        assert self.engine is not None
-        self.engine.handover.enter_window(window)
+        window = self._leave()
+        for param, gradient in window.rest.items():
+            param.grad = gradient
+        assert self.plan is not None
+        self._carried = Carried(replace(window, rest={}), memory, self.plan, change)
+        self.plan = None
 
-    def _take_over(self, plan: Plan) -> None:
-        """Go on with ``plan``: weights and states are complete on the host in between."""
+    def _leave(self) -> CarriedWindow:
+        """Close the engine, and return the window that another one goes on with."""
         assert self.engine is not None
+        # Files that are being written are read from the old engine's host copies.
         self.finish_saves()
-        rank_zero_info(f"offmate: {headline(plan)}")
         window = self.engine.handover.leave_window(self.optimizers[0])
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        return window
+
+    def _take_over(self, plan: Plan) -> None:
+        """Go on with ``plan``: weights and states are complete on the host in between."""
+        rank_zero_info(f"offmate: {headline(plan)}")
+        window = self._leave()
         self._install(self.optimizers[0], plan, plan.budget_bytes)
+        assert self.engine is not None
         self.engine.handover.enter_window(window)
 
     def _close_engine(self) -> None:
@@ -431,8 +417,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
             self._coming = Size.of(batch, self._padded)
             # A window that has begun goes on in steps that count, with the sums of gradients that are carried over.
-            counts = self._carried is not None
-            self._aside = not (counts or self._surveyable())
+            begun = self._carried is not None and self._carried.window.added > 0
+            self._aside = not (begun or self._surveyable())
 
     def optimizer_step(
         self,

@@ -30,7 +30,6 @@ from lt_offload.plan.windows import has_windows
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy.first import sample
 from lt_offload.units import format_seconds, round_up
 
 _WARM_UP = 2
@@ -162,12 +161,6 @@ class Replanning:
 def follow(settings: Settings, profile: Profile) -> Replanning | None:
     """Return the correction for a run that was planned with ``settings``; None for windows, whose plans stay."""
     return None if has_windows(settings) else Replanning(settings, profile)
-
-
-def measured_again(trainer: Any, optimizer: Optimizer, batch: sample.SampleBatch, before: Profile) -> Profile:
-    """Return the profile of a step of today's model and ``optimizer``, with the figures of the machine ``before``."""
-    profile = sample.measure(trainer, optimizer, batch, before.hardware, micro_batches=before.parts)
-    return replace(profile, contention=before.contention)
 
 
 def warn_of_unfreezing(

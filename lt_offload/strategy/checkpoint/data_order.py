@@ -17,7 +17,10 @@ from lt_offload.strategy.checkpoint import random_state
 
 
 class Repeatable:
-    """Members that :func:`repeatable` adds to a DataLoader; Lightning saves and loads its state by two of them."""
+    """Members that :func:`repeatable` adds to a DataLoader; by two of them Lightning saves and loads its state.
+
+    Without these two it would warn, whenever a run goes on, of a loader that cannot.
+    """
 
     _passes: tuple[dict[str, Any], ...] = ()
     """The random states from which the passes of this epoch began; more than one where a short loader is repeated."""

@@ -245,7 +245,7 @@ class AtomicCheckpointIO(_Base):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file, once all that are to be written are complete: till then it may be the last complete one."""
-        if self._writer is not None and self._writer.busy:
+        if self._writer is not None:
             self._writer.if_all_went_well(partial(super().remove_checkpoint, path))
         else:
             super().remove_checkpoint(path)

@@ -98,11 +98,10 @@ class ExactResume(_Base):
         self._interrupts.at_once = False
 
     def _resume(self, trainer: Any, pl_module: Any, loaded: dict[str, Any]) -> None:
-        before = loaded.get("processes", _count(loaded["random"]))
-        states = None
+        before, states = loaded["processes"], None
         if before != trainer.world_size:
             _share_anew(trainer, before, draws=self.random_states)
-        elif self.random_states and (states := _of_this_process(trainer, loaded["random"])) is not None:
+        elif self.random_states and (states := loaded["random"][trainer.global_rank]) is not None:
             _warn_of_workers(_loaders(trainer), trainer.current_epoch)
             _take_up_data(trainer, loaded["loaders"], midway=progress.is_midway(trainer))
             _set_states(trainer, pl_module, states)
@@ -211,27 +210,13 @@ def _states(trainer: Any, pl_module: Any) -> dict[str, Any]:
     return random_state.capture(_generators(trainer, pl_module))
 
 
-def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> dict[str, Any] | None:
+def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> list[dict[str, Any] | None]:
     """Return the states of all processes, for the one that writes the checkpoint."""
-    if trainer.world_size == 1 or states is None:
-        return states
-    every: list[Any] = [None] * trainer.world_size
-    trainer.strategy.barrier("of a checkpoint")  # without it, the next line hangs if a process does not come
-    torch.distributed.all_gather_object(every, states)
-    return {"processes": every}
-
-
-def _of_this_process(trainer: Any, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return this process's states in a checkpoint of as many processes."""
-    if saved is None or "processes" not in saved:
-        return saved
-    states: dict[str, Any] = saved["processes"][trainer.global_rank]
-    return states
-
-
-def _count(saved: dict[str, Any] | None) -> int:
-    """Return the number of processes whose states a checkpoint holds."""
-    return len(saved["processes"]) if saved is not None and "processes" in saved else 1
+    every = [states] * trainer.world_size
+    if trainer.world_size > 1 and states is not None:
+        trainer.strategy.barrier("of a checkpoint")  # without it, the next line hangs if a process does not come
+        torch.distributed.all_gather_object(every, states)
+    return every
 
 
 def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:

@@ -21,11 +21,6 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name="lt_offload checkpoints", daemon=True)
         self._thread.start()
 
-    @property
-    def busy(self) -> bool:
-        """True while a job is left."""
-        return self._jobs.unfinished_tasks > 0
-
     def submit(self, job: Job) -> None:
         """Do ``job`` when all before it are over."""
         self._jobs.put(job)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,6 @@ class FirstPlanning(Processes):
     profile: Profile | None
     plan: Plan | None
     engine: Engine | None
-    sample: SampleBatch | None
     run_before: Before
     """The run that this one goes on with, until there is a plan."""
     _first: tuple[Any, int] | None
@@ -68,8 +67,6 @@ class FirstPlanning(Processes):
     """Arguments with which the iteration begins."""
     _survey: FirstIteration | None
     """The profiled step, from its forward until there is a plan."""
-    _known: Profile | None
-    """The profile before that step."""
     _carried: Carried | None
     """The window and budget that step takes over, if there was a plan before it."""
     _padded: bool
@@ -102,9 +99,7 @@ class FirstPlanning(Processes):
         self._close_engine()
         move_rest(self._module, self._structure(), torch.device("cpu"))
         try:
-            with sample.isolated(self.namespace):
-                batch = sample.SampleBatch.early(trainer)
-            self._plan_for(batch)
+            self._plan_for(sample.SampleBatch.early(trainer), *self._ready())
         except ProcessError as error:
             raise error from why  # it says what others found, which have left
         except Exception as error:
@@ -112,47 +107,55 @@ class FirstPlanning(Processes):
             if isinstance(error, OffloadError):
                 raise
 
-    def _plan_first_batch(self) -> None:
-        """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""
-        if self._first is None or self._surveys:
-            return
-        first, self._first, self._growth, trainer = self._first, None, Growth(), self._trainer
+    def _ready(self) -> tuple[Profile | None, int]:
+        """Be ready for a step that shows what to plan, whose hooks before it have all been called by now.
+
+        Returns an earlier profile of the machine, and the bytes of the device.
+        """
+        self._first = None
         # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
-        with planning(trainer):
-            if self.engine is not None:
-                self.engine.handover.take_in()
-            self._close_engine()
+        if self.engine is not None:
+            self.engine.handover.take_in()
+        self._close_engine()
+        if self.profile is not None or self._aside:
             gc.collect()  # or what refers to itself in the old engine would seem to hold weights
-            with sample.isolated(self.namespace):
-                batch = sample.SampleBatch.of(trainer, *first)
-            del first
-            self._plan_for(batch)
+        self.run_before.warn_of_frozen(self._module)
+        budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
+        return self.profile or self._known_machine(), budget
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        """Enclose planning at the first step, or at one after a change: its plan goes on with what that left."""
+        carried, self._carried = self._carried, None
+        with planning(self._trainer), because(carried.change) if carried is not None else nullcontext():
+            yield
+        assert self.engine is not None
+        self.run_before = Before()
+        if carried is not None:
+            self.engine.handover.enter_window(carried.window)
+
+    def _plan_first_batch(self) -> None:
+        """Measure a step with the first batch on trial, if it does not count, and plan."""
+        if self._first is None or self._surveys:
+            return
+        first, self._growth = self._first, Growth()
+        known, budget = self._ready()
+        with self._planning():
+            self._plan_for(sample.SampleBatch.of(self._trainer, *first), known, budget)
         self.check_copies()
 
-    def _plan_for(self, batch: SampleBatch) -> None:
+    def _plan_for(self, batch: SampleBatch, known: Profile | None, budget: int) -> None:
         """Measure a step, plan, and be ready for it."""
-        (optimizer,) = self.optimizers
-        budget = min(self.together(lambda: self._budget))
-        self.run_before.warn_of_frozen(self._module)
-        known = self._known_machine()
+        (used,) = self.optimizers
 
-        def measure(parts: int) -> Profile:
-            with sample.isolated(self.namespace):
-                machine = replay.as_measured(known, optimizer)
-                return sample.measure(self._trainer, optimizer, batch, **machine, micro_batches=parts)
+        def measure(parts: int, optimizer: Optimizer = used) -> Profile:
+            machine = replay.as_measured(known if optimizer is used else self.profile, optimizer)
+            return sample.measure(self._trainer, optimizer, batch, **machine, micro_batches=parts)
 
         self._plan_by(measure, known, budget)
-        self.sample = batch
-        assert self.profile is not None
-        with sample.isolated(self.namespace):
-            hardware = self.profile.hardware
-
-            def again(parts: int, everything: Optimizer) -> Profile:
-                return sample.measure(self._trainer, everything, batch, hardware, micro_batches=parts)
-
-            self._warn_of_unfreezing(again, budget)
-        self._begin(optimizer)
+        self._warn_of_unfreezing(measure, budget)
+        self._begin(used)
 
     def _plan_by(self, measure: Callable[[int], Profile], known: Profile | None, budget: int) -> None:
         """Measure a training step and make its plan, or take the saved one.
@@ -227,21 +230,11 @@ class FirstPlanning(Processes):
 
     def _begin_survey(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
-        self._first = None
-        # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
-        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         (optimizer,) = self.optimizers
-        if self.engine is not None:
-            self.engine.handover.take_in()
         structure = self._survey.elsewhere if self._survey is not None else None
         if self.profile is not None:  # candidates that have turned out to be no blocks are called as always
             structure = as_called(self._module, self.profile.blocks)
-        self._close_engine()
-        if self.profile is not None:
-            gc.collect()  # or what refers to itself in the old engine would seem to hold weights
-        self.run_before.warn_of_frozen(self._module)
-        self._known = self.profile or self._known_machine()
-        budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
+        known, budget = self._ready()
         before = self._carried.plan if self._carried is not None else None
         self._survey = FirstIteration(
             self.root_device,
@@ -249,8 +242,8 @@ class FirstPlanning(Processes):
             self._module,
             structure or self._structure(),
             optimizer,
-            self._known,
-            self._plan_surveyed,
+            known,
+            partial(self._plan_surveyed, known),
             **order_of_sums(self.settings, self.micro_batches, self.plan_path, self.run_before, before),
             open_device=lambda threads: self._open_device(budget, threads),
             say=lambda message: rank_zero_info(f"offmate: {message}"),
@@ -259,27 +252,24 @@ class FirstPlanning(Processes):
         self._watch.enter_context(self._survey.watch)
         return self._survey
 
-    def _plan_surveyed(self, first: FirstIteration) -> Passes:
+    def _plan_surveyed(self, known: Profile | None, first: FirstIteration) -> Passes:
         """Plan for the step whose backward has come to the first block, and let the plan's engine go on with that."""
         (optimizer,) = self.optimizers
-        carried, self._carried = self._carried, None
-        with planning(self._trainer), because(carried.change) if carried is not None else nullcontext():
-            self._plan_by(lambda parts: self._measured(first, parts), self._known, first.device.budget)
-            self.run_before = Before()
+
+        def measured(parts: int) -> Profile:
+            # With room for larger batches before it.
+            return self._growth.add(self._coming, first.measured(self._trainer.global_step + 1, parts), known)
+
+        with self._planning():
+            self._plan_by(measured, known, first.device.budget)
             self._warn_of_unfreezing(partial(first.measured, 1), first.device.budget)
             self._begin(optimizer)
+            self._survey = None
         assert self.engine is not None
-        self._survey = None
-        if carried is not None:
-            self.engine.handover.enter_window(carried.window)
         self._step.enter_context(self.engine.iteration(**self._how))
         first.planned(self.engine.passes)
         self.check_copies()
         return self.engine.passes
-
-    def _measured(self, first: FirstIteration, parts: int) -> Profile:
-        """Return the profile to plan for: that of the step that has run, with room for larger batches before it."""
-        return self._growth.add(self._coming, first.measured(self._trainer.global_step + 1, parts), self._known)
 
     def _warn_of_unfreezing(self, measure: Callable[[int, Optimizer], Profile], budget: int) -> None:
         """Warn if a callback may unfreeze more weights than can be trained."""

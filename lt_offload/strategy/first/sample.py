@@ -1,8 +1,7 @@
 """A training step of a Trainer, run to be measured, without a trace in the run that follows.
 
 It is run on the first batch of training, once all hooks before it have been called. Only the choice of a batch size
-comes before there are any: then the data are asked in a process of their own. What a training step changes is put back;
-the caller isolates the global generators, with :func:`isolated`.
+comes before there are any: then the data are asked in a process of their own. What a training step changes is put back.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -36,17 +35,11 @@ _LOGGED = 256
 """Bytes of the numbers that a step logs, which a step on trial does not make."""
 
 
-def isolated(namespace: str) -> AbstractContextManager[None]:
-    """Return a context that leaves all global generators as they were; ``namespace`` is that of the Trainer."""
-    context: AbstractContextManager[None] = import_module(f"{namespace}.utilities.seed").isolate_rng()
-    return context
-
-
 def wants_larger(trainer: Any, size: Size) -> bool:
     """Return whether the module or the datamodule of ``trainer`` wants a larger batch to be measured than ``size``."""
     if not _asked(trainer):
         return False
-    with isolated(trainer.strategy.namespace), untouched(trainer):
+    with untouched(trainer):
         wanted = named_batch(trainer)
     return wanted is not None and size.ratio(Size.of(wanted)) > 1
 
@@ -188,15 +181,18 @@ def measure(
 def untouched(trainer: Any) -> Iterator[None]:
     """Let hooks and ``training_step`` run without a trace: logs go nowhere, whatever they change is put back.
 
+    Global generators go on where they were.
+
     Raises:
         UnsupportedError: afterwards, if something cannot be put back.
     """
     module, data = trainer.lightning_module, trainer.datamodule
     # A datamodule that only makes loaders is not searched: it may hold a whole data set.
     roots = {type(owner).__name__: owner for owner in (module, data) if owner is module or _takes_part(owner)}
-    with kept(**roots):
+    namespace = trainer.strategy.namespace
+    with import_module(f"{namespace}.utilities.seed").isolate_rng(), kept(**roots):
         loggers = trainer.loggers
-        nowhere = import_module(f"{trainer.strategy.namespace}.loggers.logger").DummyLogger
+        nowhere = import_module(f"{namespace}.loggers.logger").DummyLogger
         trainer.loggers = [nowhere() for _ in loggers]
         silenced = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
         own = {name: vars(module)[name] for name in silenced if name in vars(module)}
