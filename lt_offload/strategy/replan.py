@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
+from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, UnsupportedError
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.execute.engine import Engine
-from lt_offload.model.optimizers import with_more
 from lt_offload.model.parts import extent
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.correct import TOLERANCE, Comparison, compare, correct, timed
@@ -43,7 +40,7 @@ _GAIN = 0.02
 """The least part by which a plan must be faster to take over."""
 _SHARE = 0.1
 """The part of the rest of the run that planning may take."""
-_LEAST_S = 1.0
+LEAST_S = 1.0
 """The shortest time limit with which planning is tried, in seconds."""
 
 _log = logging.getLogger(__name__)
@@ -139,7 +136,7 @@ class Replanning:
         """Return a plan that is worth taking over, if there is one, and ``plan`` with a better lower bound."""
         now = plan.predicted.iteration_s
         limit = min(self._settings.time_limit, _SHARE * steps_left * now)
-        enough = limit >= min(_LEAST_S, self._settings.time_limit)
+        enough = limit >= min(LEAST_S, self._settings.time_limit)
         if self._plans == _PLANS or not enough or not engine.handover.may_be_replaced():
             return None, plan
         self._plans += 1
@@ -161,51 +158,6 @@ class Replanning:
 def follow(settings: Settings, profile: Profile) -> Replanning | None:
     """Return the correction for a run that was planned with ``settings``; None for windows, whose plans stay."""
     return None if has_windows(settings) else Replanning(settings, profile)
-
-
-def warn_of_unfreezing(
-    trainer: Any,
-    optimizer: Optimizer,
-    measure: Callable[[int, Optimizer], Profile],
-    before: Profile,
-    settings: Settings,
-) -> None:
-    """Plan once more with all weights that a callback for finetuning may unfreeze, and warn if that will not fit.
-
-    Args:
-        trainer: about to train.
-        optimizer: that it uses.
-        measure: returns the profile of a step in so many parts, of all weights that train then.
-        before: the profile of the weights that train now.
-        settings: of its plans.
-    """
-    names = [type(callback).__name__ for callback in trainer.callbacks if may_unfreeze(callback)]
-    parameters = trainer.lightning_module.parameters() if names else ()
-    frozen = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
-    if not frozen:
-        return
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        everything, strategy = with_more(optimizer, frozen), trainer.strategy
-        profile = strategy.one_profile(partial(measure, before.parts, everything), known=before.hardware)
-        profile = replace(profile, contention=before.contention)
-        # Only whether there is one matters, and the first one is found at once.
-        settings = replace(settings, time_limit=min(settings.time_limit, _LEAST_S))
-        strategy.of_first(lambda: make_plan(profile, settings))
-    except OffloadError as error:
-        rank_zero_warn(
-            f"offmate: {names[0]} may unfreeze {len(frozen)} weights while this run trains; once all of them train, it "
-            f"ends: {error}"
-        )
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def may_unfreeze(callback: object) -> bool:
-    """Return whether ``callback`` may train weights later that are frozen when training begins."""
-    return any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__)
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:

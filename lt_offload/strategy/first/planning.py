@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +22,7 @@ from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import Structure, as_called
+from lt_offload.model.optimizers import with_more
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.schema.plan import Plan
@@ -33,7 +34,7 @@ from lt_offload.strategy.first.growing import Growth
 from lt_offload.strategy.first.parts import one_list, order_of_sums
 from lt_offload.strategy.first.sample import SampleBatch
 from lt_offload.strategy.first.survey import Carried, FirstIteration
-from lt_offload.strategy.replan import Replanning, follow, planning, warn_of_unfreezing
+from lt_offload.strategy.replan import LEAST_S, Replanning, follow, planning
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.processes import Processes
 from lt_offload.units import format_bytes
@@ -272,12 +273,36 @@ class FirstPlanning(Processes):
         return self.engine.passes
 
     def _warn_of_unfreezing(self, measure: Callable[[int, Optimizer], Profile], budget: int) -> None:
-        """Warn if a callback may unfreeze more weights than can be trained."""
-        assert self.profile is not None
-        if self.plan_path is None:
-            (optimizer,) = self.optimizers
-            settings = replace(self.settings, memory=budget)
-            warn_of_unfreezing(self._trainer, optimizer, measure, self.profile, settings)
+        """Plan once more with all weights that a callback for finetuning may unfreeze, and warn if that will not fit.
+
+        Args:
+            measure: returns the profile of a step in so many parts, of all weights that train then.
+            budget: bytes of the device.
+        """
+        before, (optimizer,) = self.profile, self.optimizers
+        assert before is not None
+        callbacks = [type(callback) for callback in self._trainer.callbacks] if self.plan_path is None else []
+        names = [kind.__name__ for kind in callbacks if any(base.__name__ == "BaseFinetuning" for base in kind.__mro__)]
+        parameters = self._module.parameters() if names else ()
+        frozen = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+        if not frozen:
+            return
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            everything = partial(measure, before.parts, with_more(optimizer, frozen))
+            profile = replace(self.one_profile(everything, known=before.hardware), contention=before.contention)
+            # Only whether there is one matters, and the first one is found at once.
+            settings = replace(self.settings, memory=budget, time_limit=min(self.settings.time_limit, LEAST_S))
+            self.of_first(partial(make_plan, profile, settings))
+        except OffloadError as error:
+            rank_zero_warn(
+                f"offmate: {names[0]} may unfreeze {len(frozen)} weights while this run trains; once all of them "
+                f"train, it ends: {error}"
+            )
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def _begin_step(self) -> None:
         """Begin the step of the optimizer, for which there may be an engine by now.
