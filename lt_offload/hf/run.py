@@ -41,8 +41,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.session import installed, streamed
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
 from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.parts import one_list, order_of_sums
-from lt_offload.strategy.first.survey import FirstIteration
+from lt_offload.strategy.first.survey import FirstIteration, one_list, order_of_sums
 from lt_offload.strategy.replay import Before, check_no_plan, record
 
 if TYPE_CHECKING:
@@ -340,7 +339,7 @@ class Run:
             self.optimizer,
             known,
             plan,
-            **order_of_sums(self.planning, self.settings.micro_batches, self.settings.plan, self.before, self.plan),
+            order=order_of_sums(self.planning, self.settings.micro_batches, self.settings.plan, self.before, self.plan),
             open_device=lambda threads: open_device(budget, str(self.device), host_threads=threads or None),
             say=report.say,
         )

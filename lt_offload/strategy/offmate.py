@@ -30,6 +30,7 @@ from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.model.batch import Size, is_padded
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
+from lt_offload.model.parts import check_micro_batches
 from lt_offload.plan import Settings
 from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
 from lt_offload.schema.explain import brief, headline
@@ -42,7 +43,6 @@ from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.parts import check_micro_batches
 from lt_offload.strategy.first.planning import FirstPlanning
 from lt_offload.strategy.first.survey import Carried, following
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
@@ -123,7 +123,12 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         super().__init__()
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
-        check_micro_batches(micro_batches, batch_size)
+        check_micro_batches(micro_batches, auto=True)
+        if micro_batches != 1 and batch_size == "auto":
+            raise ConfigError(
+                f"micro_batches={micro_batches!r} cannot be combined with batch_size='auto', which plans for whole "
+                "batches in each block; give batch_size as a number, or set micro_batches=1"
+            )
         self.planner: PlannerName = planner
         self.settings = Settings(
             memory=Budget.of(memory),

@@ -31,9 +31,8 @@ from lt_offload.strategy import replay
 from lt_offload.strategy.batch_size import warn_of_change
 from lt_offload.strategy.first import sample
 from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.parts import one_list, order_of_sums
 from lt_offload.strategy.first.sample import SampleBatch
-from lt_offload.strategy.first.survey import Carried, FirstIteration
+from lt_offload.strategy.first.survey import Carried, FirstIteration, one_list, order_of_sums
 from lt_offload.strategy.replan import LEAST_S, Replanning, follow, planning
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.processes import Processes
@@ -245,7 +244,7 @@ class FirstPlanning(Processes):
             optimizer,
             known,
             partial(self._plan_surveyed, known),
-            **order_of_sums(self.settings, self.micro_batches, self.plan_path, self.run_before, before),
+            order=order_of_sums(self.settings, self.micro_batches, self.plan_path, self.run_before, before),
             open_device=lambda threads: self._open_device(budget, threads),
             say=lambda message: rank_zero_info(f"offmate: {message}"),
         )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
@@ -22,13 +23,17 @@ from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.location import located
 from lt_offload.profiling.machine import measure_machine
 from lt_offload.profiling.step.first import FirstStep
+from lt_offload.schema.files import from_json
+from lt_offload.schema.plan import PLAN_SCHEMA, Plan
 from lt_offload.strategy import replay
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lt_offload.model.blocks import Structure
     from lt_offload.plan import Settings
-    from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import Profile
+    from lt_offload.strategy.replay import Before
 
 
 _MOST_KEPT = 1 << 30
@@ -57,6 +62,41 @@ def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]
         hooks.remove()
 
 
+def order_of_sums(
+    settings: Settings,
+    micro_batches: int | Literal["auto"],
+    path: str | Path | None,
+    before: Before,
+    plan: Plan | None,
+) -> tuple[int, int | None]:
+    """Return the order of sums in a step without a plan: that of the run's plan, as far as it is known.
+
+    That is: the parts of the batch, which go through each block in turn, and the tokens that the output projection and
+    the loss take at a time, 0: as many as suit; None: the model's own loss takes all of them.
+
+    Args:
+        settings: of plans.
+        micro_batches: parts that are wanted; where their number is yet to be chosen, the step has one.
+        path: of a saved plan that is to be used.
+        before: the run that this one continues.
+        plan: of an earlier step of this one.
+    """
+    if path is not None:
+        plan = Plan.load(path)
+    elif plan is None and before.plan is not None:
+        with suppress(PlanError):  # the run is planned again, and says why
+            plan = from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
+    parts, chunk = plan.parts if plan is not None else before.micro_batches or 1, 0 if settings.chunked_loss else None
+    if plan is not None and plan.chunk_tokens:
+        chunk = plan.chunk_tokens
+    return parts if micro_batches == "auto" else micro_batches, chunk
+
+
+def one_list(structure: Structure) -> bool:
+    """Return whether the model has no other candidate for its blocks."""
+    return structure.other is None or structure.other() is None
+
+
 class FirstIteration:
     """A training step without a plan, which is profiled.
 
@@ -68,9 +108,7 @@ class FirstIteration:
         optimizer: its optimizer.
         known: an earlier profile, for the machine and the cost of updates.
         plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
-        parts: of the batch, which go through each block in turn.
-        chunk: tokens that the output projection and the loss take at a time, 0: as many as suit; None: the model's own
-            loss takes all of them.
+        order: of sums, as :func:`order_of_sums` returns it.
         open_device: opens the device with the budget that plans will have, for so many threads of updates.
         say: is told what is being measured.
     """
@@ -85,13 +123,13 @@ class FirstIteration:
         known: Profile | None,
         plan: Callable[[FirstIteration], Passes],
         *,
-        parts: int,
-        chunk: int | None,
+        order: tuple[int, int | None],
         open_device: Callable[[int], Device],
         say: Callable[[str], None],
     ) -> None:
         self._module, self._root_device = module, root_device
         machine = measure_machine(module, optimizer, root_device, say=say, **replay.as_measured(known, optimizer))
+        parts, chunk = order
         self.step = FirstStep(
             module,
             structure,
