@@ -312,6 +312,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
                 "with something else; the first iterations will correct what is predicted"
             )
         self._install(optimizer, self.plan, self.plan.budget_bytes)
+        self.check_copies()
 
     def _open_device(self, budget: int, threads: int, context: int = 0) -> Device:
         return open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
@@ -479,7 +480,6 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         """Warn of windows that are shorter than expected."""
         super().on_train_start()
         windows.warn_of_short_ones(self._trainer)
-        self.check_copies()  # of a plan that there is already
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward; if the sanity check lacks memory, planning for training says how much is needed."""

@@ -86,7 +86,6 @@ class FirstPlanning(Processes):
         def _close_engine(self) -> None: ...
         def _begin(self, optimizer: Optimizer) -> None: ...
         def _open_device(self, budget: int, threads: int) -> Device: ...
-        def check_copies(self) -> None: ...  # noqa: D102
 
     def _plan_early(self, trainer: Any, why: OffloadError) -> None:
         """Plan before training, as not even forwards fit without a plan: an error then mostly names enough memory.
@@ -143,7 +142,6 @@ class FirstPlanning(Processes):
         known, budget = self._ready()
         with self._planning():
             self._plan_for(sample.SampleBatch.of(self._trainer, *first), known, budget)
-        self.check_copies()
 
     def _plan_for(self, batch: SampleBatch, known: Profile | None, budget: int) -> None:
         """Measure a step, plan, and be ready for it."""
@@ -268,7 +266,6 @@ class FirstPlanning(Processes):
         assert self.engine is not None
         self._step.enter_context(self.engine.iteration(**self._how))
         first.planned(self.engine.passes)
-        self.check_copies()
         return self.engine.passes
 
     def _warn_of_unfreezing(self, measure: Callable[[int, Optimizer], Profile], budget: int) -> None:
