@@ -177,8 +177,6 @@ def test_a_machine_that_locks_little_memory_is_measured(
         return unregister(address)
 
     monkeypatch.setattr(rates, "_COPY_BYTES", 32 * MIB)
-    monkeypatch.setattr(rates, "_STREAM_REPEATS", 2)
-    monkeypatch.setattr(rates, "_THREAD_REPEATS", 1)
     monkeypatch.setattr(zero_copy, "register", limited)
     monkeypatch.setattr(zero_copy, "unregister", freed)
     monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
