@@ -1,4 +1,4 @@
-"""Every call of CUDA that the CUDA device makes, in one small object that tests replace by a model of it."""
+"""Every call of CUDA that the CUDA device makes, in one small object."""
 
 from __future__ import annotations
 
@@ -131,11 +131,3 @@ class CudaRuntime:
         """Return registered memory as a tensor on the device; raises ``UnsupportedError``."""
         with torch.cuda.device(self._index):
             return zero_copy.zero_copy_view(host, self.device)
-
-    def rng_state(self) -> torch.Tensor:
-        """Return the state of the device's random number generator."""
-        return torch.cuda.get_rng_state(self.device)
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore it."""
-        torch.cuda.set_rng_state(state, self.device)
