@@ -289,15 +289,8 @@ def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> Option
 
 
 def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
-    before_loss = option.before_loss_bytes
-    return replace(
-        option,
-        forward_peak_bytes=option.forward_peak_bytes + in_forward,
-        before_loss_bytes=None if before_loss is None else before_loss + in_forward,
-        backward_peak_bytes=option.backward_peak_bytes + by,
-        held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
-        passing_peak_bytes=None if option.passing_peak_bytes is None else option.passing_peak_bytes + by,
-    )
+    before_loss = None if option.before_loss_bytes is None else option.before_loss_bytes + in_forward
+    return replace(option.more(forward=in_forward, backward=by), before_loss_bytes=before_loss)
 
 
 def _tensor_profiles(
