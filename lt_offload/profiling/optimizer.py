@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from lt_offload.compat.torch import (
     DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
-    forget_step_hooks,
     tree_map,
 )
 from lt_offload.errors import ConfigError, OffloadError, named
@@ -38,13 +36,13 @@ from lt_offload.model.optimizers import (
     STATE_ALIGNMENT,
     StateAllocator,
     is_known,
-    managed,
     of_none,
     of_parameters,
     own_options,
     places_of,
     put,
     tensors_of,
+    twin_of,
 )
 from lt_offload.optim import AdamW, native
 from lt_offload.optim.rows import updates_rows
@@ -291,17 +289,10 @@ class _ParameterStandIn:
         self._sample = sample
         made = [torch.zeros(sample.shape, dtype=sample.dtype, device=device) for _ in range(copies)]
         self.parameters = [nn.Parameter(tensor) for tensor in made]
-        # Not by its constructor, whose arguments only the user's code knows.
-        self._optimizer: Optimizer = object.__new__(type(sample.optimizer))
-        vars(self._optimizer).update(vars(sample.optimizer))
-        vars(self._optimizer).pop("step", None)  # a scheduler's wrapper around the real optimizer's step
-        forget_step_hooks(self._optimizer)
-        alone = own_options(sample.optimizer, sample.like, sample.place)
-        vars(self._optimizer).update(managed(sample.optimizer, dict.fromkeys(self.parameters, alone)))
-        group = sample.optimizer.param_groups[sample.place[0]]
-        options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        self._optimizer.param_groups = [options | {"params": self.parameters}]
-        self._optimizer.state = defaultdict(dict, of_none(sample.optimizer))
+        optimizer, stands = sample.optimizer, [(sample.place[0], parameter) for parameter in self.parameters]
+        alone = own_options(optimizer, sample.like, sample.place)
+        own: dict[Tensor, Any] = dict.fromkeys(self.parameters, alone)
+        self._optimizer = twin_of(optimizer, stands, defaultdict(dict, of_none(optimizer)), own)
 
     def choose_plain_kernels(self) -> None:
         """Do without fused kernels, not all of which run on fake tensors; the state is the same."""
@@ -413,30 +404,22 @@ def _device_scratch(sample: _Sample, device: torch.device, most: int) -> float:
 def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dict[int, float]:
     """Return the speed of updates on the host by number of threads, measured as the engine will run them."""
     cores = len(node.cores) or len(os.sched_getaffinity(0))
-    speeds: dict[int, float] = {}
-    errors: list[BaseException] = []
-
-    def measure() -> None:
-        try:
-            node.bind()
-            stand_in = _host_stand_in(optimizer, sample, _ELEMENTS["cuda"])
-            stand_in.step()  # makes the state
-            stand_in.map()
-            for threads in thread_counts(cores - 1):
-                torch.set_num_threads(threads)
-                speeds[threads] = _speed(stand_in, torch.device("cpu"))
-        except BaseException as error:  # raised again by the calling thread
-            errors.append(error)
-
     before = torch.get_num_threads()
-    # On a thread of its own: bound to the node's cores, the caller would launch and compute on them ever after.
-    worker = threading.Thread(target=measure, name="lt_offload measures updates")
-    worker.start()
-    worker.join()
-    torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
-    if errors:
-        raise errors[0]
-    return speeds
+
+    def measure() -> dict[int, float]:
+        stand_in = _host_stand_in(optimizer, sample, _ELEMENTS["cuda"])
+        stand_in.step()  # makes the state
+        stand_in.map()
+        speeds = {}
+        for threads in thread_counts(cores - 1):
+            torch.set_num_threads(threads)
+            speeds[threads] = _speed(stand_in, torch.device("cpu"))
+        return speeds
+
+    try:
+        return node.run(measure)
+    finally:
+        torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
 
 
 def _enough(speeds: dict[int, float]) -> int:
