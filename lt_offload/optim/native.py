@@ -200,74 +200,37 @@ def update_ranges(entry: Entry, ranges: Sequence[tuple[int, int, int]], options:
 
 def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     """Update the entries that there is a kernel for, and return the others."""
-    kinds: defaultdict[object, list[Entry]] = defaultdict(list)
+    kinds: defaultdict[torch.dtype, list[Entry]] = defaultdict(list)
     rest: list[Entry] = []
     for entry in entries:
-        kind = entry.master is None, entry.seed is None, entry.exp_avg.dtype
-        (kinds[kind] if Kernel.takes(entry) else rest).append(entry)
+        (kinds[entry.exp_avg.dtype] if Kernel.takes(entry) else rest).append(entry)
     if not kinds or _left_out or kernel() is None:
         return list(entries)
     for alike in kinds.values():
-        columns = [list(column) for column in zip(*alike, strict=True)]
-        params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds, firsts, scales, scales_sq, moment_seeds = columns
-        torch.ops.lt_offload.adamw_(
-            params,
-            grads,
-            masters if alike[0].master is not None else [],
-            exp_avgs,
-            exp_avg_sqs,
-            scales if alike[0].in_blocks else [],
-            scales_sq if alike[0].in_blocks else [],
-            steps,
-            seeds if alike[0].seed is not None else [],
-            moment_seeds,
-            firsts,
-            float(options.lr),
-            options.beta1,
-            options.beta2,
-            options.eps,
-            options.weight_decay,
-            options.maximize,
-            float(options.grad_scale),
-        )
+        number = next(_numbers)
+        _updates[number] = alike, options
+        written = [tensor for entry in alike for tensor in entry._replace(grad=entry.param).tensors]
+        try:
+            torch.ops.lt_offload.adamw_([t for t in written if t is not None], [entry.grad for entry in alike], number)
+        finally:
+            del _updates[number]
         # The kernel writes past torch: a graph that has saved a weight has to notice all the same.
-        torch.autograd.graph.increment_version(params)
+        torch.autograd.graph.increment_version([entry.param for entry in alike])
     return rest
 
 
 # An operation of torch's, so that whoever watches what runs (profilers, counters of memory traffic) sees this too.
 _library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
-    " Tensor(e!)[] exp_avg_scales, Tensor(f!)[] exp_avg_sq_scales, float[] steps, int[] seeds, int[] moment_seeds,"
-    " int[] firsts,"
-    " float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, float grad_scale) -> ()"
-)
+_library.define("adamw_(Tensor(a!)[] written, Tensor[] grads, int number) -> ()")  # type: ignore[no-untyped-call]
+_numbers = itertools.count()
+_updates: dict[int, tuple[list[Entry], Options]] = {}
+"""Updates under way, by number: the operation shows the tensors alone."""
 
 
-def _adamw(
-    params: list[Tensor],
-    grads: list[Tensor],
-    masters: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    exp_avg_scales: list[Tensor],
-    exp_avg_sq_scales: list[Tensor],
-    steps: list[float],
-    seeds: list[int],
-    moment_seeds: list[int],
-    firsts: list[int],
-    *options: Any,
-) -> None:
-    names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "grad_scale")
-    count = len(params)
-    nothing = [None] * count
-    columns: list[Sequence[Any]] = [params, grads, masters or nothing, exp_avgs, exp_avg_sqs, steps, seeds or nothing]
-    columns += [firsts, exp_avg_scales or nothing, exp_avg_sq_scales or nothing, moment_seeds]
+def _adamw(_written: list[Tensor], _grads: list[Tensor], number: int) -> None:
     compiled = kernel()
     assert compiled is not None
-    rows = zip(*columns, strict=True)
-    compiled.update([Entry(*row) for row in rows], Options(**dict(zip(names, options, strict=True))))
+    compiled.update(*_updates[number])
 
 
 _library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]

@@ -27,8 +27,9 @@ from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.execute.device.cuda_tasks import CudaTask, CudaTaskRunner, StreamState, tasks_of
 from lt_offload.execute.device.lanes import ON_HOST, Lanes, plain_torch
-from lt_offload.machine.driver import page_table_bytes
+from lt_offload.machine import driver
 from lt_offload.machine.host_memory import HostMemory
+from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import refusal
 from lt_offload.units import format_bytes
@@ -74,22 +75,21 @@ class Context:
                 f"are free on {cuda.device}"
             )
         self._opened = self.nbytes
-        self._planned = planned - cuda.workspace_bytes() if planned else 0  # workspaces are the allocator's
-        self._iterations = 0
-        self._cap()
+        self._planned = self._iterations = 0
+        self.expect(planned)
 
     def expect(self, planned: int) -> None:
         """Leave ``planned`` bytes to it from now on."""
         if planned:
-            self._planned = planned - self._cuda.workspace_bytes()
-            self._cap()
+            self._planned = planned - driver.workspace_bytes(self._cuda.device)  # which are the allocator's
+        self._cap()
 
     def follow(self, locked_bytes: int) -> None:
         """Look at it again; ``locked_bytes`` of host memory are registered by now. Waits for nothing."""
         context, exact = self._cuda.context_bytes()
         if not (exact and self._exact):
             # It may be others' memory that has grown. Page tables are known without asking.
-            context = self._opened + page_table_bytes(locked_bytes)
+            context = self._opened + driver.page_table_bytes(locked_bytes)
         if context > self.nbytes:
             _log.info("the CUDA context has grown from %s to %s", format_bytes(self.nbytes), format_bytes(context))
             self.nbytes = context
@@ -106,7 +106,7 @@ class Context:
         left = max(0, self.budget - max(self.nbytes, self._planned))
         self._cuda.cap(left)
         if self._cuda.reserved() > left:
-            self._cuda.empty_cache()
+            torch.cuda.empty_cache()
 
 
 class CudaDevice(Device):
@@ -128,7 +128,9 @@ class CudaDevice(Device):
         cuda = self._cuda = CudaRuntime(index)
         self.budget = budget
         self.torch_device = cuda.device
-        cuda.prepare()
+        # Set torch's allocator up, and load what would take device memory by itself later on.
+        driver.use_expandable_segments(cuda.device)
+        driver.warm_up(cuda.device)
         self._context = Context(cuda, budget, planned=context)
         spare: deque[Any] = deque()
         self._new_stream = partial(StreamState, cuda=cuda, spare=spare)
@@ -138,7 +140,7 @@ class CudaDevice(Device):
         self._compute: StreamState | None = None
         """The one of these that the compute lane was on last."""
         self._runner = CudaTaskRunner(cuda, self._copy_streams)
-        node = cuda.memory_node()
+        node = memory_node_of(cuda.device)
         threads = host_threads or _spare_threads(len(node.cores))
         self._lanes = Lanes(self._runner, threads={"host": threads}, prepare=lambda lane: node.bind())
         self._host = HostMemory(cuda.register, cuda.unregister, node=node)
