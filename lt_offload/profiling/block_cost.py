@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lt_offload.compat.torch import address_of, skip_in_dynamo, tree_leaves
+from lt_offload.compat.torch import address_of, skip_in_dynamo
 from lt_offload.machine.accounting import storage_bytes, tensors_in
 from lt_offload.machine.dispatch import OperationLog
-from lt_offload.model.calls import Call, bit_sums, has_values
+from lt_offload.model.calls import Call, bit_sums, has_values, numbers_of
 from lt_offload.model.parts import Joint
 from lt_offload.model.saving import CacheCostly, ReplayCostly, SparseParts, travels
 from lt_offload.model.snapshot import version
@@ -304,11 +304,8 @@ def _run(
     watch = Watch(_device(call)) if figures is not None else None
     # Starts the clock: what lies before is not the forward's.
     meter.lap(ahead[0])
-    if watch is None:
+    with watch or nullcontext():
         trial.forward()
-    else:
-        with watch:
-            trial.forward()
     forward = meter.lap()
     if figures is not None and watch is not None:
         figures.live = watch.current
@@ -321,11 +318,8 @@ def _run(
         return forward, Lap(seconds=0.0, launch_s=0.0)
     gradients = trial.incoming_gradients()
     meter.lap(ahead[1])
-    if watch is None:
-        trial.backward(gradients)
-    else:
-        with watch:
-            trial.backward(gradients, watch.leave_out)
+    with watch or nullcontext():
+        trial.backward(gradients, None if watch is None else watch.leave_out)
     backward = meter.lap()
     if figures is not None and watch is not None:
         # Plans count the gradient of the first output only.
@@ -424,17 +418,17 @@ class _PartTrial:
             self._inputs = self._enter()
             # Not a method: this object holds the graph, which would hold it, a cycle through C++.
             with torch.enable_grad(), saved_tensors_hooks(partial(_pack, self._noted), _unpack):
-                outputs = _numbers(self.call.run(self._inputs))
+                outputs = numbers_of(self.call.run(self._inputs))
         elif self.option == "mixed":
             with torch.no_grad(), self._cache:
-                outputs = _numbers(self.call.run(self.call.inputs))
+                outputs = numbers_of(self.call.run(self.call.inputs))
             if any(_written(self.call, result) != known for result, known in self._kept):
                 raise _OtherOperations  # an operation in place has written to one, which the engine would refuse
             self._kept.clear()
         else:
             graphed = self.call.graphed
             with torch.set_grad_enabled(graphed):
-                outputs = _numbers(self.call.run(self._enter() if graphed else self.call.inputs))
+                outputs = numbers_of(self.call.run(self._enter() if graphed else self.call.inputs))
                 outputs = [output.detach() for output in outputs]
         self._roots = _edges(outputs)
         return [output.detach() for output in outputs]
@@ -452,7 +446,7 @@ class _PartTrial:
             mixed = self.option == "mixed"
             replay = ReplayCostly(self._cache, _unpack, _OtherOperations) if mixed else nullcontext()
             with torch.enable_grad(), replay:
-                roots = _edges(_numbers(self.call.run(self._inputs)))
+                roots = _edges(numbers_of(self.call.run(self._inputs)))
         reached = [slot for slot in gradients if slot in roots]
         if reached:  # a run that has skipped all weights, at random, has no graph
             torch.autograd.backward([roots[slot] for slot in reached], [gradients[slot] for slot in reached])
@@ -517,11 +511,6 @@ def _written(call: Call, tensor: Tensor) -> object:
 
 class _OtherOperations(Exception):  # noqa: N818 - not an error of anybody's
     """The results that a first run of a block has kept are of no use to the second."""
-
-
-def _numbers(out: Any) -> list[Tensor]:
-    """Return the tensors of numbers in an output: the first one goes on to the next block."""
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _edges(outputs: Sequence[Tensor]) -> dict[int, GradientEdge]:

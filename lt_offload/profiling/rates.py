@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lt_offload.machine.pages import map_pages
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import locked
 from lt_offload.schema.lanes import LaneName
+from lt_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -223,6 +225,55 @@ def copies_beside(device: torch.device, node: MemoryNode, stack: ExitStack, nbyt
     return copies.pieces()
 
 
+# -- host memory that kernels read -------------------------------------------------------------------------------------
+
+LEAST_SPEED = 0.5
+"""Least speed of kernels that read host memory, as part of the speed of copies: slower ones are of no use."""
+_DIRECT_BYTES, _LEAST_DIRECT_BYTES = 64 << 20, 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectSpeeds:
+    """Bytes per second between a device and page-locked host memory, nothing else going on."""
+
+    copy_in: float
+    """The speed of a copy to the device."""
+    read: float
+    """The speed of kernels that read there."""
+    write: float
+    """The speed of copies that the compute stream writes there."""
+
+    @property
+    def too_slow(self) -> str:
+        """Reason why kernels had better not read there; empty if they may."""
+        if self.read >= LEAST_SPEED * self.copy_in:
+            return ""
+        return (
+            f"kernels read it at {format_bytes(self.read)}/s, less than {LEAST_SPEED:.0%} of the "
+            f"{format_bytes(self.copy_in)}/s of copies"
+        )
+
+
+def measure_direct(device: torch.device, view_of: Callable[[Tensor], Tensor]) -> DirectSpeeds:
+    """Measure how fast ``device`` reads and writes host memory, which ``view_of`` returns as a tensor on it."""
+
+    def measure(nbytes: int) -> DirectSpeeds:
+        with locked(map_pages(nbytes).bytes()) as memory:
+            host = memory.view(torch.float32)
+            seen, near = view_of(host), torch.zeros(host.shape, device=device)
+
+            def rate(work: Piece) -> float:
+                return host.nbytes * paces({"compute": _on_stream(work, device, 1)})["compute"]
+
+            return DirectSpeeds(
+                copy_in=rate(lambda: near.copy_(host, non_blocking=True)),
+                read=rate(lambda: torch.add(seen, 1, out=near)),
+                write=rate(lambda: seen.copy_(near)),
+            )
+
+    return in_what_room(measure, _DIRECT_BYTES, least=_LEAST_DIRECT_BYTES)
+
+
 # -- products and memory ----------------------------------------------------------------------------------------------
 
 _SIZE, _SMALL_SIZE = 1024, 384
@@ -234,24 +285,14 @@ _LONG_ENOUGH = 1e-3
 _MOST_TIMES = 256
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """Speeds of computing and of moving memory on one device and on the host, each by itself."""
-
-    flops_per_s: dict[str, float]
-    """The speed of matrix products on the device, by dtype."""
-    device_bytes_per_s: float
-    host_bytes_per_s: float
-
-
-def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -> Rates:
-    """Measure matrix products on ``device`` and copies within its memory and within the host's."""
+def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Return the speeds of matrix products on ``device`` and of copies within a memory: fields of ``HardwareProfile``."""
     on_progress("measuring matrix products")
     flops = {name: _flops(getattr(torch, name), device) for name in ("float32", "bfloat16")}
     on_progress("measuring memory")
-    on_host = _copy_rate(torch.device("cpu"))
-    on_device = _copy_rate(device) if device.type == "cuda" else on_host
-    return Rates(flops_per_s=flops, device_bytes_per_s=on_device, host_bytes_per_s=on_host)
+    host = _copy_rate(torch.device("cpu"))
+    near = _copy_rate(device) if device.type == "cuda" else host
+    return {"flops_per_s": flops, "device_memory_bytes_per_s": near, "host_memory_bytes_per_s": host}
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
