@@ -286,7 +286,7 @@ _MOST_TIMES = 256
 
 
 def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Return the speeds of matrix products on ``device`` and of copies within a memory: fields of ``HardwareProfile``."""
+    """Return speeds of matrix products on ``device`` and of copies within a memory: fields of ``HardwareProfile``."""
     on_progress("measuring matrix products")
     flops = {name: _flops(getattr(torch, name), device) for name in ("float32", "bfloat16")}
     on_progress("measuring memory")
