@@ -209,9 +209,10 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     for alike in kinds.values():
         number = next(_numbers)
         _updates[number] = alike, options
-        written = [tensor for entry in alike for tensor in entry._replace(grad=entry.param).tensors]
+        grads = [entry.grad for entry in alike]
+        others = (tensor for entry in alike for tensor in (entry.param, *entry.tensors[2:]))
         try:
-            torch.ops.lt_offload.adamw_([t for t in written if t is not None], [entry.grad for entry in alike], number)
+            torch.ops.lt_offload.adamw_([tensor for tensor in others if tensor is not None], grads, number)
         finally:
             del _updates[number]
         # The kernel writes past torch: a graph that has saved a weight has to notice all the same.
