@@ -70,7 +70,6 @@ def assemble(
     sizes: UpdateSizes,
     updates: OptimizerProfile,
     hardware: HardwareProfile,
-    estimated: bool,
 ) -> Profile:
     """Return the profile of a model that has been measured."""
     structure = measured.structure
@@ -103,7 +102,6 @@ def assemble(
         forwards=measured.captured.forwards,
         deferred_forwards=measured.captured.deferred,
         scatter=_scatter(measured.costs),
-        estimated=estimated,
         flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
     )
