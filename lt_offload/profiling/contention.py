@@ -135,14 +135,9 @@ def factors(shares: NDArray[np.float64]) -> NDArray[np.float64]:
     Args:
         shares: of each lane at full speed, one row per case.
     """
-    granted = np.zeros_like(shares)
-    left = np.ones(len(shares))
-    order = np.argsort(shares, axis=1, kind="stable")
-    count = shares.shape[1]
-    for position in range(count):  # the most modest lane first: what it does not take is shared by the others
-        lane = order[:, position : position + 1]
-        wanted = np.take_along_axis(shares, lane, axis=1)[:, 0]
-        part = np.minimum(wanted, left / (count - position))
-        np.put_along_axis(granted, lane, part[:, None], axis=1)
-        left = left - part
-    return np.divide(shares, granted, out=np.ones_like(shares), where=granted > 0)
+    # The most that one lane is granted: what the more modest ones leave is shared equally by the others.
+    modest = np.sort(shares, axis=1)
+    left = 1 - (np.cumsum(modest, axis=1) - modest)
+    most = (left / np.arange(shares.shape[1], 0, -1)).max(axis=1)
+    slow: NDArray[np.float64] = np.maximum(1.0, shares / most[:, None])
+    return slow
