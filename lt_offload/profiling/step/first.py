@@ -65,12 +65,15 @@ class FirstStep(WatchedStep):
         # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
         with current(self.device), generators_kept(gpus), torch.enable_grad():
             self.reached()
-            used, device = optimizer or self._optimizer, self.device
-            measured = self.costs(parts, unfrozen=used is not self._optimizer)
-            hardware, updates, contention = self.machine
-            if device.type == "cuda":  # by now all kernels are there
-                hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
-            ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
-            sizes = UpdateSizes(used, device, scratch_ratio=ratio)
-            profile = assemble(self.model, self.batch, measured, sizes=sizes, updates=updates, hardware=hardware)
+            return self.measure(parts, optimizer or self._optimizer)
+
+    def measure(self, parts: int, optimizer: Optimizer) -> Profile:
+        """Return the profile of the observed step, with weights as ``optimizer`` has them."""
+        measured, device = self.costs(parts, unfrozen=optimizer is not self._optimizer), self.device
+        hardware, updates, contention = self.machine
+        if device.type == "cuda":  # by now all kernels are there
+            hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
+        ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
+        sizes = UpdateSizes(optimizer, device, scratch_ratio=ratio)
+        profile = assemble(self.model, self.batch, measured, sizes=sizes, updates=updates, hardware=hardware)
         return replace(profile, contention=contention)
