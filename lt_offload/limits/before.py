@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_offload.compat.hugging_face import ACCELERATES_HOOK
 from lt_offload.compat.lightning import BATCH_NORM, WRAPPERS_OF_FABRIC, averages_on, detects_anomaly, trainer_of
-from lt_offload.limits.table import Setup, limit
+from lt_offload.limits.table import Recogniser, Setup, limit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,45 @@ if TYPE_CHECKING:
 def unknown_optimizer(optimizer: Optimizer) -> bool:
     """Return whether neither a known class nor a trial shows that ``optimizer`` updates each tensor on its own."""
     return _verdict(optimizer) == "unknown"
+
+
+def _modules(run: Setup) -> Iterator[tuple[str, Any]]:
+    assert run.model is not None
+    for name, module in run.model.named_modules():
+        yield name or type(module).__name__, module
+
+
+def _parameters(run: Setup) -> Iterator[tuple[str, nn.Parameter]]:
+    assert run.model is not None
+    return run.model.named_parameters()
+
+
+def _any_optimizer(fits: Callable[[Optimizer], bool]) -> Recogniser:
+    """Return what recognises an optimizer that ``fits``."""
+    return lambda run: next((f"optimizer {type(one).__name__}" for one in run.optimizers if fits(one)), None)
+
+
+def _is_a(thing: object, names: set[str]) -> bool:
+    """Return whether ``thing``'s class or a base of it has one of ``names``; namespaces do not matter."""
+    return any(cls.__name__ in names for cls in type(thing).__mro__)
+
+
+def _is_prepared(optimizer: Optimizer) -> bool:
+    return _is_a(optimizer, {"AcceleratedOptimizer"})
+
+
+def _verdict(optimizer: Optimizer) -> str:
+    """Return the verdict of a trial of ``optimizer``."""
+    # Here, as it loads torch: the table is read without.
+    from lt_offload.model.optimizers import tried
+
+    return tried(optimizer).verdict
+
+
+def _draws_for_large(optimizer: Optimizer) -> bool:
+    from lt_offload.model.optimizers import draws_for_large
+
+    return draws_for_large(optimizer)
 
 
 # -- trainer ----------------------------------------------------------------------------------------------------------
@@ -349,84 +388,54 @@ def _not_one_optimizer(run: Setup) -> str | None:
 _GLOBAL_OPTIMIZERS = {"LBFGS", "SAM", "ZeroRedundancyOptimizer"}
 _GLOBAL_OPTIMIZERS |= {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptLion", "DAdaptSGD", "Prodigy"}
 
-
-@limit(
+limit(
     "optimizers that look across parameters or call a closure twice",
     "optimizer",
     why="each tensor is updated on its own as soon as its gradient is complete",
     instead="use AdamW, Adam, SGD, Adafactor or another optimizer that updates each tensor on its own",
-)
-def _global_optimizer(run: Setup) -> str | None:
-    return _optimizer_that(run, lambda optimizer: _is_a(optimizer, _GLOBAL_OPTIMIZERS))
+)(_any_optimizer(lambda optimizer: _is_a(optimizer, _GLOBAL_OPTIMIZERS)))
 
-
-def _verdict(optimizer: Optimizer) -> str:
-    """Return the verdict of a trial of ``optimizer``."""
-    # Here, as it loads torch: the table is read without.
-    from lt_offload.model.optimizers import tried
-
-    return tried(optimizer).verdict
-
-
-@limit(
+limit(
     "optimizers whose step does more than update each tensor, e.g. clip all gradients first",
     "optimizer",
     why="a trial on small tensors gave other numbers one by one, in another order, than all at once, or other counts "
     "of steps without gradients than with them",
     instead="use an optimizer that updates each tensor from its own gradient and state alone",
-)
-def _joint_optimizer(run: Setup) -> str | None:
-    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "joint")
+)(_any_optimizer(lambda optimizer: _verdict(optimizer) == "joint"))
 
-
-@limit(
+limit(
     "optimizers that draw random numbers, for all tensors or for some, from a generator that the tensors share",
     "optimizer",
     why="each tensor is updated when its gradient is complete, so that it would get the numbers of another",
     instead="draw from a torch.Generator that step() makes and seeds for each tensor, e.g. by a count in its state, "
     "with the same numbers under any strategy",
-)
-def _random_optimizer(run: Setup) -> str | None:
-    from lt_offload.model.optimizers import draws_for_large
+)(_any_optimizer(lambda optimizer: _verdict(optimizer) == "random" or _draws_for_large(optimizer)))
 
-    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "random" or draws_for_large(optimizer))
-
-
-@limit(
+limit(
     "an optimizer that accelerator.prepare has wrapped",
     "optimizer",
     why="the wrapper skips steps and gives each to the optimizer inside, which has the groups and the states",
     instead="hand over prepared.optimizer (here and where else lt_offload asks for it), or the one that was prepared; "
     "the loop may go on with accelerator.backward and the wrapper's step()",
-)
-def _prepared_by_accelerate(run: Setup) -> str | None:
-    return _optimizer_that(run, _is_prepared)
+)(_any_optimizer(_is_prepared))
 
-
-def _is_prepared(optimizer: Optimizer) -> bool:
-    return _is_a(optimizer, {"AcceleratedOptimizer"})
-
-
-@limit(
+limit(
     "optimizers that hand their work to others, e.g. one of Muon and AdamW side by side, Lookahead",
     "optimizer",
     why="a step on small tensors in the parameter groups changed none of them, or the groups are another optimizer's: "
     "others have parameters of their own",
     instead="write one class that does what each group asks for, as SingleDeviceMuonWithAuxAdam does by use_muon",
-)
-def _idle_optimizer(run: Setup) -> str | None:
+)(
     # A wrapper of accelerate's hands it over, too, and has a row of its own, with a better way out.
-    return _optimizer_that(run, lambda optimizer: not _is_prepared(optimizer) and _verdict(optimizer) == "idle")
+    _any_optimizer(lambda optimizer: not _is_prepared(optimizer) and _verdict(optimizer) == "idle")
+)
 
-
-@limit(
+limit(
     "optimizers whose state has entries of no parameter, other than plain numbers that are there from the beginning",
     "optimizer",
     why="each tensor is updated when its gradient is complete, and what all tensors share would change once per tensor",
     instead="keep what belongs to a tensor in state[p], and what is counted per step in a parameter group",
-)
-def _shared_state(run: Setup) -> str | None:
-    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "shared")
+)(_any_optimizer(lambda optimizer: _verdict(optimizer) == "shared"))
 
 
 @limit(
@@ -444,16 +453,12 @@ def _captured(run: Setup) -> str | None:
     return None
 
 
-@limit(
+limit(
     "optimizers of sparse gradients, and states in CUDA's managed memory (paged optimizers of bitsandbytes)",
     "optimizer",
     why="gradients travel as dense tensors, and states as the plan says, which the driver may not move as well",
     instead="use Adam for SparseAdam, AdamW8bit for PagedAdamW8bit",
-)
-def _own_memory(run: Setup) -> str | None:
-    return _optimizer_that(
-        run, lambda optimizer: _is_a(optimizer, {"SparseAdam"}) or getattr(optimizer, "is_paged", False) is True
-    )
+)(_any_optimizer(lambda optimizer: _is_a(optimizer, {"SparseAdam"}) or getattr(optimizer, "is_paged", False) is True))
 
 
 @limit(
@@ -483,29 +488,6 @@ def _orphans(run: Setup) -> str | None:
         if parameter.requires_grad and id(parameter) not in held:
             return f"trainable parameter {name} that the optimizer does not hold"
     return None
-
-
-# -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _modules(run: Setup) -> Iterator[tuple[str, Any]]:
-    assert run.model is not None
-    for name, module in run.model.named_modules():
-        yield name or type(module).__name__, module
-
-
-def _parameters(run: Setup) -> Iterator[tuple[str, nn.Parameter]]:
-    assert run.model is not None
-    return run.model.named_parameters()
-
-
-def _optimizer_that(run: Setup, fits: Callable[[Optimizer], bool]) -> str | None:
-    return next((f"optimizer {type(optimizer).__name__}" for optimizer in run.optimizers if fits(optimizer)), None)
-
-
-def _is_a(thing: object, names: set[str]) -> bool:
-    """Return whether ``thing``'s class or a base of it has one of ``names``; namespaces do not matter."""
-    return any(cls.__name__ in names for cls in type(thing).__mro__)
 
 
 _LIGHTNING_BASE = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.(core\.|callbacks\.callback$)")

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from lt_offload.limits.table import Setup, limit
+from lt_offload.limits.table import Recogniser, Setup, limit
 
 
-def _argument(run: Setup, name: str) -> str | None:
-    """Return the argument ``name`` as the user wrote it, None if it is off or there is none."""
-    # Empty texts and lists switch these off, like None and False.
-    value = getattr(run.trainer.args, name, None)
-    return f"{type(run.trainer.args).__name__}({name}={value!r})" if value else None
+def _any_of(*names: str) -> Recogniser:
+    """Return what recognises the first of the arguments ``names`` that is set, as the user wrote it."""
+
+    def recognise(run: Setup) -> str | None:
+        args = run.trainer.args
+        # Empty texts and lists switch these off, like None and False.
+        values = ((name, getattr(args, name, None)) for name in names)
+        return next((f"{type(args).__name__}({name}={value!r})" for name, value in values if value), None)
+
+    return recognise
 
 
-@limit(
+def _optim(fits: Callable[[str], bool]) -> Recogniser:
+    """Return what recognises an argument ``optim`` whose name ``fits``."""
+
+    def recognise(run: Setup) -> str | None:
+        name: Any = run.trainer.args.optim
+        # An enumeration of transformers, or the text that the user has given.
+        name = str(getattr(name, "value", name))
+        return f"optim={name!r}" if fits(name) else None
+
+    return recognise
+
+
+limit(
     "torch_compile",
     "hf",
     why="weights move between blocks, which code across blocks cannot follow",
     instead="leave it out; compile each layer by itself with layer.compile(), before the Trainer is made",
-)
-def _compile(run: Setup) -> str | None:
-    return _argument(run, "torch_compile")
+)(_any_of("torch_compile"))
 
-
-@limit(
+limit(
     "fp16, fp16_full_eval, bf16_full_eval",
     "hf",
     why="loss scaling would have to know all gradients before the first update, and a full evaluation in another dtype "
     "changes the weights for good",
     instead="use bf16=True, or load the model in bfloat16",
-)
-def _fp16(run: Setup) -> str | None:
-    names = ("fp16", "fp16_full_eval", "bf16_full_eval")
-    return next((setting for name in names if (setting := _argument(run, name)) is not None), None)
+)(_any_of("fp16", "fp16_full_eval", "bf16_full_eval"))
 
-
-@limit(
+limit(
     "deepspeed, fsdp, parallelism_config",
     "hf",
     why="they put weights and states where they want them, and so does a plan",
     instead="leave them out: one process plans for one device",
-)
-def _sharded(run: Setup) -> str | None:
-    names = ("deepspeed", "fsdp", "parallelism_config")
-    return next((setting for name in names if (setting := _argument(run, name)) is not None), None)
+)(_any_of("deepspeed", "fsdp", "parallelism_config"))
 
 
 @limit(
@@ -63,77 +71,47 @@ def _devices(run: Setup) -> str | None:
     return f"{args.n_gpu} GPUs in one process (n_gpu)" if args.n_gpu > 1 else None
 
 
-@limit(
+limit(
     "auto_find_batch_size",
     "hf",
     why="it tries batch sizes until one fits, and a plan makes the one that is set fit",
     instead="set per_device_train_batch_size; an error says which one fits if it does not",
-)
-def _finds_batch_size(run: Setup) -> str | None:
-    return _argument(run, "auto_find_batch_size")
+)(_any_of("auto_find_batch_size"))
 
-
-@limit(
+limit(
     "use_liger_kernel",
     "hf",
     why="its fused loss multiplies with the head's weight outside the head, where the weight is not on the device",
     instead="leave it out; hf_trainer(chunked_loss=True) lets the head and the loss take a few tokens at a time",
-)
-def _liger(run: Setup) -> str | None:
-    return _argument(run, "use_liger_kernel")
+)(_any_of("use_liger_kernel"))
 
-
-@limit(
+limit(
     "activation_offloading of TRL",
     "hf",
     why="the plan decides which activations travel",
     instead="leave it out: they are planned",
-)
-def _activation_offloading(run: Setup) -> str | None:
-    return _argument(run, "activation_offloading")
+)(_any_of("activation_offloading"))
 
-
-_IN_BACKWARD = ("lomo", "adalomo")
-
-
-@limit(
+limit(
     "optim='lomo', 'adalomo' and those that end with '_layerwise'",
     "hf",
     why="they update in hooks of the backward, where weights may be elsewhere by then",
     instead="use optim='adamw_torch' or another one that updates each tensor in its step",
-)
-def _updates_in_backward(run: Setup) -> str | None:
-    name: Any = run.trainer.args.optim
-    # An enumeration of transformers, or the text that the user has given.
-    name = str(getattr(name, "value", name))
-    return f"optim={name!r}" if name in _IN_BACKWARD or name.endswith("_layerwise") else None
+)(_optim(lambda name: name in ("lomo", "adalomo") or name.endswith("_layerwise")))
 
-
-_NOT_BY_TENSOR = ("schedule_free_", "apollo_", "galore_", "grokadamw")
-
-
-@limit(
+limit(
     "optim='schedule_free_adamw', 'apollo_adamw', 'galore_adamw', 'grokadamw' and their kin",
     "hf",
     why="their updates write weights between steps, project gradients, or need more than one tensor has",
     instead="use optim='adamw_torch', 'stable_adamw' or 'adamw_8bit', or LoRA, where memory is what they were for",
-)
-def _not_by_tensor(run: Setup) -> str | None:
-    name: Any = run.trainer.args.optim
-    name = str(getattr(name, "value", name))
-    return f"optim={name!r}" if name.startswith(_NOT_BY_TENSOR) else None
+)(_optim(lambda name: name.startswith(("schedule_free_", "apollo_", "galore_", "grokadamw"))))
 
-
-@limit(
+limit(
     "optim='paged_adamw_8bit' and the other paged ones",
     "hf",
     why="the driver would move their states as well, which travel as the plan says",
     instead="use optim='adamw_8bit', 'lion_8bit' or 'ademamix_8bit': the numbers are those of the paged ones",
-)
-def _paged(run: Setup) -> str | None:
-    name: Any = run.trainer.args.optim
-    name = str(getattr(name, "value", name))
-    return f"optim={name!r}" if name.startswith("paged_") else None
+)(_optim(lambda name: name.startswith("paged_")))
 
 
 @limit(

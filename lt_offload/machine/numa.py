@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 SYSFS = Path("/sys")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,19 +35,14 @@ class MemoryNode:
             with suppress(OSError):
                 os.sched_setaffinity(0, self.cores)
 
-    def run(self, work: Callable[[], object]) -> None:
+    def run(self, work: Callable[[], _Result]) -> _Result:
         """Call ``work`` on ``cores``, and let torch's threads for it be there too."""
         if not self.cores:
-            work()
-            return
-
-        def task() -> None:
-            self.bind()  # torch's threads are children of this one
-            work()
-
-        # Not this thread: torch has started its threads already, and they may be on any core.
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(task).result()
+            return work()
+        # Not this thread: torch has started its threads already, and they may be on any core. Torch's threads are
+        # children of the one that is bound.
+        with ThreadPoolExecutor(1, initializer=self.bind) as pool:
+            return pool.submit(work).result()
 
 
 def memory_node_of(device: torch.device, root: Path = SYSFS) -> MemoryNode:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,24 +23,12 @@ BUFFER_BYTES = 4 << 20
 STAGING_BYTES = 2 * BUFFERS * BUFFER_BYTES
 
 
-class _StagingBuffer:
+class _StagingBuffer(NamedTuple):
     """Page-locked memory that one copy at a time may use."""
 
-    def __init__(self, memory: Tensor, event: Any) -> None:
-        self.memory = memory
-        self._event = event
-        self._used = False
-
-    def record(self, stream: Any) -> None:
-        """Note that the buffer is in use until ``stream`` has done what it was given so far."""
-        self._event.record(stream)
-        self._used = True
-
-    def wait(self) -> None:
-        """Block until nothing uses the buffer."""
-        if self._used:
-            self._event.synchronize()
-            self._used = False
+    memory: Tensor
+    free: Any
+    """Event after which nothing uses it; one that has never been recorded is over."""
 
 
 class Staging:
@@ -83,7 +71,7 @@ class Staging:
                 part = buffer.memory[: piece.numel()]
                 part.copy_(piece)
                 self._copy(goal, part)
-                buffer.record(stream)
+                buffer.free.record(stream)
 
     def to_host(self, target: Tensor, source: Tensor, stream: Any) -> None:
         """Copy ``source`` to ``target`` (host), which holds everything on return."""
@@ -98,7 +86,7 @@ class Staging:
                     _empty_into(*coming.popleft())
                 buffer = _next(self._up)
                 self._copy(buffer.memory[: piece.numel()], piece)
-                buffer.record(stream)
+                buffer.free.record(stream)
                 coming.append((buffer, goal))
             for buffer, goal in coming:
                 _empty_into(buffer, goal)
@@ -126,11 +114,11 @@ def _next(ring: deque[_StagingBuffer]) -> _StagingBuffer:
     buffer = ring[0]
     ring.rotate(-1)
     # Without this, the buffer would be filled again while the link still reads it.
-    buffer.wait()
+    buffer.free.synchronize()
     return buffer
 
 
 def _empty_into(buffer: _StagingBuffer, target: Tensor) -> None:
     """Empty ``buffer`` into ``target`` once its bytes are there."""
-    buffer.wait()
+    buffer.free.synchronize()
     target.copy_(buffer.memory[: target.numel()])

@@ -7,11 +7,8 @@ page-locked. Its storage keeps the host tensor alive.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.machine.driver import in_what_room
-from lt_offload.machine.pages import map_pages
-from lt_offload.units import format_bytes
-
-LEAST_SPEED = 0.5
-"""Least speed of kernels that read host memory, as part of the speed of copies: slower ones are of no use."""
-_SPEED_BYTES, _LEAST_SPEED_BYTES = 64 << 20, 1 << 20
 
 
 def zero_copy_view(host: Tensor, device: torch.device) -> Tensor:
@@ -134,60 +124,6 @@ def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize
     seen.copy_(near * 2)
     synchronize()
     return "" if torch.equal(host, near.cpu() * 2) else "what is copied there does not arrive"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speeds:
-    """Bytes per second between a device and page-locked host memory, nothing else going on."""
-
-    copy_in: float
-    """The speed of a copy to the device."""
-    read: float
-    """The speed of kernels that read there."""
-    write: float
-    """The speed of copies that the compute stream writes there."""
-
-    @property
-    def too_slow(self) -> str:
-        """Reason why kernels had better not read there; empty if they may."""
-        if self.read >= LEAST_SPEED * self.copy_in:
-            return ""
-        return (
-            f"kernels read it at {format_bytes(self.read)}/s, less than {LEAST_SPEED:.0%} of the "
-            f"{format_bytes(self.copy_in)}/s of copies"
-        )
-
-
-def measure_speeds(
-    device: torch.device, synchronize: Callable[[], object], view_of: Callable[[Tensor], Tensor]
-) -> Speeds:
-    """Measure how fast ``device`` reads and writes host memory through ``view_of``; arguments: see :func:`refusal`."""
-    return in_what_room(partial(_measure_speeds, device, synchronize, view_of), _SPEED_BYTES, least=_LEAST_SPEED_BYTES)
-
-
-def _measure_speeds(
-    device: torch.device, synchronize: Callable[[], object], view_of: Callable[[Tensor], Tensor], nbytes: int
-) -> Speeds:
-    with locked(map_pages(nbytes).bytes()) as memory:
-        host = memory.view(torch.float32)
-        seen, near = view_of(host), torch.zeros(host.shape, device=device)
-
-        def rate(work: Callable[[], object]) -> float:
-            laps = []
-            for _ in range(4):
-                synchronize()
-                start = time.perf_counter()
-                work()
-                synchronize()
-                laps.append(time.perf_counter() - start)
-            # The first lap loads the kernel.
-            return host.nbytes / min(laps[1:])
-
-        return Speeds(
-            copy_in=rate(lambda: near.copy_(host, non_blocking=True)),
-            read=rate(lambda: torch.add(seen, 1, out=near)),
-            write=rate(lambda: seen.copy_(near)),
-        )
 
 
 class _Memory:

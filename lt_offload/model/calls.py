@@ -177,6 +177,11 @@ def tensors_of(out: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
 
+def numbers_of(out: Any) -> list[Tensor]:
+    """Return the tensors of numbers among what a block returned: the first one goes on to the next block."""
+    return [tensor for tensor in tensors_of(out) if tensor.is_floating_point()]
+
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes."""
 

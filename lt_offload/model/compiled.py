@@ -96,7 +96,7 @@ def without_gradients(module: nn.Module, run: Forward) -> Forward:
 def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
     """Let calls of ``module`` run ``stand_in``; return a function that ends it."""
     entry = _entry(module)
-    return cover(module, entry, _StandIn(module, entry, vars(module).get(entry), stand_in))
+    return cover(module, entry, StandIn(module, entry, vars(module).get(entry), stand_in))
 
 
 def cover(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
@@ -172,13 +172,14 @@ class _StateOfCopies:
         return getattr, (self._module, _STATE)  # where a module's class has a way of its own to make copies
 
 
-class _StandIn:
-    """The function called in place of a module's forward; a copy of the module gets the forward itself, not this."""
+class StandIn:
+    """The function called in place of a module's own, mostly its forward, which a copy of the module gets instead."""
 
     def __init__(self, module: nn.Module, entry: str, own: Any, function: Forward) -> None:
         self._module, self._entry, self._own, self._function = module, entry, own, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
         return self._function(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

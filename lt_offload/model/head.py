@@ -20,7 +20,7 @@ that treat every logit on its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lt_offload.compat.hugging_face import LOSS_FUNCTION
 from lt_offload.compat.torch import log_softmax_backward
-from lt_offload.model.compiled import cover, is_compiled
+from lt_offload.model.compiled import StandIn, cover, is_compiled
 
 IGNORED = -100
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -250,25 +250,10 @@ def uses_causal_loss(model: nn.Module) -> bool:
 def intercept_loss(model: nn.Module, stand_in: Callable[..., Any]) -> Callable[[], None]:
     """Let ``model`` call ``stand_in`` in place of its loss, which comes first; return a function that ends it."""
     owner: Any = model
-    return cover(model, LOSS_FUNCTION, _LossStandIn(owner.loss_function, stand_in))
-
-
-class _LossStandIn:
-    """The function called in place of a model's loss; a copy of the model gets the loss itself, not this."""
-
-    def __init__(self, loss: Callable[..., Any], function: Callable[..., Any]) -> None:
-        self._loss, self._function = loss, function
-        update_wrapper(self, loss, updated=())  # it is called as the loss, and asked what it is as the loss
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._loss, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self._loss,)
-
-
-def _itself(value: Any) -> Any:
-    return value
+    loss = owner.loss_function
+    function = StandIn(model, LOSS_FUNCTION, loss, partial(stand_in, loss))
+    update_wrapper(function, loss, updated=())  # it is called as the loss, and asked what it is as the loss
+    return cover(model, LOSS_FUNCTION, function)
 
 
 def _mean(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:

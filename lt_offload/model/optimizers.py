@@ -106,7 +106,7 @@ def _draws(optimizer: Optimizer, index: int, shape: tuple[int, ...], dtype: torc
             with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), DrawWatch(optimizer, _Drawn):
                 stand = nn.Parameter(torch.zeros(shape, dtype=dtype))
                 stand.grad = torch.zeros_like(stand)
-                twin = _twin(optimizer, [(index, stand)], defaultdict(dict, of_none(optimizer)))
+                twin = twin_of(optimizer, [(index, stand)], defaultdict(dict, of_none(optimizer)))
                 type(twin).step(twin)
         except _Drawn:
             return True
@@ -184,7 +184,7 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
     # In reverse, so that an update which depends on those before it gives other numbers.
     parts = [[stand] for stand in reversed(stands)] if one_by_one else [stands]
     with untouched(optimizer=optimizer):
-        twins = [_twin(optimizer, part, defaultdict(dict, entries)) for part in parts]
+        twins = [twin_of(optimizer, part, defaultdict(dict, entries)) for part in parts]
         for step in range(_STEPS):
             torch.manual_seed(step)
             for number, (_, stand) in enumerate(stands):
@@ -212,7 +212,7 @@ def _values(state: Mapping[Any, Any]) -> list[Any]:
 def _stepped_idly(optimizer: Optimizer, *, empty: bool) -> list[Any]:
     """Return what an optimizer counts in steps without gradients; ``empty``: without tensors."""
     with untouched(optimizer=optimizer):
-        twin = _twin(optimizer, _stands(optimizer), defaultdict(dict, of_none(optimizer)))
+        twin = twin_of(optimizer, _stands(optimizer), defaultdict(dict, of_none(optimizer)))
         for group in twin.param_groups if empty else ():
             group["params"] = []
         for _ in range(_STEPS):
@@ -234,7 +234,7 @@ def _acts_without_gradients(optimizer: Optimizer) -> bool:
     state: defaultdict[Any, Any] = defaultdict(dict, of_none(optimizer))
     try:
         with untouched(optimizer=optimizer):
-            twin = _twin(optimizer, stands, state)
+            twin = twin_of(optimizer, stands, state)
             type(twin).step(twin)
     except Exception:  # it does not ask whether there is a gradient
         return True
@@ -264,29 +264,41 @@ def _stands(optimizer: Optimizer) -> list[Stand]:
     return stands
 
 
-def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any, Any]) -> Optimizer:
-    """Return an optimizer of the same class and options over ``stands``, without hooks."""
+def twin_of(
+    optimizer: Optimizer,
+    stands: Sequence[Stand],
+    state: defaultdict[Any, Any],
+    alone: Mapping[Tensor, Mapping[str, Any]] | None = None,
+) -> Optimizer:
+    """Return an optimizer of the same class and options over ``stands``, without hooks.
+
+    Args:
+        optimizer: that has the class and the options.
+        stands: tensors that are updated, each with its group.
+        state: of these.
+        alone: options of single ones; see :func:`own_options`.
+    """
     # Not by its constructor, whose arguments nobody has kept.
-    twin: Optimizer = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
     # A scheduler puts its own ``step`` on the object, and that one steps the real optimizer.
-    vars(twin).pop("step", None)
-    vars(twin).update(managed(optimizer, {}))
-    forget_step_hooks(twin)
+    vars(made).pop("step", None)
+    vars(made).update(managed(optimizer, alone or {}))
+    forget_step_hooks(made)
     groups: dict[int, dict[str, Any]] = {}
     for index, stand in stands:
         live = optimizer.param_groups[index]
         copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in live.items()}
         groups.setdefault(index, copied | {"params": []})["params"].append(stand)
-    twin.param_groups, twin.state = list(groups.values()), state
-    return twin
+    made.param_groups, made.state = list(groups.values()), state
+    return made
 
 
 def with_more(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Return an optimizer like this one, with its states, that has ``parameters`` in its first group as well."""
     present = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
     held = {parameter for _, parameter in present}
-    return _twin(optimizer, [*present, *((0, p) for p in parameters if p not in held)], optimizer.state)
+    return twin_of(optimizer, [*present, *((0, p) for p in parameters if p not in held)], optimizer.state)
 
 
 def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lt_offload.optim.adamw import AdamW, adamw_
+from lt_offload.optim.adamw import AdamW
 
-__all__ = ["AdamW", "adamw_"]
+__all__ = ["AdamW"]

@@ -8,7 +8,7 @@ place, next to its state.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,67 +32,28 @@ _NUMBER = "_adamw_number"
 """Attribute of a parameter: its number among those of its optimizer. Stand-ins that are updated for it get it, too."""
 
 
-def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    masters: Sequence[Tensor | None],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[float],
-    *,
-    seeds: Sequence[int | None] | None = None,
-    scales: Sequence[tuple[Tensor, Tensor] | None] | None = None,
-    moment_seeds: Sequence[int] | None = None,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
-    grad_scale: float | Tensor = 1.0,
-) -> None:
-    """Update ``params`` in place by AdamW, all small ones together in one go.
+def options_of(group: Mapping[str, Any], grad_scale: float | Tensor) -> Options:
+    """Return what an update needs of the options ``group``."""
+    common = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
+    return Options(beta1=group["betas"][0], beta2=group["betas"][1], grad_scale=grad_scale, **common)
 
-    Args:
-        params: weights of any float dtype, on any device.
-        grads: their gradients, which stay as they are.
-        masters: per weight the fp32 tensor to update in its place, from which it is then rounded (to nearest, ties to
-            even); None: the weight itself is updated.
-        exp_avgs: first moments, in the dtype of what is updated; or in bfloat16, or bytes with ``scales``.
-        exp_avg_sqs: second moments, in the same way.
-        steps: per weight the number of this update, 1 for the first.
-        seeds: per bfloat16 weight without a master 32 bits from which the noise is made that rounds it; its moments are
-            fp32 then. None: no weight is rounded so.
-        scales: per weight those of the blocks of both moments, where these are bytes: see
-            :mod:`lt_offload.optim.blockwise`.
-        moment_seeds: per weight 32 bits from which the noise is made that rounds second moments in bfloat16.
-        lr: learning rate.
-        betas: decay rates of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay.
-        maximize: go up the gradient instead of down.
-        grad_scale: factor on all gradients, applied in the precision of the moments: for clipping by a norm,
-            accumulation, or loss scaling.
-    """
-    options = Options(
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=grad_scale,
+
+def entry_of(
+    weight: Tensor, grad: Tensor, state: Mapping[str, Any], seeds: tuple[int | None, int] = (None, 0)
+) -> Entry:
+    """Return the update of ``weight`` that ``state`` has counted; ``seeds`` are of the weight and its moment."""
+    return Entry(
+        weight,
+        grad,
+        state.get("master"),
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        float(state["step"]),
+        seeds[0],
+        exp_avg_scale=state.get("exp_avg_scale"),
+        exp_avg_sq_scale=state.get("exp_avg_sq_scale"),
+        moment_seed=seeds[1],
     )
-    count = len(params)
-    rows = zip(params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds or [None] * count, strict=True)
-    more = zip(scales or [None] * count, moment_seeds or [0] * count, strict=True)
-    entries = []
-    for row, (pair, moment_seed) in zip(rows, more, strict=True):
-        scale, scale_sq = pair or (None, None)
-        kept = Entry(*row)._replace(exp_avg_scale=scale, exp_avg_sq_scale=scale_sq, moment_seed=moment_seed)
-        entries.append(kept)
-    with torch.no_grad():
-        left = native.update(entries, options)
-        plain.update(left, options)
 
 
 class AdamW(Optimizer):
@@ -247,24 +208,10 @@ class AdamW(Optimizer):
         if not states:
             return
         foreach_add_([state["step"] for state in states], 1)
-        seeds = [self.seeds(p, state, group) for p, state in zip(parameters, states, strict=True)]
-        adamw_(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state.get("master") for state in states],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [float(state["step"]) for state in states],
-            seeds=[seed for seed, _ in seeds],
-            scales=[_scales_of(state) for state in states],
-            moment_seeds=[seed for _, seed in seeds],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            grad_scale=self.grad_scale,
-        )
+        pairs = zip(parameters, states, strict=True)
+        entries = [entry_of(p, p.grad, state, self.seeds(p, state, group)) for p, state in pairs]
+        options = options_of(group, self.grad_scale)
+        plain.update(native.update(entries, options), options)
 
     def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state of ``parameter``, a new one before its first update."""
@@ -362,10 +309,6 @@ def _seed(parameter: Tensor, state: Mapping[str, Any], what: str = "") -> int:
     """Return the seed of the noise for the update that ``state`` has counted already."""
     key = f"{getattr(parameter, _NUMBER, 0)} {int(state['step'])}{what and f' {what}'}"
     return int.from_bytes(hashlib.blake2s(key.encode(), digest_size=4).digest(), "little")
-
-
-def _scales_of(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    return (state["exp_avg_scale"], state["exp_avg_sq_scale"]) if "exp_avg_scale" in state else None
 
 
 def _has_master(parameter: Tensor, group: Mapping[str, Any]) -> bool:

@@ -53,29 +53,21 @@ _MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _SAMPLE = 1 << 12
 
 
+Numbers = np.ndarray[Any, np.dtype[Any]]
+
+
 class _KernelOptions(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ("keep", "weight1", "beta2", "weight2", "eps", "scale")]
 
 
-class _KernelStep(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_float) for name in ("negative_size", "correction")),
-        *((name, ctypes.c_uint32) for name in ("seed", "first", "moment_seed")),
-    ]
-
-
-class _Arrays(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_void_p) for name in ("low", "grad", "weight", "exp_avg", "exp_avg_sq", "scale", "scale_sq")
-    ]
-
-
-_ROWS = ("low", "grad", "weight", "exp_avg", "exp_avg_sq")
+_PARTED = ("low", "grad", "weight", "exp_avg", "exp_avg_sq")
 """Arrays of which parts are updated."""
+_ARRAYS = np.dtype([(name, "u8") for name in (*_PARTED, "scale", "scale_sq")])
+"""What the kernel takes for a tensor: addresses, 0 where there is none."""
 _STEPS = np.dtype(
     [("negative_size", "f4"), ("correction", "f4"), ("seed", "u4"), ("first", "u4"), ("moment_seed", "u4")]
 )
-"""The fields of :class:`_KernelStep`, for many at a time."""
+"""The same: numbers."""
 
 
 class _Map(ctypes.Structure):
@@ -132,20 +124,8 @@ class Kernel:
         unit = blockwise.BLOCK if entries[0].in_blocks else _UNIT
         plain.update([tail(entry, unit) for entry in entries if entry.param.numel() % unit], options)
         whole = [entry for entry in entries if entry.param.numel() >= unit]
-        count = len(whole)
-        sizes = (ctypes.c_int64 * count)(*(entry.param.numel() // unit * unit for entry in whole))
-        arrays = (_Arrays * count)(*map(_addresses, whole))
-        steps = (_KernelStep * count)(
-            *(
-                _KernelStep(
-                    -options.size(e.step), options.correction(e.step), e.seed or 0, e.first & 0xFFFFFFFF, e.moment_seed
-                )
-                for e in whole
-            )
-        )
-        common = _common(options)
-        moments, threads = _MOMENTS[entries[0].exp_avg.dtype], torch.get_num_threads()
-        self._run(count, sizes, arrays, steps, ctypes.byref(common), moments, ctypes.byref(self._maps), threads)
+        sizes = [entry.param.numel() // unit * unit for entry in whole]
+        self._update(np.array(sizes, dtype=np.int64), *_tables(whole, options), entries[0].exp_avg.dtype, options)
 
     def update_ranges(self, entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> None:
         """Update parts of ``entry``, which it takes, all in one go.
@@ -155,47 +135,44 @@ class Kernel:
             ranges: of each part the first element, how many there are, and where its gradient begins: whole units.
             options: of all of them.
         """
-        rows = np.array(ranges, dtype=np.int64).reshape(-1, 3)
-        starts, sizes = rows[:, 0], np.ascontiguousarray(rows[:, 1])
-        arrays = np.zeros((len(rows), len(_Arrays._fields_)), dtype=np.uint64)
-        where = (entry.param, entry.grad, entry.param if entry.master is None else entry.master)
-        whole = _addresses(entry)
-        for column, (name, tensor) in enumerate(zip(_ROWS, (*where, entry.exp_avg, entry.exp_avg_sq), strict=True)):
-            address = getattr(whole, name)
-            if address:
-                begins = rows[:, 2] if name == "grad" else starts
-                arrays[:, column] = address + begins * tensor.element_size()
-        steps = np.zeros(len(rows), dtype=_STEPS)
-        steps["negative_size"], steps["correction"] = -options.size(entry.step), options.correction(entry.step)
-        steps["seed"], steps["moment_seed"] = entry.seed or 0, entry.moment_seed
-        steps["first"] = (entry.first + starts) & 0xFFFFFFFF
-        common, moments, threads = _common(options), _MOMENTS[entry.exp_avg.dtype], torch.get_num_threads()
-        tables = (values.ctypes.data for values in (sizes, arrays, steps))
-        self._run(len(rows), *tables, ctypes.byref(common), moments, ctypes.byref(self._maps), threads)
+        starts, sizes, begins = np.ascontiguousarray(np.array(ranges, dtype=np.int64).reshape(-1, 3).T)
+        arrays, steps = (np.repeat(table, len(sizes)) for table in _tables([entry], options))
+        tensors = (entry.param, entry.grad, entry.param if entry.master is None else entry.master, *entry[3:5])
+        for name, tensor in zip(_PARTED, tensors, strict=True):
+            offsets = (begins if name == "grad" else starts) * tensor.element_size()
+            arrays[name] += np.where(arrays[name] > 0, offsets, 0).astype(np.uint64)
+        steps["first"] += starts.astype(np.uint32)
+        self._update(sizes, arrays, steps, entry.exp_avg.dtype, options)
         # As in `update`: without this, a graph that has saved the weight would go on with other numbers unnoticed.
         torch.autograd.graph.increment_version([entry.param])
 
+    def _update(self, sizes: Numbers, arrays: Numbers, steps: Numbers, moments: torch.dtype, options: Options) -> None:
+        common = _KernelOptions(
+            keep=1 - float(options.lr) * options.weight_decay,
+            weight1=1 - options.beta1,
+            beta2=options.beta2,
+            weight2=1 - options.beta2,
+            eps=options.eps,
+            scale=(-1 if options.maximize else 1) * float(options.grad_scale),
+        )
+        tables = (table.ctypes.data for table in (sizes, arrays, steps))
+        maps, threads = ctypes.byref(self._maps), torch.get_num_threads()
+        self._run(len(sizes), *tables, ctypes.byref(common), _MOMENTS[moments], maps, threads)
 
-def _common(options: Options) -> _KernelOptions:
-    """Return what the kernel takes for all tensors."""
-    return _KernelOptions(
-        keep=1 - float(options.lr) * options.weight_decay,
-        weight1=1 - options.beta1,
-        beta2=options.beta2,
-        weight2=1 - options.beta2,
-        eps=options.eps,
-        scale=(-1 if options.maximize else 1) * float(options.grad_scale),
-    )
 
-
-def _addresses(entry: Entry) -> _Arrays:
-    param = entry.param.data_ptr()
-    weight = param if entry.seed is None else None
-    low = None if entry.master is None and entry.seed is None else param
-    if entry.master is not None:
-        weight = entry.master.data_ptr()
-    scales = (None if scale is None else scale.data_ptr() for scale in (entry.exp_avg_scale, entry.exp_avg_sq_scale))
-    return _Arrays(low, entry.grad.data_ptr(), weight, entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr(), *scales)
+def _tables(entries: Sequence[Entry], options: Options) -> tuple[Numbers, Numbers]:
+    """Return addresses and numbers of ``entries``, one row each."""
+    arrays, steps = [], []
+    for entry in entries:
+        param = entry.param.data_ptr()
+        low = 0 if entry.master is None and entry.seed is None else param
+        weight = entry.master.data_ptr() if entry.master is not None else param if entry.seed is None else 0
+        moments = (entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr())
+        scales = (0 if scale is None else scale.data_ptr() for scale in (entry.exp_avg_scale, entry.exp_avg_sq_scale))
+        arrays.append((low, entry.grad.data_ptr(), weight, *moments, *scales))
+        size, correction = options.size(entry.step), options.correction(entry.step)
+        steps.append((-size, correction, entry.seed or 0, entry.first & 0xFFFFFFFF, entry.moment_seed))
+    return np.array(arrays, dtype=_ARRAYS), np.array(steps, dtype=_STEPS)
 
 
 _left_out: list[None] = []
@@ -223,74 +200,38 @@ def update_ranges(entry: Entry, ranges: Sequence[tuple[int, int, int]], options:
 
 def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     """Update the entries that there is a kernel for, and return the others."""
-    kinds: defaultdict[object, list[Entry]] = defaultdict(list)
+    kinds: defaultdict[torch.dtype, list[Entry]] = defaultdict(list)
     rest: list[Entry] = []
     for entry in entries:
-        kind = entry.master is None, entry.seed is None, entry.exp_avg.dtype
-        (kinds[kind] if Kernel.takes(entry) else rest).append(entry)
+        (kinds[entry.exp_avg.dtype] if Kernel.takes(entry) else rest).append(entry)
     if not kinds or _left_out or kernel() is None:
         return list(entries)
     for alike in kinds.values():
-        columns = [list(column) for column in zip(*alike, strict=True)]
-        params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds, firsts, scales, scales_sq, moment_seeds = columns
-        torch.ops.lt_offload.adamw_(
-            params,
-            grads,
-            masters if alike[0].master is not None else [],
-            exp_avgs,
-            exp_avg_sqs,
-            scales if alike[0].in_blocks else [],
-            scales_sq if alike[0].in_blocks else [],
-            steps,
-            seeds if alike[0].seed is not None else [],
-            moment_seeds,
-            firsts,
-            float(options.lr),
-            options.beta1,
-            options.beta2,
-            options.eps,
-            options.weight_decay,
-            options.maximize,
-            float(options.grad_scale),
-        )
+        number = next(_numbers)
+        _updates[number] = alike, options
+        grads = [entry.grad for entry in alike]
+        others = (tensor for entry in alike for tensor in (entry.param, *entry.tensors[2:]))
+        try:
+            torch.ops.lt_offload.adamw_([tensor for tensor in others if tensor is not None], grads, number)
+        finally:
+            del _updates[number]
         # The kernel writes past torch: a graph that has saved a weight has to notice all the same.
-        torch.autograd.graph.increment_version(params)
+        torch.autograd.graph.increment_version([entry.param for entry in alike])
     return rest
 
 
 # An operation of torch's, so that whoever watches what runs (profilers, counters of memory traffic) sees this too.
 _library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
-    " Tensor(e!)[] exp_avg_scales, Tensor(f!)[] exp_avg_sq_scales, float[] steps, int[] seeds, int[] moment_seeds,"
-    " int[] firsts,"
-    " float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, float grad_scale) -> ()"
-)
+_library.define("adamw_(Tensor(a!)[] written, Tensor[] grads, int number) -> ()")  # type: ignore[no-untyped-call]
+_numbers = itertools.count()
+_updates: dict[int, tuple[list[Entry], Options]] = {}
+"""Updates under way, by number: the operation shows the tensors alone."""
 
 
-def _adamw(
-    params: list[Tensor],
-    grads: list[Tensor],
-    masters: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    exp_avg_scales: list[Tensor],
-    exp_avg_sq_scales: list[Tensor],
-    steps: list[float],
-    seeds: list[int],
-    moment_seeds: list[int],
-    firsts: list[int],
-    *options: Any,
-) -> None:
-    names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "grad_scale")
-    count = len(params)
-    nothing = [None] * count
-    columns: list[Sequence[Any]] = [params, grads, masters or nothing, exp_avgs, exp_avg_sqs, steps, seeds or nothing]
-    columns += [firsts, exp_avg_scales or nothing, exp_avg_sq_scales or nothing, moment_seeds]
+def _adamw(_written: list[Tensor], _grads: list[Tensor], number: int) -> None:
     compiled = kernel()
     assert compiled is not None
-    rows = zip(*columns, strict=True)
-    compiled.update([Entry(*row) for row in rows], Options(**dict(zip(names, options, strict=True))))
+    compiled.update(*_updates[number])
 
 
 _library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]

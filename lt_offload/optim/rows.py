@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_offload.optim import native, plain
-from lt_offload.optim.adamw import AdamW
-from lt_offload.optim.plain import Entry, Options
+from lt_offload.optim.adamw import AdamW, entry_of, options_of
+from lt_offload.optim.plain import Entry
 
 UNIT = 16
 """A row has a multiple of so many elements: our kernel rounds what is left over in another way."""
@@ -61,16 +61,8 @@ class RowUpdates:
     def __init__(self, optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> None:
         self._ours = optimizer if isinstance(optimizer, AdamW) else None
         self._parameter, self._group = parameter, group
-        lr = group["lr"]
-        self._options = Options(
-            lr=lr.clone() if isinstance(lr, Tensor) else lr,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            grad_scale=self._ours.grad_scale if self._ours is not None else 1.0,
-        )
+        lr, scale = group["lr"], self._ours.grad_scale if self._ours is not None else 1.0
+        self._options = options_of({**group, "lr": lr.clone() if isinstance(lr, Tensor) else lr}, scale)
 
     def new_state(self, weight: Tensor) -> dict[str, Any]:
         """Return the state of a parameter that has not been updated yet, whose value is ``weight``."""
@@ -93,16 +85,7 @@ class RowUpdates:
         if begins:
             state["step"] += 1
         seeds = self._ours.seeds(self._parameter, state, self._group) if self._ours is not None else (None, 0)
-        whole = Entry(
-            weight,
-            grad,
-            state.get("master"),
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            float(state["step"]),
-            seeds[0],
-            moment_seed=seeds[1],
-        )
+        whole = entry_of(weight, grad, state, seeds)
         if not ranges:
             return
         if self._ours is None and weight.dtype != torch.float32:

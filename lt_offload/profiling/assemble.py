@@ -14,7 +14,7 @@ from lt_offload.compat.hugging_face import is_base
 from lt_offload.compat.torch import tree_leaves
 from lt_offload.machine.accounting import storage_bytes
 from lt_offload.machine.driver import page_table_bytes
-from lt_offload.model.blocks import Structure
+from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
@@ -70,7 +70,6 @@ def assemble(
     sizes: UpdateSizes,
     updates: OptimizerProfile,
     hardware: HardwareProfile,
-    estimated: bool,
 ) -> Profile:
     """Return the profile of a model that has been measured."""
     structure = measured.structure
@@ -103,7 +102,6 @@ def assemble(
         forwards=measured.captured.forwards,
         deferred_forwards=measured.captured.deferred,
         scatter=_scatter(measured.costs),
-        estimated=estimated,
         flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
     )
@@ -211,11 +209,15 @@ def _with_seams(blocks: list[BlockProfile], structure: Structure, captured: Capt
         if nbytes and with_backward:
             # It comes right before the backward of the block before, which may have none.
             at = next((at for at in reversed(with_backward) if at < index), with_backward[-1])
-            block = profiles[at]
-            least = nbytes - 2 * block.input_bytes - block.output_bytes
-            grads = [p.nbytes for p in structure.blocks[at].module.parameters() if p.requires_grad]
-            profiles[at] = replace(block, options=tuple(at_least(o, least, grads) for o in block.options))
+            profiles[at] = _backward_of(profiles[at], structure.blocks[at], nbytes - profiles[at].input_bytes)
     return tuple(profiles)
+
+
+def _backward_of(profile: BlockProfile, block: Block, nbytes: int) -> BlockProfile:
+    """Return ``profile`` with a backward that takes ``nbytes`` at least, input and output of the block among them."""
+    grads = [p.nbytes for p in block.module.parameters() if p.requires_grad]
+    least = nbytes - profile.input_bytes - profile.output_bytes
+    return replace(profile, options=tuple(at_least(option, least, grads) for option in profile.options))
 
 
 def _without_held(captured: Capture) -> Tail:
@@ -270,11 +272,7 @@ def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nb
     last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
     if last is None or not nbytes:
         return blocks
-    block = blocks[last]
-    grads = [p.nbytes for p in structure.blocks[last].module.parameters() if p.requires_grad]
-    least = nbytes - block.input_bytes - block.output_bytes
-    options = tuple(at_least(option, least, grads) for option in block.options)
-    return (*blocks[:last], replace(block, options=options), *blocks[last + 1 :])
+    return (*blocks[:last], _backward_of(blocks[last], structure.blocks[last], nbytes), *blocks[last + 1 :])
 
 
 def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
@@ -289,15 +287,8 @@ def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> Option
 
 
 def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
-    before_loss = option.before_loss_bytes
-    return replace(
-        option,
-        forward_peak_bytes=option.forward_peak_bytes + in_forward,
-        before_loss_bytes=None if before_loss is None else before_loss + in_forward,
-        backward_peak_bytes=option.backward_peak_bytes + by,
-        held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
-        passing_peak_bytes=None if option.passing_peak_bytes is None else option.passing_peak_bytes + by,
-    )
+    before_loss = None if option.before_loss_bytes is None else option.before_loss_bytes + in_forward
+    return replace(option.more(forward=in_forward, backward=by), before_loss_bytes=before_loss)
 
 
 def _tensor_profiles(

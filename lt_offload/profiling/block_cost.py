@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lt_offload.compat.torch import address_of, skip_in_dynamo, tree_leaves
+from lt_offload.compat.torch import address_of, skip_in_dynamo
 from lt_offload.machine.accounting import storage_bytes, tensors_in
 from lt_offload.machine.dispatch import OperationLog
-from lt_offload.model.calls import Call, bit_sums, has_values
+from lt_offload.model.calls import Call, bit_sums, has_values, numbers_of
 from lt_offload.model.parts import Joint
 from lt_offload.model.saving import CacheCostly, ReplayCostly, SparseParts, travels
 from lt_offload.model.snapshot import version
@@ -85,7 +85,7 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
-    profiles = [_keep(keep)]
+    profiles = [_option("keep", keep)]
     if call.has_backward and keep.live and not once:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
@@ -93,12 +93,14 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         profiles += [recompute, *_reload(recompute, call.inputs)]
     if call.has_backward and (keep.travelling or keep.input_travels):
         # Nothing to run: it computes what ``keep`` computes, and the figures say how much of that may travel.
-        profiles.append(_offload(keep, input_bytes))
+        moves = keep.input_travels
+        offload = _travelling("offload", keep, input_bytes if moves else 0)
+        profiles.append(replace(offload, keeps_input=keep.saves_input and not moves))
     # No operation of compiled code can be left out, and none runs without its graph.
     if call.has_backward and keep.live and not call.graphed and not once:
         try:
             measured.append(_measure(call, "mixed", meter, timed=True))
-            profiles.append(_mixed(measured[-1], input_bytes))
+            profiles.append(replace(_travelling("mixed", measured[-1], input_bytes), keeps_input=False))
         except _OtherOperations as error:  # the block trains without this option
             _log.info("%s has no option mixed: %s", type(call.module).__name__, error)
     return BlockCost(
@@ -153,16 +155,11 @@ def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Me
     figures = _measure(call, "keep", meter, timed=True)
     # Gradients of weights that the forward has made count as those of the backward, which follows at once.
     made = sum(p.nbytes for p in call.module.parameters() if p.requires_grad) if chunk_tokens else 0
+    # The loss stays until the backward has begun with a gradient of its size.
+    loss = figures.output_bytes
+    plain = replace(_option(name, figures), chunk_tokens=chunk_tokens).more(saved=loss, backward=loss)
     option = replace(
-        _keep(figures),
-        name=name,
-        # The loss stays until the backward has begun with a gradient of its size.
-        saved_bytes=figures.live + figures.output_bytes - made,
-        forward_peak_bytes=figures.forward_peak + made,
-        backward_peak_bytes=figures.backward_peak + figures.output_bytes,
-        held_peak_bytes=figures.held_peak + figures.output_bytes + made,
-        passing_peak_bytes=figures.passing_peak + figures.output_bytes + made,
-        chunk_tokens=chunk_tokens,
+        plain.more(saved=-made, forward=made, backward=made), backward_peak_bytes=plain.backward_peak_bytes
     )
     return BlockCost(
         input_bytes=storage_bytes(call.inputs),
@@ -177,47 +174,48 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     """Return the figures of an option under which the block runs twice, with its modules' state for the second run."""
     cut = call.cut()
     runs = 1 if cut is None else len(cut.sizes)
-    # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time.
+    # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time. The
+    # second run has copies of the copies.
     held = runs * sum(state.held for state in call.state)
-    copied = sum(state.copied for state in call.state)
-    peak, passing = option.held_peak_bytes, option.passing_peak_bytes
-    return replace(
-        option,
-        saved_bytes=option.saved_bytes + held,
-        forward_peak_bytes=option.forward_peak_bytes + copied,
-        backward_peak_bytes=option.backward_peak_bytes + held,  # the second run has copies of the copies
-        held_peak_bytes=None if peak is None else peak + held,
-        passing_peak_bytes=None if passing is None else passing + held,
-    )
+    return option.more(saved=held, forward=sum(state.copied for state in call.state), backward=held)
 
 
-def _keep(keep: _Figures) -> OptionProfile:
+def _option(name: OptionName, figures: _Figures) -> OptionProfile:
+    """Return the option under which all that ``figures`` are of stays on the device."""
     return OptionProfile(
-        name="keep",
-        forward_s=keep.forward.seconds,
-        backward_s=keep.backward.seconds,
-        saved_bytes=keep.live,
-        keeps_input=keep.saves_input,
+        name=name,
+        forward_s=figures.forward.seconds,
+        backward_s=figures.backward.seconds,
+        saved_bytes=figures.live,
+        keeps_input=figures.saves_input,
         offload_bytes=0,
-        forward_peak_bytes=keep.forward_peak,
-        backward_peak_bytes=keep.backward_peak,
-        held_peak_bytes=keep.held_peak,
-        passing_peak_bytes=keep.passing_peak,
+        forward_peak_bytes=figures.forward_peak,
+        backward_peak_bytes=figures.backward_peak,
+        held_peak_bytes=figures.held_peak,
+        passing_peak_bytes=figures.passing_peak,
     )
+
+
+def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> OptionProfile:
+    """Return an option that holds all that it saves until its copies have ended, and again from their return.
+
+    Args:
+        name: of the option.
+        figures: of the same with all on the device.
+        input_bytes: bytes of the block's input that travel, too.
+    """
+    moving = figures.travelling
+    option = _option(name, figures).more(saved=-moving, forward=moving, backward=moving)
+    return replace(option, offload_bytes=moving + input_bytes)
 
 
 def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
-    return OptionProfile(
-        name="recompute",
+    return replace(
+        _option("recompute", recompute),
         forward_s=keep.forward.seconds,
         backward_s=keep.forward.seconds + keep.backward.seconds,
         saved_bytes=0,
         keeps_input=True,
-        offload_bytes=0,
-        forward_peak_bytes=recompute.forward_peak,
-        backward_peak_bytes=recompute.backward_peak,
-        held_peak_bytes=recompute.held_peak,
-        passing_peak_bytes=recompute.passing_peak,
     )
 
 
@@ -236,50 +234,16 @@ def discard(cost: BlockCost) -> OptionProfile | None:
     """
     options = {option.name: option for option in cost.options}
     keep, recompute = options["keep"], options.get("recompute")
-    saved, passing = keep.saved_bytes, keep.passing_peak_bytes
+    saved = keep.saved_bytes
     if not (saved or keep.keeps_input):
         return None
     return replace(
-        keep,
+        keep.more(backward=saved),
         name="discard",
         # What a second run needs of the modules' state (``_remembering``); nothing else is saved under ``recompute``.
         saved_bytes=0 if recompute is None else recompute.saved_bytes,
         keeps_input=False,
         forward_peak_bytes=(recompute or keep).forward_peak_bytes,
-        backward_peak_bytes=saved + keep.backward_peak_bytes,
-        held_peak_bytes=None if keep.held_peak_bytes is None else saved + keep.held_peak_bytes,
-        passing_peak_bytes=None if passing is None else saved + passing,
-    )
-
-
-def _offload(keep: _Figures, input_bytes: int) -> OptionProfile:
-    """Return ``offload``, which holds as much as ``keep`` until its copies have ended, and again from their return."""
-    return OptionProfile(
-        name="offload",
-        forward_s=keep.forward.seconds,
-        backward_s=keep.backward.seconds,
-        saved_bytes=keep.live - keep.travelling,
-        keeps_input=keep.saves_input and not keep.input_travels,
-        offload_bytes=keep.travelling + (input_bytes if keep.input_travels else 0),
-        forward_peak_bytes=keep.forward_peak + keep.travelling,
-        backward_peak_bytes=keep.backward_peak + keep.travelling,
-        held_peak_bytes=keep.held_peak + keep.travelling,
-        passing_peak_bytes=keep.passing_peak + keep.travelling,
-    )
-
-
-def _mixed(mixed: _Figures, input_bytes: int) -> OptionProfile:
-    return OptionProfile(
-        name="mixed",
-        forward_s=mixed.forward.seconds,
-        backward_s=mixed.backward.seconds,
-        saved_bytes=mixed.live - mixed.travelling,
-        keeps_input=False,
-        offload_bytes=mixed.travelling + input_bytes,
-        forward_peak_bytes=mixed.forward_peak + mixed.travelling,
-        backward_peak_bytes=mixed.backward_peak + mixed.travelling,
-        held_peak_bytes=mixed.held_peak + mixed.travelling,
-        passing_peak_bytes=mixed.passing_peak + mixed.travelling,
     )
 
 
@@ -340,11 +304,8 @@ def _run(
     watch = Watch(_device(call)) if figures is not None else None
     # Starts the clock: what lies before is not the forward's.
     meter.lap(ahead[0])
-    if watch is None:
+    with watch or nullcontext():
         trial.forward()
-    else:
-        with watch:
-            trial.forward()
     forward = meter.lap()
     if figures is not None and watch is not None:
         figures.live = watch.current
@@ -357,11 +318,8 @@ def _run(
         return forward, Lap(seconds=0.0, launch_s=0.0)
     gradients = trial.incoming_gradients()
     meter.lap(ahead[1])
-    if watch is None:
-        trial.backward(gradients)
-    else:
-        with watch:
-            trial.backward(gradients, watch.leave_out)
+    with watch or nullcontext():
+        trial.backward(gradients, None if watch is None else watch.leave_out)
     backward = meter.lap()
     if figures is not None and watch is not None:
         # Plans count the gradient of the first output only.
@@ -460,17 +418,17 @@ class _PartTrial:
             self._inputs = self._enter()
             # Not a method: this object holds the graph, which would hold it, a cycle through C++.
             with torch.enable_grad(), saved_tensors_hooks(partial(_pack, self._noted), _unpack):
-                outputs = _numbers(self.call.run(self._inputs))
+                outputs = numbers_of(self.call.run(self._inputs))
         elif self.option == "mixed":
             with torch.no_grad(), self._cache:
-                outputs = _numbers(self.call.run(self.call.inputs))
+                outputs = numbers_of(self.call.run(self.call.inputs))
             if any(_written(self.call, result) != known for result, known in self._kept):
                 raise _OtherOperations  # an operation in place has written to one, which the engine would refuse
             self._kept.clear()
         else:
             graphed = self.call.graphed
             with torch.set_grad_enabled(graphed):
-                outputs = _numbers(self.call.run(self._enter() if graphed else self.call.inputs))
+                outputs = numbers_of(self.call.run(self._enter() if graphed else self.call.inputs))
                 outputs = [output.detach() for output in outputs]
         self._roots = _edges(outputs)
         return [output.detach() for output in outputs]
@@ -488,7 +446,7 @@ class _PartTrial:
             mixed = self.option == "mixed"
             replay = ReplayCostly(self._cache, _unpack, _OtherOperations) if mixed else nullcontext()
             with torch.enable_grad(), replay:
-                roots = _edges(_numbers(self.call.run(self._inputs)))
+                roots = _edges(numbers_of(self.call.run(self._inputs)))
         reached = [slot for slot in gradients if slot in roots]
         if reached:  # a run that has skipped all weights, at random, has no graph
             torch.autograd.backward([roots[slot] for slot in reached], [gradients[slot] for slot in reached])
@@ -553,11 +511,6 @@ def _written(call: Call, tensor: Tensor) -> object:
 
 class _OtherOperations(Exception):  # noqa: N818 - not an error of anybody's
     """The results that a first run of a block has kept are of no use to the second."""
-
-
-def _numbers(out: Any) -> list[Tensor]:
-    """Return the tensors of numbers in an output: the first one goes on to the next block."""
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _edges(outputs: Sequence[Tensor]) -> dict[int, GradientEdge]:

@@ -220,14 +220,8 @@ def measure_machine(
     target = device_for(device)
     machine = measure_hardware(target, on_progress=on_progress)
     rates = measure_rates(target, on_progress=on_progress or (lambda _message: None))
-    return replace(
-        machine,
-        # Products have loaded kernels that training loads, too.
-        context_bytes=context_bytes(target) if target.type == "cuda" else 0,
-        flops_per_s=rates.flops_per_s,
-        device_memory_bytes_per_s=rates.device_bytes_per_s,
-        host_memory_bytes_per_s=rates.host_bytes_per_s,
-    )
+    # Products have loaded kernels that training loads, too.
+    return replace(machine, context_bytes=context_bytes(target) if target.type == "cuda" else 0, **rates)
 
 
 def check_memory(memory: int | None, device: torch.device) -> None:

@@ -32,10 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.machine.zero_copy import locked, measure_speeds, refusal, zero_copy_of, zero_copy_view
+from lt_offload.machine.zero_copy import locked, refusal, zero_copy_of, zero_copy_view
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import intercept, is_compiled, uncompiled
 from lt_offload.profiling.meters import Meter, fastest
+from lt_offload.profiling.rates import measure_direct
 from lt_offload.schema.profile import HardwareProfile, ReadProfile, ZeroCopyProfile
 from lt_offload.units import format_bytes
 
@@ -150,7 +151,7 @@ class Readers:
             with locked(torch.empty(1024, dtype=torch.int32)) as probe:
                 reason = refusal(view_of, probe, synchronize)
             if not reason:
-                speeds = measure_speeds(device, synchronize, view_of)
+                speeds = measure_direct(device, view_of)
                 reason = speeds.too_slow
             if not reason:
                 self._write_rate = speeds.write

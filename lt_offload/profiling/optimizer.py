@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from lt_offload.compat.torch import (
     DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
-    forget_step_hooks,
     tree_map,
 )
 from lt_offload.errors import ConfigError, OffloadError, named
@@ -38,18 +35,18 @@ from lt_offload.model.optimizers import (
     STATE_ALIGNMENT,
     StateAllocator,
     is_known,
-    managed,
     of_none,
     of_parameters,
     own_options,
     places_of,
     put,
     tensors_of,
+    twin_of,
 )
 from lt_offload.optim import AdamW, native
 from lt_offload.optim.rows import updates_rows
 from lt_offload.profiling.hardware import available_host_bytes
-from lt_offload.profiling.meters import AHEAD, Roofline, Stopwatch, fastest
+from lt_offload.profiling.meters import AHEAD, Roofline, Stopwatch, Watch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
 from lt_offload.units import round_up
 
@@ -291,17 +288,10 @@ class _ParameterStandIn:
         self._sample = sample
         made = [torch.zeros(sample.shape, dtype=sample.dtype, device=device) for _ in range(copies)]
         self.parameters = [nn.Parameter(tensor) for tensor in made]
-        # Not by its constructor, whose arguments only the user's code knows.
-        self._optimizer: Optimizer = object.__new__(type(sample.optimizer))
-        vars(self._optimizer).update(vars(sample.optimizer))
-        vars(self._optimizer).pop("step", None)  # a scheduler's wrapper around the real optimizer's step
-        forget_step_hooks(self._optimizer)
-        alone = own_options(sample.optimizer, sample.like, sample.place)
-        vars(self._optimizer).update(managed(sample.optimizer, dict.fromkeys(self.parameters, alone)))
-        group = sample.optimizer.param_groups[sample.place[0]]
-        options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        self._optimizer.param_groups = [options | {"params": self.parameters}]
-        self._optimizer.state = defaultdict(dict, of_none(sample.optimizer))
+        optimizer, stands = sample.optimizer, [(sample.place[0], parameter) for parameter in self.parameters]
+        alone = own_options(optimizer, sample.like, sample.place)
+        own: dict[Tensor, Any] = dict.fromkeys(self.parameters, alone)
+        self._optimizer = twin_of(optimizer, stands, defaultdict(dict, of_none(optimizer)), own)
 
     def choose_plain_kernels(self) -> None:
         """Do without fused kernels, not all of which run on fake tensors; the state is the same."""
@@ -368,75 +358,51 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     same cores, it keeps those that torch uses.
     """
     name, sample = type(optimizer).__name__, _largest(optimizer)
+
+    def scratch(most: int) -> float:
+        return _scratch(_ParameterStandIn(replace(sample, shape=_cut(sample.shape, most)), device), device)
+
     if device.type != "cuda":
         speed = _speed(_host_stand_in(optimizer, sample, _ELEMENTS["cpu"]), device)
         # Per byte, which a few rows show.
-        scratch = _scratch(_ParameterStandIn(replace(sample, shape=_cut(sample.shape, _LEAST_ELEMENTS)), device))
-        return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
+        ratio = scratch(_LEAST_ELEMENTS)
+        return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=ratio)
     speeds = _host_speeds(optimizer, sample, memory_node_of(device))
     threads = _enough(speeds)
-    device_speed = _device_speed(optimizer, sample, device)
-    scratch_of = partial(_device_scratch, sample, device)
+
+    def device_speed(most: int) -> float:
+        return _speed(_as_large(optimizer, sample, device, most), device)
+
     return OptimizerProfile(
         name=name,
         host_bytes_per_s=speeds[threads],
-        device_bytes_per_s=device_speed,
-        scratch_ratio=in_what_room(scratch_of, _SAMPLE_ELEMENTS, least=_LEAST_ELEMENTS),
+        # Of as many elements as there are or as find room: more than caches hold.
+        device_bytes_per_s=in_what_room(device_speed, _ELEMENTS["cuda"], least=_LEAST_ELEMENTS),
+        scratch_ratio=in_what_room(scratch, _SAMPLE_ELEMENTS, least=_LEAST_ELEMENTS),
         host_threads=threads,
         host_speeds={n: speed for n, speed in speeds.items() if n <= threads},
     )
 
 
-def _device_speed(optimizer: Optimizer, sample: _Sample, device: torch.device) -> float:
-    """Return the speed of updates on a GPU, of as many elements as there are or as find room: more than caches hold."""
-    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-
-    def measure(most: int) -> float:
-        part = replace(sample, shape=_cut(sample.shape, most))
-        copies = max(1, min(elements, most) // max(1, math.prod(part.shape)))
-        return _speed(_ParameterStandIn(part, device, copies=copies), device)
-
-    return in_what_room(measure, _ELEMENTS["cuda"], least=_LEAST_ELEMENTS)
-
-
-def _device_scratch(sample: _Sample, device: torch.device, most: int) -> float:
-    """Return the bytes that an update on a GPU takes for a moment, per byte of a tensor of ``most`` elements."""
-    stand_in = _ParameterStandIn(replace(sample, shape=_cut(sample.shape, most)), device)
-    stand_in.step()  # makes the state
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(_STEPS):
-        stand_in.step()
-    return (torch.cuda.max_memory_allocated(device) - before) / stand_in.nbytes
-
-
 def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dict[int, float]:
     """Return the speed of updates on the host by number of threads, measured as the engine will run them."""
     cores = len(node.cores) or len(os.sched_getaffinity(0))
-    speeds: dict[int, float] = {}
-    errors: list[BaseException] = []
-
-    def measure() -> None:
-        try:
-            node.bind()
-            stand_in = _host_stand_in(optimizer, sample, _ELEMENTS["cuda"])
-            stand_in.step()  # makes the state
-            stand_in.map()
-            for threads in thread_counts(cores - 1):
-                torch.set_num_threads(threads)
-                speeds[threads] = _speed(stand_in, torch.device("cpu"))
-        except BaseException as error:  # raised again by the calling thread
-            errors.append(error)
-
     before = torch.get_num_threads()
-    # On a thread of its own: bound to the node's cores, the caller would launch and compute on them ever after.
-    worker = threading.Thread(target=measure, name="lt_offload measures updates")
-    worker.start()
-    worker.join()
-    torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
-    if errors:
-        raise errors[0]
-    return speeds
+
+    def measure() -> dict[int, float]:
+        stand_in = _host_stand_in(optimizer, sample, _ELEMENTS["cuda"])
+        stand_in.step()  # makes the state
+        stand_in.map()
+        speeds = {}
+        for threads in thread_counts(cores - 1):
+            torch.set_num_threads(threads)
+            speeds[threads] = _speed(stand_in, torch.device("cpu"))
+        return speeds
+
+    try:
+        return node.run(measure)
+    finally:
+        torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
 
 
 def _enough(speeds: dict[int, float]) -> int:
@@ -451,11 +417,16 @@ def thread_counts(most: int) -> list[int]:
 
 
 def _host_stand_in(optimizer: Optimizer, sample: _Sample, most: int) -> _ParameterStandIn:
-    """Return copies of ``sample``, in total as large as the parameters, of ``most`` elements and within the RAM."""
-    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
     room = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
-    copies = min(elements, most, int(room)) // max(1, math.prod(sample.shape))
-    return _ParameterStandIn(sample, torch.device("cpu"), copies=max(1, copies))
+    return _as_large(optimizer, sample, torch.device("cpu"), min(most, int(room)))
+
+
+def _as_large(optimizer: Optimizer, sample: _Sample, device: torch.device, most: int) -> _ParameterStandIn:
+    """Return copies of ``sample``, in total as large as the parameters, but of ``most`` elements at most."""
+    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    part = replace(sample, shape=_cut(sample.shape, most))
+    copies = min(elements, most) // max(1, math.prod(part.shape))
+    return _ParameterStandIn(part, device, copies=max(1, copies))
 
 
 def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
@@ -497,7 +468,7 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
         host_bytes_per_s=bandwidth / ratio,
         device_bytes_per_s=hardware.device_memory_bytes_per_s / device_ratio,
         fused_bytes_per_s=hardware.device_memory_bytes_per_s / ratio if ratio < device_ratio else 0.0,
-        scratch_ratio=_scratch(stand_in),
+        scratch_ratio=_scratch(stand_in, torch.device("cpu")),
         host_threads=threads,
         host_speeds={n: min(bandwidth, n * core) / ratio for n in thread_counts(threads)},
     )
@@ -531,10 +502,11 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
     return stand_in.nbytes / statistics.mean(fastest(times))
 
 
-def _scratch(stand_in: _ParameterStandIn) -> float:
+def _scratch(stand_in: _ParameterStandIn, device: torch.device) -> float:
     """Return the bytes that an update takes for a moment, per parameter byte: RAdam's begin with the sixth step."""
     stand_in.step()  # makes the state
-    with Account() as account:
+    watch = Watch(device)
+    with watch:
         for _ in range(_STEPS):
             stand_in.step()
-    return account.peak / stand_in.nbytes
+    return watch.whole_peak() / stand_in.nbytes

@@ -1,15 +1,16 @@
 """Speeds of copies between host and device, of copies within either, and of matrix products, measured here.
 
-Copies between host and device are timed in memory like the engine's, each direction alone and both at once.
+Every lane does a piece of its work over and over, alone or beside others (:func:`paces`). Copies between host and
+device are timed in memory like the engine's.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,20 +19,116 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_offload.errors import UnsupportedError
 from lt_offload.machine.driver import in_what_room
 from lt_offload.machine.numa import MemoryNode
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import locked
+from lt_offload.schema.lanes import LaneName
+from lt_offload.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 _COPY_BYTES, _LEAST_COPY_BYTES = 32 << 20, 1 << 20
 """Bytes of a copy, and the fewest where the device has no room for more."""
-_STREAM_REPEATS, _THREAD_REPEATS = 16, 3
+_COPIES = 4
+"""Copies of a piece on a GPU, whose end is waited for once: a wait takes some time of its own."""
 LOCKED_BYTES = 2 * _COPY_BYTES + STAGING_BYTES
 """Host memory that is page-locked for the measurement."""
-_Pair = tuple[Tensor, Tensor]
-"""Target and source."""
-_Copy = Callable[[Tensor, Tensor], object]
+_SLOT_S = 0.01
+"""The least time for which lanes run together."""
+_LINK_S, _RATE_S = 0.05, 0.2
+"""The same for copies between host and device, and for products and copies within a memory."""
+
+Piece = Callable[[], object]
+"""Does a piece of a lane's work and returns when it is done."""
+
+
+@dataclass(slots=True)
+class _Count:
+    """Pieces that a lane has done while all of them were running."""
+
+    pieces: int = 0
+    seconds: float = 0.0
+
+
+def paces(
+    pieces: Mapping[LaneName, Piece], node: MemoryNode | None = None, *, host_threads: int = 0, least_s: float = _SLOT_S
+) -> dict[LaneName, float]:
+    """Run ``pieces`` at the same time, each on a thread of its own, for ``least_s`` at least; return pieces per second.
+
+    Args:
+        pieces: by lane.
+        node: where updates on the host run.
+        host_threads: threads of these; 0: as many as torch uses.
+        least_s: seconds.
+    """
+    counts = {lane: _Count() for lane in pieces}
+    ready = threading.Barrier(len(pieces))
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def work(lane: LaneName, piece: Piece, count: _Count) -> None:
+        try:
+            if lane == "host":
+                (node or MemoryNode()).bind()
+                if host_threads:
+                    torch.set_num_threads(host_threads)
+            # Once before all begin together, as the first one is slower.
+            piece()
+            ready.wait()
+            start = time.perf_counter()
+            while not over.is_set():
+                piece()
+                if over.is_set():  # it had the machine to itself for a while
+                    break
+                count.pieces += 1
+                count.seconds = time.perf_counter() - start
+                # Not before every lane has done a piece, however long that takes the slowest.
+                if count.seconds >= least_s and all(c.pieces for c in counts.values()):
+                    over.set()
+        except BaseException as error:  # raised again by the calling thread
+            errors.append(error)
+            over.set()
+            ready.abort()
+
+    before = torch.get_num_threads()
+    threads = [
+        threading.Thread(target=work, args=(lane, piece, counts[lane]), name=f"lt_offload measures {lane}")
+        for lane, piece in pieces.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
+    try:
+        if errors:
+            # The barrier breaks for all others because of the first error, which is the one that says something.
+            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    finally:
+        errors.clear()  # or the error would hold itself, and the memory of all pieces
+    return {lane: count.pieces / count.seconds for lane, count in counts.items()}
+
+
+def _on_stream(work: Piece, device: torch.device, times: int) -> Piece:
+    """Return ``work``, so many times, on a stream of its own, with a wait for its end; without CUDA ``work`` itself."""
+    if device.type != "cuda":
+        return work
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        stream.synchronize()  # nothing to wait for; makes the context this thread's, without which cuBLAS warns
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                work()
+        stream.synchronize()
+
+    return run
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +143,45 @@ class Links:
     """While the other direction is busy."""
     staged: float
     """The slower direction while both are busy, for host memory that is not page-locked; 0 without CUDA."""
+
+
+class CopyPair:
+    """Buffers in host memory like the engine's and on the device, of ``nbytes`` each, for a copy each way."""
+
+    def __init__(self, device: torch.device, node: MemoryNode, nbytes: int) -> None:
+        self._device, self._nbytes = device, nbytes
+        self._on_device = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        pages = [map_pages(nbytes) for _ in range(2)]
+        for buffer in pages:
+            node.run(buffer.touch)
+        self._on_host = [buffer.bytes() for buffer in pages]
+
+    def lock(self, stack: ExitStack) -> None:
+        """Page-lock the host memory as long as ``stack`` is entered; raises ``UnsupportedError``."""
+        for host in self._on_host if self._device.type == "cuda" else ():
+            stack.enter_context(locked(host))
+
+    def pieces(self) -> dict[LaneName, Piece]:
+        """Return copies in both directions."""
+        near, far = self._on_device, self._on_host
+        return {
+            "h2d": _on_stream(lambda: near[0].copy_(far[0], non_blocking=True), self._device, _COPIES),
+            "d2h": _on_stream(lambda: far[1].copy_(near[1], non_blocking=True), self._device, _COPIES),
+        }
+
+    def staged(self, memory: Tensor | None) -> dict[LaneName, Piece]:
+        """Return copies of memory that is not page-locked, through buffers in ``memory``, if there is any."""
+        staging = Staging(
+            memory,
+            event=partial(torch.cuda.Event, blocking=True),
+            use=torch.cuda.stream,
+            copy=partial(Tensor.copy_, non_blocking=True),
+        )
+        streams = [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        return {
+            "h2d": partial(staging.to_device, self._on_device[0], self._on_host[0], streams[0]),
+            "d2h": partial(staging.to_host, self._on_host[1], self._on_device[1], streams[1]),
+        }
 
 
 def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> Links:
@@ -64,137 +200,116 @@ def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode
 
 def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes: int) -> Links:
     with ExitStack() as stack:
-        devices = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        pages = [map_pages(nbytes) for _ in range(2)]
-        for buffer in pages:
-            node.run(buffer.touch)
-        hosts = [buffer.bytes() for buffer in pages]
-        down, up = (devices[0], hosts[0]), (hosts[1], devices[1])
-        if device.type != "cuda":
-            return _links(partial(_on_threads, [Tensor.copy_, Tensor.copy_]), down, up)
-        staged = _staged(device, down, up, stack if pinned else None)
+        copies, staged = CopyPair(device, node, nbytes), 0.0
+        cuda = device.type == "cuda"
+        if cuda:
+            memory = stack.enter_context(locked(map_pages(STAGING_BYTES).bytes())) if pinned else None
+            staged = nbytes * min(paces(copies.staged(memory), least_s=_LINK_S).values())
+            torch.cuda.synchronize(device)
         if pinned:
-            for host in hosts:
-                stack.enter_context(locked(host))
-        return _links(partial(_on_streams, device), down, up, staged=staged)
+            copies.lock(stack)
+        pieces, each = copies.pieces(), nbytes * (_COPIES if cuda else 1)
+        alone = {lane: each * paces({lane: piece}, least_s=_LINK_S)[lane] for lane, piece in pieces.items()}
+        both = {lane: each * pace for lane, pace in paces(pieces, least_s=_LINK_S).items()}
+    return Links(h2d_alone=alone["h2d"], d2h_alone=alone["d2h"], h2d=both["h2d"], d2h=both["d2h"], staged=staged)
 
 
-def _links(copy: Callable[[Sequence[_Pair]], list[float]], down: _Pair, up: _Pair, *, staged: float = 0.0) -> Links:
-    # A round that does not count, as the first copies of a process are slower.
-    copy([down, up])
-    (h2d_alone,), (d2h_alone,) = copy([down]), copy([up])
-    h2d, d2h = copy([down, up])
-    return Links(h2d_alone=h2d_alone, d2h_alone=d2h_alone, h2d=h2d, d2h=d2h, staged=staged)
+def copies_beside(device: torch.device, node: MemoryNode, stack: ExitStack, nbytes: int) -> dict[LaneName, Piece]:
+    """Return copies of ``nbytes`` each way, of page-locked memory as long as ``stack`` is entered, if possible."""
+    copies = CopyPair(device, node, nbytes)
+    try:
+        copies.lock(stack)
+    except UnsupportedError as error:
+        # The engine's memory would not be locked either, and its copies be of this kind.
+        _log.info("how lanes slow each other down is measured with pageable copies: %s", error)
+    return copies.pieces()
 
 
-def _staged(device: torch.device, down: _Pair, up: _Pair, stack: ExitStack | None) -> float:
-    """Return the speed of pageable copies; ``stack`` page-locks the buffers, None if that is not possible."""
-    memory = None if stack is None else stack.enter_context(locked(map_pages(STAGING_BYTES).bytes()))
-    staging = Staging(
-        memory,
-        event=partial(torch.cuda.Event, blocking=True),
-        use=torch.cuda.stream,
-        copy=partial(Tensor.copy_, non_blocking=True),
-    )
-    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
-    copies = [partial(staging.to_device, stream=streams[0]), partial(staging.to_host, stream=streams[1])]
-    speeds = _on_threads(copies, [down, up])
-    torch.cuda.synchronize(device)
-    return min(speeds)
+# -- host memory that kernels read -------------------------------------------------------------------------------------
+
+LEAST_SPEED = 0.5
+"""Least speed of kernels that read host memory, as part of the speed of copies: slower ones are of no use."""
+_DIRECT_BYTES, _LEAST_DIRECT_BYTES = 64 << 20, 1 << 20
 
 
-def _on_streams(device: torch.device, pairs: Sequence[_Pair]) -> list[float]:
-    """Return the speed of copying every pair over and over, on a stream of its own."""
-    ends: list[list[Any]] = [[] for _ in pairs]
-    starts: list[Any] = []
-    streams = [torch.cuda.Stream(device) for _ in pairs]  # type: ignore[no-untyped-call]
-    # Or what runs before would be in the times of the first copies.
-    torch.cuda.synchronize(device)
-    for stream in streams:
-        starts.append(torch.Event("cuda", enable_timing=True))
-        starts[-1].record(stream)
-    for _ in range(_STREAM_REPEATS):
-        for (target, source), stream, mine in zip(pairs, streams, ends, strict=True):
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-            mine.append(torch.Event("cuda", enable_timing=True))
-            mine[-1].record(stream)
-    torch.cuda.synchronize(device)
-    seconds = [[start.elapsed_time(end) / 1e3 for end in mine] for start, mine in zip(starts, ends, strict=True)]
-    return _speeds(seconds, pairs[0][0].nbytes)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectSpeeds:
+    """Bytes per second between a device and page-locked host memory, nothing else going on."""
+
+    copy_in: float
+    """The speed of a copy to the device."""
+    read: float
+    """The speed of kernels that read there."""
+    write: float
+    """The speed of copies that the compute stream writes there."""
+
+    @property
+    def too_slow(self) -> str:
+        """Reason why kernels had better not read there; empty if they may."""
+        if self.read >= LEAST_SPEED * self.copy_in:
+            return ""
+        return (
+            f"kernels read it at {format_bytes(self.read)}/s, less than {LEAST_SPEED:.0%} of the "
+            f"{format_bytes(self.copy_in)}/s of copies"
+        )
 
 
-def _on_threads(copies: Sequence[_Copy], pairs: Sequence[_Pair]) -> list[float]:
-    """Return the speed of copying every pair over and over, on a thread of its own."""
-    ends: list[list[float]] = [[] for _ in pairs]
-    together = threading.Barrier(len(pairs))
+def measure_direct(device: torch.device, view_of: Callable[[Tensor], Tensor]) -> DirectSpeeds:
+    """Measure how fast ``device`` reads and writes host memory, which ``view_of`` returns as a tensor on it."""
 
-    def work(mine: list[float], copy: _Copy, target: Tensor, source: Tensor) -> None:
-        # All start at once, or the first would be timed while it has the link to itself.
-        together.wait()
-        start = time.perf_counter()
-        for _ in range(_THREAD_REPEATS):
-            copy(target, source)
-            mine.append(time.perf_counter() - start)
+    def measure(nbytes: int) -> DirectSpeeds:
+        with locked(map_pages(nbytes).bytes()) as memory:
+            host = memory.view(torch.float32)
+            seen, near = view_of(host), torch.zeros(host.shape, device=device)
 
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        jobs = [pool.submit(work, mine, copy, *pair) for mine, copy, pair in zip(ends, copies, pairs, strict=False)]
-    for job in jobs:
-        job.result()  # or an error of a thread would be lost
-    return _speeds(ends, pairs[0][0].nbytes)
+            def rate(work: Piece) -> float:
+                return host.nbytes * paces({"compute": _on_stream(work, device, 1)})["compute"]
 
+            return DirectSpeeds(
+                copy_in=rate(lambda: near.copy_(host, non_blocking=True)),
+                read=rate(lambda: torch.add(seen, 1, out=near)),
+                write=rate(lambda: seen.copy_(near)),
+            )
 
-def _speeds(ends: Sequence[Sequence[float]], nbytes: int) -> list[float]:
-    """Return bytes per second from the times at which copies ended, as long as all of them were copying."""
-    first_end = min(mine[-1] for mine in ends)
-    speeds: list[float] = []
-    for mine in ends:
-        # Behind the first end fewer share the link: those copies would look faster than both ways at once are.
-        counted = [end for end in mine if end <= first_end] or mine[:1]
-        speeds.append(len(counted) * nbytes / counted[-1])
-    return speeds
+    return in_what_room(measure, _DIRECT_BYTES, least=_LEAST_DIRECT_BYTES)
 
 
-_SIZE = 1024
-"""Size of the matrices that the processor multiplies."""
+# -- products and memory ----------------------------------------------------------------------------------------------
+
+_SIZE, _SMALL_SIZE = 1024, 384
+"""Sizes of the matrices that the processor multiplies: for a rate, and beside other lanes."""
 LEAST_SIZE, MOST_SIZE = 256, 8192
 """The least and the greatest size for a GPU; its speed and its room decide between them."""
 _LONG_ENOUGH = 1e-3
 """Products of so many seconds are long beside what it takes to launch the first and to wait for the last."""
 _MOST_TIMES = 256
-_SECONDS = 0.2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """Speeds of computing and of moving memory on one device and on the host, each by itself."""
-
-    flops_per_s: dict[str, float]
-    """The speed of matrix products on the device, by dtype."""
-    device_bytes_per_s: float
-    host_bytes_per_s: float
-
-
-def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -> Rates:
-    """Measure matrix products on ``device`` and copies within its memory and within the host's."""
+def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Return speeds of matrix products on ``device`` and of copies within a memory: fields of ``HardwareProfile``."""
     on_progress("measuring matrix products")
     flops = {name: _flops(getattr(torch, name), device) for name in ("float32", "bfloat16")}
     on_progress("measuring memory")
-    on_host = _copy_rate(torch.device("cpu"))
-    on_device = _copy_rate(device) if device.type == "cuda" else on_host
-    return Rates(flops_per_s=flops, device_bytes_per_s=on_device, host_bytes_per_s=on_host)
+    host = _copy_rate(torch.device("cpu"))
+    near = _copy_rate(device) if device.type == "cuda" else host
+    return {"flops_per_s": flops, "device_memory_bytes_per_s": near, "host_memory_bytes_per_s": host}
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
     size, times = (_SIZE, 1) if device.type == "cpu" else product_size(dtype, device)
+    return times * 2 * size**3 * paces({"compute": _products(size, times, dtype, device)}, least_s=_RATE_S)["compute"]
+
+
+def products_beside(device: torch.device, most: int) -> Piece:
+    """Return products on the device, of matrices of at most ``most`` rows."""
+    size, times = (_SMALL_SIZE, 1) if device.type == "cpu" else product_size(torch.float32, device, most=most)
+    return _products(size, times, torch.float32, device)
+
+
+def _products(size: int, times: int, dtype: torch.dtype, device: torch.device) -> Piece:
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
-
-    def work() -> None:
-        for _ in range(times):
-            torch.mm(a, b, out=out)
-
-    return times * 2 * size**3 / _seconds(work, device)
+    return _on_stream(lambda: torch.mm(a, b, out=out), device, times)
 
 
 def product_size(dtype: torch.dtype, device: torch.device, *, most: int = MOST_SIZE) -> tuple[int, int]:
@@ -217,13 +332,10 @@ def product_size(dtype: torch.dtype, device: torch.device, *, most: int = MOST_S
 
 
 def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    out = torch.empty_like(a)
-    torch.mm(a, b, out=out)  # loads the kernel
-    torch.cuda.synchronize(device)
+    product = _products(size, 1, dtype, device)
+    product()  # loads the kernel
     start = time.perf_counter()
-    torch.mm(a, b, out=out)
-    torch.cuda.synchronize(device)
+    product()
     return time.perf_counter() - start
 
 
@@ -233,23 +345,7 @@ def _copy_rate(device: torch.device) -> float:
     def measure(nbytes: int) -> float:
         source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        return 2 * nbytes / _seconds(lambda: target.copy_(source), device)
+        copy = _on_stream(lambda: target.copy_(source), device, 1)
+        return 2 * nbytes * paces({"compute": copy}, least_s=_RATE_S)["compute"]
 
     return in_what_room(measure, _COPY_BYTES, least=_LEAST_COPY_BYTES)
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the duration of ``work``, averaged over a fifth of a second, after a warm-up."""
-
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    work()
-    synchronize()
-    start, runs = time.perf_counter(), 0
-    while time.perf_counter() - start < _SECONDS:
-        work()
-        synchronize()
-        runs += 1
-    return (time.perf_counter() - start) / runs

@@ -143,6 +143,18 @@ class OptionProfile:
     chunk_tokens: int = 0
     """Tokens of which ``chunked`` has logits at a time; 0 for other options."""
 
+    def more(self, *, saved: int = 0, forward: int = 0, backward: int = 0) -> OptionProfile:
+        """Return the option with so many more bytes: saved ones, and at the peaks of its forward and its backward."""
+        held, passing = self.held_peak_bytes, self.passing_peak_bytes
+        return replace(
+            self,
+            saved_bytes=self.saved_bytes + saved,
+            forward_peak_bytes=self.forward_peak_bytes + forward,
+            backward_peak_bytes=self.backward_peak_bytes + backward,
+            held_peak_bytes=None if held is None else held + backward,
+            passing_peak_bytes=None if passing is None else passing + backward,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockProfile:

@@ -25,6 +25,7 @@ from typing import Any
 from scripts.common import ROOT, arguments, read_json, save
 
 TASKS, DEVICE = "lt_offload/execute/device/cuda_tasks.py", "lt_offload/execute/device/cuda.py"
+BASE = "lt_offload/execute/device/base.py"
 STAGING, GUARD = "lt_offload/machine/staging.py", "lt_offload/execute/user_code/guard.py"
 TREE = ("lt_offload", "tests", "scripts", "recipes", "configs", "pyproject.toml")
 TESTS = ("tests/gpu/test_gpu_parity.py", "tests/gpu/engine", "tests/gpu/loops", "tests/gpu")
@@ -125,7 +126,7 @@ MUTANTS = (
         "for task in (*tasks, *releases):",
         "for task in (*tasks,):",
     ),
-    _one("a copy overwrites a freed slot early", DEVICE, "            behind=before_writing(writes),\n", ""),
+    _one("a copy overwrites a freed slot early", BASE, "after=after, behind=behind, label=", "after=after, label="),
     _one(
         "a copy goes the other way",
         DEVICE,
@@ -162,20 +163,20 @@ MUTANTS = (
         "                task.completion.synchronize()\n",
         "                pass\n",
     ),
-    _one("random numbers are not drawn again", DEVICE, "self._cuda.set_rng_state(gpu)", "pass"),
+    _one("random numbers are not drawn again", BASE, "torch.cuda.set_rng_state(own, gpu)", "pass"),
     _one("another stream of the user's is not ordered", DEVICE, "                stream.follow(end)\n", ""),
     _one("the budget is not hard", DEVICE, "self._cuda.cap(left)", "self._cuda.cap(None)"),
     _one(
         "a staging buffer is filled while it is copied",
         STAGING,
-        "                self._copy(goal, part)\n                buffer.record(stream)\n",
+        "                self._copy(goal, part)\n                buffer.free.record(stream)\n",
         "                self._copy(goal, part)\n",
     ),
     _one(
         "a staging buffer is emptied before it is filled",
         STAGING,
-        "                self._copy(buffer.memory[: piece.numel()], piece)\n                buffer.record(stream)\n",
-        "                self._copy(buffer.memory[: piece.numel()], piece)\n",
+        "self._copy(buffer.memory[: piece.numel()], piece)\n                buffer.free.record(stream)\n",
+        "self._copy(buffer.memory[: piece.numel()], piece)\n",
     ),
     _one("the guard is one for all threads", GUARD, "class Suspended(threading.local):", "class Suspended:"),
 )

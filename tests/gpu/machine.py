@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import lt_offload
 from lt_offload.errors import InfeasibleError
-from lt_offload.machine import zero_copy
 from lt_offload.machine.driver import context_bytes
+from lt_offload.profiling import rates
 from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.hardware import load_hardware, measure_hardware
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
@@ -51,7 +51,7 @@ def known_machine(target: Target) -> Iterator[None]:
             return
         with (
             patch("lt_offload.profiling.machine.measure_contention", lambda *args, **kwargs: Contention()),
-            patch.object(zero_copy, "_SPEED_BYTES", 4 << 20),
+            patch.object(rates, "_DIRECT_BYTES", 4 << 20),
         ):
             yield
 

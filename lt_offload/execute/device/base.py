@@ -20,12 +20,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lt_offload.compat.torch import foreach_copy_
-from lt_offload.execute.device.lanes import Lane, Lanes, Task, plain_torch
+from lt_offload.execute.device.lanes import Lane, Lanes, Span, Task, TaskRunner, plain_torch
 from lt_offload.machine.host_memory import HostMemory
 from lt_offload.machine.pages import Pages
 
@@ -115,7 +115,9 @@ class Device(ABC):
     """Bytes of device memory this process may occupy."""
     _arena: Arena
     _lanes: Lanes
+    _runner: TaskRunner
     _host: HostMemory
+    _task: type[Task] = Task
 
     @property
     def failed(self) -> bool:
@@ -154,7 +156,6 @@ class Device(ABC):
 
     # -- lanes and events --------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def submit(
         self,
         lane: Lane,
@@ -176,6 +177,14 @@ class Device(ABC):
         plan's op id for the trace, ``nbytes`` the copied bytes for throttled links. Tasks run without autograd and
         outside dispatch modes.
         """
+        behind = before_writing(writes)
+        queued = self._task(lane, task, after=after, behind=behind, label=label, op=op, nbytes=nbytes, urgency=urgency)
+        self._queue(queued)
+        return queued
+
+    @abstractmethod
+    def _queue(self, task: Any) -> None:
+        """Give ``task`` to its lane."""
 
     @abstractmethod
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
@@ -302,13 +311,21 @@ class Device(ABC):
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def rng_state(self) -> list[torch.Tensor]:
         """Return the state of every generator a block may draw from (CPU, and the device's own)."""
+        with plain_torch():
+            return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
 
-    @abstractmethod
     def set_rng_state(self, state: list[torch.Tensor]) -> None:
         """Restore what ``rng_state`` returned."""
+        with plain_torch():
+            torch.set_rng_state(state[0])
+            for gpu, own in zip(self._gpus, state[1:], strict=True):
+                torch.cuda.set_rng_state(own, gpu)
+
+    @property
+    def _gpus(self) -> list[torch.device]:
+        return [self.torch_device] if self.torch_device.type == "cuda" else []
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
@@ -316,21 +333,22 @@ class Device(ABC):
         """Return a time in seconds on the clock of ``spans``."""
         return time.perf_counter()
 
-    @abstractmethod
     def record(self, enabled: bool) -> None:
         """Start or stop collecting spans of tasks."""
+        self._runner.record(enabled)
 
-    @abstractmethod
     def begin_compute(self, op: int, label: str) -> object:
         """Mark the start of a computation for the trace; returns a token for ``end_compute``."""
+        return self._runner.begin(op, label) if self._runner.recording else None
 
-    @abstractmethod
     def end_compute(self, token: object) -> None:
         """Mark its end."""
+        if token is not None:
+            self._runner.end(token)
 
-    @abstractmethod
-    def take_spans(self) -> list[tuple[int, str, str, float, float]]:
-        """Return and clear ``(op, lane, label, start, end)`` of finished tasks and computations."""
+    def take_spans(self) -> list[Span]:
+        """Return and clear the spans of finished tasks and computations."""
+        return self._runner.take_spans()
 
     def end_iteration(self) -> None:  # noqa: B027
         """Note that an iteration has been issued: the device's own need (CUDA's context) may have grown."""

@@ -13,7 +13,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,10 +25,11 @@ from lt_offload.errors import BEYOND_THE_PLAN, ConfigError, OverBudget, Unsuppor
 from lt_offload.execute.device.arena import Arena
 from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, before_writing
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
-from lt_offload.execute.device.cuda_tasks import CudaTask, StreamState, TaskRunner, tasks_of
-from lt_offload.execute.device.lanes import ON_HOST, Lane, Lanes, plain_torch
-from lt_offload.machine.driver import page_table_bytes
+from lt_offload.execute.device.cuda_tasks import CudaTask, CudaTaskRunner, StreamState, tasks_of
+from lt_offload.execute.device.lanes import ON_HOST, Lanes, plain_torch
+from lt_offload.machine import driver
 from lt_offload.machine.host_memory import HostMemory
+from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import refusal
 from lt_offload.units import format_bytes
@@ -74,22 +75,21 @@ class Context:
                 f"are free on {cuda.device}"
             )
         self._opened = self.nbytes
-        self._planned = planned - cuda.workspace_bytes() if planned else 0  # workspaces are the allocator's
-        self._iterations = 0
-        self._cap()
+        self._planned = self._iterations = 0
+        self.expect(planned)
 
     def expect(self, planned: int) -> None:
         """Leave ``planned`` bytes to it from now on."""
         if planned:
-            self._planned = planned - self._cuda.workspace_bytes()
-            self._cap()
+            self._planned = planned - driver.workspace_bytes(self._cuda.device)  # which are the allocator's
+        self._cap()
 
     def follow(self, locked_bytes: int) -> None:
         """Look at it again; ``locked_bytes`` of host memory are registered by now. Waits for nothing."""
         context, exact = self._cuda.context_bytes()
         if not (exact and self._exact):
             # It may be others' memory that has grown. Page tables are known without asking.
-            context = self._opened + page_table_bytes(locked_bytes)
+            context = self._opened + driver.page_table_bytes(locked_bytes)
         if context > self.nbytes:
             _log.info("the CUDA context has grown from %s to %s", format_bytes(self.nbytes), format_bytes(context))
             self.nbytes = context
@@ -106,7 +106,7 @@ class Context:
         left = max(0, self.budget - max(self.nbytes, self._planned))
         self._cuda.cap(left)
         if self._cuda.reserved() > left:
-            self._cuda.empty_cache()
+            torch.cuda.empty_cache()
 
 
 class CudaDevice(Device):
@@ -119,22 +119,18 @@ class CudaDevice(Device):
             the calling thread and of autograd, which launch kernels meanwhile.
         context: what was planned for the context with all kernels, workspaces of libraries included: so much is left to
             it from the beginning.
-        runtime: stands in for CUDA in tests.
     """
 
-    def __init__(
-        self,
-        budget: int,
-        index: int = 0,
-        *,
-        host_threads: int | None = None,
-        context: int = 0,
-        runtime: CudaRuntime | None = None,
-    ) -> None:
-        cuda = self._cuda = CudaRuntime(index) if runtime is None else runtime
+    _runner: CudaTaskRunner
+    _task = CudaTask
+
+    def __init__(self, budget: int, index: int = 0, *, host_threads: int | None = None, context: int = 0) -> None:
+        cuda = self._cuda = CudaRuntime(index)
         self.budget = budget
         self.torch_device = cuda.device
-        cuda.prepare()
+        # Set torch's allocator up, and load what would take device memory by itself later on.
+        driver.use_expandable_segments(cuda.device)
+        driver.warm_up(cuda.device)
         self._context = Context(cuda, budget, planned=context)
         spare: deque[Any] = deque()
         self._new_stream = partial(StreamState, cuda=cuda, spare=spare)
@@ -143,8 +139,8 @@ class CudaDevice(Device):
         """By the identity of CUDA's stream object, which the state keeps alive."""
         self._compute: StreamState | None = None
         """The one of these that the compute lane was on last."""
-        self._runner = TaskRunner(cuda, self._copy_streams)
-        node = cuda.memory_node()
+        self._runner = CudaTaskRunner(cuda, self._copy_streams)
+        node = memory_node_of(cuda.device)
         threads = host_threads or _spare_threads(len(node.cores))
         self._lanes = Lanes(self._runner, threads={"host": threads}, prepare=lambda lane: node.bind())
         self._host = HostMemory(cuda.register, cuda.unregister, node=node)
@@ -204,35 +200,12 @@ class CudaDevice(Device):
     # -- lanes and events --------------------------------------------------------------------------------------------
 
     @override
-    def submit(
-        self,
-        lane: Lane,
-        task: Callable[[], None],
-        *,
-        after: Sequence[Event] = (),
-        reads: Sequence[Cell] = (),
-        writes: Sequence[Cell] = (),
-        label: str = "",
-        op: int = -1,
-        nbytes: int = 0,
-        urgency: int = 0,
-    ) -> Event:
+    def _queue(self, task: CudaTask) -> None:
         self._runner.reap()
-        queued = CudaTask(
-            lane,
-            task,
-            after=tasks_of(after),
-            behind=before_writing(writes),
-            label=label,
-            op=op,
-            nbytes=nbytes,
-            urgency=urgency,
-        )
-        if self._blocks(lane) or not self._lanes.run_here(queued):
-            self._lanes.submit(queued)
-        return queued
+        if self._blocks(task.lane) or not self._lanes.run_here(task):
+            self._lanes.submit(task)
 
-    def _blocks(self, lane: Lane) -> bool:
+    def _blocks(self, lane: str) -> bool:
         """Return whether a task of ``lane`` may block the thread that runs it: then it gets the lane's own thread."""
         if lane in ON_HOST:
             return True
@@ -370,37 +343,7 @@ class CudaDevice(Device):
     def end_iteration(self) -> None:
         self._context.end_iteration(self._host.locked_bytes)
 
-    # -- random numbers ----------------------------------------------------------------------------------------------
-
-    @override
-    def rng_state(self) -> list[torch.Tensor]:
-        with plain_torch():
-            return [torch.get_rng_state(), self._cuda.rng_state()]
-
-    @override
-    def set_rng_state(self, state: list[torch.Tensor]) -> None:
-        cpu, gpu = state
-        with plain_torch():
-            torch.set_rng_state(cpu)
-            self._cuda.set_rng_state(gpu)
-
     # -- figures -----------------------------------------------------------------------------------------------------
-
-    @override
-    def record(self, enabled: bool) -> None:
-        self._runner.record(enabled)
-
-    @override
-    def begin_compute(self, op: int, label: str) -> object:
-        return self._runner.begin(op, label, self._cuda.current_stream())
-
-    @override
-    def end_compute(self, token: object) -> None:
-        self._runner.end(token, self._cuda.current_stream())
-
-    @override
-    def take_spans(self) -> list[tuple[int, str, str, float, float]]:
-        return self._runner.take_spans()
 
     @override
     def memory(self) -> int:

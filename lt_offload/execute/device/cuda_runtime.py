@@ -1,4 +1,4 @@
-"""Every call of CUDA that the CUDA device makes, in one small object that tests replace by a model of it."""
+"""Calls of CUDA that the CUDA device makes in every step, faster than torch makes them, and of one GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from lt_offload.compat.torch import cuda_memory_stats, current_stream_key, reset_cuda_peaks
 from lt_offload.execute.device.base import AllocatorEvents
 from lt_offload.machine import driver, zero_copy
-from lt_offload.machine.numa import MemoryNode, memory_node_of
 
 
 class _On(AbstractContextManager[None]):
@@ -64,11 +63,6 @@ class CudaRuntime:
         torch.cuda.empty_cache()
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def prepare(self) -> None:
-        """Set torch's allocator up, and load what would take device memory by itself later on."""
-        driver.use_expandable_segments(self.device)
-        driver.warm_up(self.device)
-
     def cap(self, nbytes: int | None) -> None:
         """Let torch's allocator take at most ``nbytes``, whatever other processes have; None: everything."""
         _, total = torch.cuda.mem_get_info(self.device)
@@ -78,14 +72,6 @@ class CudaRuntime:
     def context_bytes(self) -> tuple[int, bool]:
         """Return the process's device memory beside torch's allocator, and whether that is exact. Waits for nothing."""
         return driver.beside_bytes(self.device)
-
-    def workspace_bytes(self) -> int:
-        """Return what libraries hold of the memory of torch's allocator."""
-        return driver.workspace_bytes(self.device)
-
-    def empty_cache(self) -> None:
-        """Give what torch's allocator does not use back to the driver."""
-        torch.cuda.empty_cache()
 
     def allocator_events(self) -> AllocatorEvents:
         """Return how often torch's allocator has run short so far."""
@@ -113,10 +99,6 @@ class CudaRuntime:
         """Restart the high-water mark."""
         reset_cuda_peaks(self._index)
 
-    def memory_node(self) -> MemoryNode:
-        """Return the memory node that the device hangs on, with the cores near it."""
-        return memory_node_of(self.device)
-
     def register(self, address: int, nbytes: int) -> int:
         """Page-lock host memory; return 0 or an error code."""
         with torch.cuda.device(self._index):  # any thread may ask; on another GPU this would make a context
@@ -131,11 +113,3 @@ class CudaRuntime:
         """Return registered memory as a tensor on the device; raises ``UnsupportedError``."""
         with torch.cuda.device(self._index):
             return zero_copy.zero_copy_view(host, self.device)
-
-    def rng_state(self) -> torch.Tensor:
-        """Return the state of the device's random number generator."""
-        return torch.cuda.get_rng_state(self.device)
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore it."""
-        torch.cuda.set_rng_state(state, self.device)

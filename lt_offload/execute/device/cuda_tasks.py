@@ -15,9 +15,7 @@ from typing_extensions import override
 
 from lt_offload.execute.device.base import Event
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
-from lt_offload.execute.device.lanes import ON_HOST, Task
-
-Span = tuple[int, str, str, float, float]
+from lt_offload.execute.device.lanes import ON_HOST, Span, Task, TaskRunner
 
 
 class CudaTask(Task):
@@ -144,35 +142,28 @@ class Clock:
         return zero + float(origin.elapsed_time(event)) / 1e3
 
 
-class TaskRunner:
+class CudaTaskRunner(TaskRunner):
     """Issues copies to their streams and runs updates on the host."""
 
     def __init__(self, cuda: CudaRuntime, streams: Mapping[str, StreamState]) -> None:
+        super().__init__()
         self._cuda = cuda
         self._streams = streams
         self._in_flight: dict[str, deque[CudaTask]] = {lane: deque() for lane in streams}
-        self.recording = False
         self._clock = Clock(cuda)
         self._on_gpu: deque[tuple[int, str, str, Any, Any]] = deque()
-        self._on_host: deque[Span] = deque()
 
+    @override
     def __call__(self, task: Task) -> None:
-        """Run ``task``, or issue it."""
         assert isinstance(task, CudaTask) and task.work is not None
-        if task.lane in ON_HOST:
-            self._run_on_host(task, task.work)
-        else:
+        if task.lane not in ON_HOST:
             self._issue(task, task.work)
-
-    def _run_on_host(self, task: CudaTask, work: Callable[[], None]) -> None:
+            return
         # A copy has finished when it is issued: without this, an update would read memory that it has not filled yet.
         for event in tasks_of((*task.after, *task.behind)):
             if event.completion is not None:
                 event.completion.synchronize()
-        start = time.perf_counter()
-        work()
-        if self.recording:
-            self._on_host.append((task.op, task.lane, task.label, start, time.perf_counter()))
+        super().__call__(task)
 
     def _issue(self, task: CudaTask, work: Callable[[], None]) -> None:
         stream, start = self._streams[task.lane], None
@@ -205,24 +196,23 @@ class TaskRunner:
         while tasks and task.keeps is not None:
             tasks.popleft().keeps = None
 
+    @override
     def record(self, enabled: bool) -> None:
-        """Start or stop collecting spans; called every iteration, so that times stay precise."""
         if enabled:
-            self._clock.reset()
-        self.recording = enabled
+            self._clock.reset()  # in every iteration, so that times stay precise
+        super().record(enabled)
 
-    def begin(self, op: int, label: str, stream: Any) -> object:
-        """Note that a computation starts on ``stream``; returns what :meth:`end` wants."""
-        return (op, "compute", label, self._clock.stamp(stream)) if self.recording else None
+    @override
+    def begin(self, op: int, label: str) -> Any:
+        return op, "compute", label, self._clock.stamp(self._cuda.current_stream())
 
-    def end(self, token: Any, stream: Any) -> None:
-        """Note that it ends."""
-        if token is not None:
-            self._on_gpu.append((*token, self._clock.stamp(stream)))
+    @override
+    def end(self, token: Any) -> None:
+        self._on_gpu.append((*token, self._clock.stamp(self._cuda.current_stream())))
 
+    @override
     def take_spans(self) -> list[Span]:
-        """Return the spans that are over, in seconds on the host's clock; the others come next time."""
-        spans = [self._on_host.popleft() for _ in range(len(self._on_host))]
+        spans = super().take_spans()  # those on the GPU that are not over come next time
         for _ in range(len(self._on_gpu)):
             op, lane, label, start, end = self._on_gpu.popleft()
             if self._clock.past(end):

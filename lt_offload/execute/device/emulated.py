@@ -7,12 +7,10 @@ given speed, freed memory that is overwritten, and a happens-before checker.
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -21,7 +19,7 @@ from lt_offload.compat.torch import address_of
 from lt_offload.errors import BEYOND_THE_PLAN, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event, before_writing
-from lt_offload.execute.device.lanes import Lane, Lanes, Task, plain_torch
+from lt_offload.execute.device.lanes import Lanes, Task, TaskRunner, plain_torch
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.heap import keep_freed_memory
 from lt_offload.machine.host_memory import HostMemory
@@ -65,22 +63,6 @@ class DeviceAccount(Account):  # type: ignore[no-untyped-call]
         super()._charge(storage, free=free, cause=cause)
 
 
-class TimedRunner:
-    """Does the work of tasks, and notes when."""
-
-    def __init__(self) -> None:
-        self.recording = False
-        self.spans: deque[tuple[int, str, str, float, float]] = deque()
-
-    def __call__(self, task: Task) -> None:
-        """Run ``task``."""
-        assert task.work is not None
-        start = time.perf_counter()
-        task.work()
-        if self.recording:
-            self.spans.append((task.op, task.lane, task.label, start, time.perf_counter()))
-
-
 class EmulatedDevice(Device):
     """A device of ``budget`` bytes, in RAM.
 
@@ -93,7 +75,7 @@ class EmulatedDevice(Device):
 
     def __init__(self, budget: int, *, host_threads: int | None = None) -> None:
         self.budget = budget
-        self._runner = TimedRunner()
+        self._runner = TaskRunner()
         self._lanes = self._open_lanes({"host": host_threads} if host_threads else {})
         self._past = Task.past("compute", "compute")
         self._entered = False
@@ -140,23 +122,8 @@ class EmulatedDevice(Device):
     # -- lanes and events --------------------------------------------------------------------------------------------
 
     @override
-    def submit(
-        self,
-        lane: Lane,
-        task: Callable[[], None],
-        *,
-        after: Sequence[Event] = (),
-        reads: Sequence[Cell] = (),
-        writes: Sequence[Cell] = (),
-        label: str = "",
-        op: int = -1,
-        nbytes: int = 0,
-        urgency: int = 0,
-    ) -> Event:
-        behind = before_writing(writes)
-        queued = Task(lane, task, after=after, behind=behind, label=label, op=op, nbytes=nbytes, urgency=urgency)
-        self._lanes.submit(queued)
-        return queued
+    def _queue(self, task: Task) -> None:
+        self._lanes.submit(task)
 
     @override
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
@@ -236,39 +203,7 @@ class EmulatedDevice(Device):
     def stays(self, *tensors: torch.Tensor) -> None:
         self._account.charge(*tensors)
 
-    # -- random numbers ----------------------------------------------------------------------------------------------
-
-    @override
-    def rng_state(self) -> list[torch.Tensor]:
-        with plain_torch():
-            return [torch.get_rng_state()]
-
-    @override
-    def set_rng_state(self, state: list[torch.Tensor]) -> None:
-        (cpu,) = state
-        with plain_torch():
-            torch.set_rng_state(cpu)
-
     # -- figures -----------------------------------------------------------------------------------------------------
-
-    @override
-    def record(self, enabled: bool) -> None:
-        self._runner.recording = enabled
-
-    @override
-    def begin_compute(self, op: int, label: str) -> object:
-        return (op, label, time.perf_counter()) if self._runner.recording else None
-
-    @override
-    def end_compute(self, token: object) -> None:
-        if token is not None:
-            op, label, start = cast(tuple[int, str, float], token)
-            self._runner.spans.append((op, "compute", label, start, time.perf_counter()))
-
-    @override
-    def take_spans(self) -> list[tuple[int, str, str, float, float]]:
-        finished = self._runner.spans
-        return [finished.popleft() for _ in range(len(finished))]
 
     @override
     def memory(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -150,6 +151,42 @@ def _plain() -> Iterator[None]:
     host, gpu = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes(), host, gpu:
         yield
+
+
+Span = tuple[int, str, str, float, float]
+"""Op, lane, label, start and end of a task or computation."""
+
+
+class TaskRunner:
+    """Does the work of tasks, and notes when; times are in seconds on the host's clock."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.spans: deque[Span] = deque()
+
+    def __call__(self, task: Task) -> None:
+        """Run ``task``."""
+        assert task.work is not None
+        start = time.perf_counter()
+        task.work()
+        if self.recording:
+            self.spans.append((task.op, task.lane, task.label, start, time.perf_counter()))
+
+    def record(self, enabled: bool) -> None:
+        """Start or stop collecting spans."""
+        self.recording = enabled
+
+    def begin(self, op: int, label: str) -> Any:
+        """Note that a computation starts; returns what :meth:`end` wants."""
+        return op, "compute", label, time.perf_counter()
+
+    def end(self, token: Any) -> None:
+        """Note that it ends."""
+        self.spans.append((*token, time.perf_counter()))
+
+    def take_spans(self) -> list[Span]:
+        """Return the spans that are over, and forget them."""
+        return [self.spans.popleft() for _ in range(len(self.spans))]
 
 
 class GaveUp(Exception):

@@ -139,17 +139,10 @@ def profile_config(
             )
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)
-    profile = assemble(
-        model,
-        batch,
-        measured,
-        sizes=UpdateSizes(made, torch.device("cpu")),
-        updates=updates,
-        hardware=machine,
-        estimated=True,
-    )
+    sizes = UpdateSizes(made, torch.device("cpu"))
+    profile = assemble(model, batch, measured, sizes=sizes, updates=updates, hardware=machine)
     peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
-    return replace(profile, contention=_contention(machine), peak_flops_per_s=peak)
+    return replace(profile, contention=_contention(machine), peak_flops_per_s=peak, estimated=True)
 
 
 def _has_windows(config: PreTrainedConfig, sequence_length: int) -> bool:

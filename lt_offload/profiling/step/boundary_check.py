@@ -38,6 +38,7 @@ from lt_offload.model.calls import (
     is_block_node,
     is_entry_node,
     kept_by_functions,
+    numbers_of,
     saved_by,
     tensors_of,
 )
@@ -246,8 +247,8 @@ class BoundaryCheck:
             _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
             self.once.setdefault(index, f"as {why}")
         if has_values(call) and _repeats(call) and not before.changed and not call.given:
-            numbers = [tensor for tensor in tensors_of(out) if tensor.is_floating_point()]
-            call.given.append(FirstRun(draws=before_draws, sums=[int(total) for total in bit_sums(numbers)]))
+            sums = [int(total) for total in bit_sums(numbers_of(out))]
+            call.given.append(FirstRun(draws=before_draws, sums=sums))
         return out
 
     def _repeat(self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor]) -> Any:

@@ -74,13 +74,6 @@ class FirstStep(WatchedStep):
         if device.type == "cuda":  # by now all kernels are there
             hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
         ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
-        profile = assemble(
-            self.model,
-            self.batch,
-            measured,
-            sizes=UpdateSizes(optimizer, device, scratch_ratio=ratio),
-            updates=updates,
-            hardware=hardware,
-            estimated=False,
-        )
+        sizes = UpdateSizes(optimizer, device, scratch_ratio=ratio)
+        profile = assemble(self.model, self.batch, measured, sizes=sizes, updates=updates, hardware=hardware)
         return replace(profile, contention=contention)

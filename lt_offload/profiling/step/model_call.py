@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves
 from lt_offload.model.blocks import Block
-from lt_offload.model.calls import BlockOutput, Call, edges, held_by_nodes, is_block_node, tensors_of
+from lt_offload.model.calls import BlockOutput, Call, edges, held_by_nodes, is_block_node, numbers_of, tensors_of
 from lt_offload.model.compiled import Forward, is_compiled
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.parts import Cutter
@@ -169,7 +169,7 @@ class ModelCall:
             out = recorder.join(index, args, kwargs, body, cutter=cutter, again=again, reached=reached)
         pending.clear()
         del args, kwargs
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(out)
         floating = iter(range(len(tensors)))
         positions += [next(floating) if tensor.is_floating_point() else -1 for tensor in tensors]
         self._interfaces |= {account.serial(tensor) for tensor in tensors}
@@ -260,7 +260,7 @@ class ModelCall:
         They are blocks', even those that the model's own code has in its variables only: it is not the loss that gives
         them back.
         """
-        self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
         self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
 
     def _note_before_last(self) -> None:
@@ -269,7 +269,7 @@ class ModelCall:
         self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
 
     def _note_after_last(self, out: Any) -> None:
-        outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
+        outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}
         self.output_bytes = sum(outputs.values())
         self.below = self._account.current - self.output_bytes
         self.before_loss = self._account.live().keys() - outputs.keys()
@@ -277,9 +277,9 @@ class ModelCall:
 
     def _leave(self, out: Any) -> None:
         """Note the results of a block, as the model sees them."""
-        self._activations += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        self._ends |= {get_gradient_edge(tensor): tensor.nbytes for tensor in made}
+        tensors = tensors_of(out)
+        self._activations += [weakref.ref(tensor) for tensor in tensors]
+        self._ends |= {get_gradient_edge(tensor): tensor.nbytes for tensor in tensors if tensor.requires_grad}
         self._last_output = BlockOutput(out)
 
     def _call(
@@ -384,10 +384,6 @@ class ModelCall:
 def _reached(reached: set[int], positions: Sequence[int], number: int) -> None:
     if number < len(positions) and positions[number] >= 0:
         reached.add(positions[number])
-
-
-def _numbers(out: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _flags(module: nn.Module) -> list[str]:

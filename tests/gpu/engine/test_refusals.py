@@ -18,6 +18,7 @@ from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.machine import pinning, zero_copy
 from lt_offload.machine.host_memory import LARGE_BYTES, HostMemory
+from lt_offload.profiling.rates import DirectSpeeds
 from tests.gpu.target import Target
 
 pytestmark = pytest.mark.only("cuda")
@@ -175,8 +176,8 @@ def test_a_driver_that_lies(lie: str, target: Target) -> None:
 
 
 def test_reads_that_are_too_slow() -> None:
-    assert "less than 50%" in zero_copy.Speeds(copy_in=10e9, read=4e9, write=1e9).too_slow
-    assert zero_copy.Speeds(copy_in=10e9, read=6e9, write=1e9).too_slow == ""
+    assert "less than 50%" in DirectSpeeds(copy_in=10e9, read=4e9, write=1e9).too_slow
+    assert DirectSpeeds(copy_in=10e9, read=6e9, write=1e9).too_slow == ""
 
 
 def test_empty_tensors_and_threads(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lt_offload.machine import zero_copy
 from lt_offload.profiling import contention, optimizer, rates
 from tests.gpu.measuring.tiny import MIB
 from tests.gpu.target import Target
@@ -30,8 +29,8 @@ def short(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(contention, "_COPY_BYTES", 4 * MIB)
         monkeypatch.setattr(contention, "_ROUNDS", 1)
         monkeypatch.setitem(optimizer._ELEMENTS, "cuda", 1 << 22)
-        monkeypatch.setattr(zero_copy, "_SPEED_BYTES", 4 * MIB)
-        monkeypatch.setattr(zero_copy, "LEAST_SPEED", 0.0)
+        monkeypatch.setattr(rates, "_DIRECT_BYTES", 4 * MIB)
+        monkeypatch.setattr(rates, "LEAST_SPEED", 0.0)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lt_offload.machine.host_memory import LARGE_BYTES, HostMemory
 from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.staging import BUFFER_BYTES, STAGING_BYTES, Staging
-from lt_offload.profiling import hardware
+from lt_offload.profiling import hardware, rates
 from lt_offload.session import offloaded
 from tests.gpu.measuring.tiny import MIB, tiny_model
 from tests.gpu.target import Target
@@ -238,7 +238,7 @@ def test_a_refused_registration_is_told_and_does_no_harm(device: torch.device) -
 @pytest.mark.usefixtures("short")
 def test_the_speeds_of_host_memory(device: torch.device, found: Callable[..., None]) -> None:
     view_of = partial(zero_copy.zero_copy_view, device=device)
-    speeds = zero_copy.measure_speeds(device, partial(torch.cuda.synchronize, device), view_of)
+    speeds = rates.measure_direct(device, view_of)
     found(copy_in=speeds.copy_in, read=speeds.read, write=speeds.write)
     assert min(speeds.copy_in, speeds.read, speeds.write) > 1e6
 

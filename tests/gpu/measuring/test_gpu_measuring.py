@@ -147,7 +147,7 @@ def test_a_model_is_measured_in_little_memory(
     monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
     monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", contention.measure_contention)
     if not target.real:
-        monkeypatch.setattr(zero_copy, "LEAST_SPEED", 0.0)
+        monkeypatch.setattr(rates, "LEAST_SPEED", 0.0)
         monkeypatch.setitem(optimizer._ELEMENTS, "cuda", 1 << 22)
     with only(45 * MIB, device):
         assert rates.product_size(torch.float32, device) == (1024, 1)
@@ -177,8 +177,6 @@ def test_a_machine_that_locks_little_memory_is_measured(
         return unregister(address)
 
     monkeypatch.setattr(rates, "_COPY_BYTES", 32 * MIB)
-    monkeypatch.setattr(rates, "_STREAM_REPEATS", 2)
-    monkeypatch.setattr(rates, "_THREAD_REPEATS", 1)
     monkeypatch.setattr(zero_copy, "register", limited)
     monkeypatch.setattr(zero_copy, "unregister", freed)
     monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from typing_extensions import override
 
-from lt_offload.execute.device.emulated import TimedRunner
-from lt_offload.execute.device.lanes import Task
+from lt_offload.execute.device.lanes import Task, TaskRunner
 
 
 class _Link:
@@ -22,7 +21,7 @@ class _Link:
         """Seconds of all accesses of computations."""
 
 
-class LinkRunner(TimedRunner):
+class LinkRunner(TaskRunner):
     """Does the work of a task, no faster than its lane's link.
 
     There is one link per direction; both work at the same time. What a computation itself reads or writes in host

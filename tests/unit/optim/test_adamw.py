@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lt_offload import AdamW, ConfigError
 from lt_offload.machine.accounting import Account
-from lt_offload.optim import adamw_, blockwise, native, plain
+from lt_offload.optim import blockwise, native, plain
 from lt_offload.strategy.checkpoint.files import load_optimizer_state
 
 SHAPES = [(40, 60), (7,), (3, 5, 2), (1,), (130, 130)]
@@ -122,22 +122,6 @@ def test_scale_equals_scaling_first(dtype: torch.dtype, scale: float | Tensor) -
         assert all(torch.equal(p.grad, grad) for p, grad in zip(mine, before, strict=True))  # type: ignore[arg-type]
     assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
     assert AdamW(mine).grad_scale == 1
-
-
-def test_one_call_for_any_tensors() -> None:
-    mine, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    optimizer = AdamW(theirs, **SETTINGS)
-    give_gradients(mine, 0)
-    give_gradients(theirs, 0)
-    optimizer.step()
-    masters = [p.detach().float() for p in mine]
-    moments = [[torch.zeros_like(master) for master in masters] for _ in range(2)]
-    grads = [p.grad for p in mine]
-    adamw_(mine, grads, masters, *moments, [1.0] * len(mine), **SETTINGS)  # type: ignore[arg-type]
-    assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
-    assert all(torch.equal(m, optimizer.state[q]["master"]) for m, q in zip(masters, theirs, strict=True))
-    with pytest.raises(ValueError, match="zip"):
-        adamw_(mine, grads[1:], masters, *moments, [1.0] * len(mine), **SETTINGS)  # type: ignore[arg-type]
 
 
 def test_groups_schedules_and_learning_rates_in_tensors() -> None:
