@@ -105,6 +105,11 @@ def combined_loader(fit_loop: Any) -> Any:
     return fit_loop._combined_loader
 
 
+def in_turn(fit_loop: Any) -> bool:
+    """Return whether a batch is of one loader, and the next loader begins where one ends."""
+    return bool(fit_loop._combined_loader._mode == "sequential")
+
+
 def set_combined_loader(fit_loop: Any, loader: Any) -> None:
     """Put a loader in their place: schedules ask for the number of batches, and none may be made for that."""
     fit_loop._combined_loader = loader

@@ -26,6 +26,8 @@ class Repeatable:
     """The random states from which the passes of this epoch began; more than one where a short loader is repeated."""
     _again: tuple[dict[str, Any], ...] = ()
     """Random states from which the next passes shall begin."""
+    _left = 0
+    """Batches that the next passes fetch and drop."""
 
     def __iter__(self) -> Iterator[Any]:
         # Workers get their seeds when the iterator is made, a sampler draws its order for the first batch.
@@ -43,11 +45,20 @@ class Repeatable:
         for states in again:
             self._set(states["first"])
         made["first"] = self._states()
-        yield from batches
+        for batch in batches:
+            if self._left:
+                self._left -= 1
+            else:
+                yield batch
 
     def forget(self) -> None:
         """Forget the passes of an epoch that has ended."""
         self._passes = self._again = ()
+        self._left = 0
+
+    def drop(self, count: int) -> None:
+        """Fetch and drop the first ``count`` batches of an epoch that has not given one."""
+        self._left = count
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random states from which the passes of this epoch began, as far as they have given a batch."""

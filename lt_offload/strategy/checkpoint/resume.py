@@ -15,7 +15,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DistributedSampler
 
-from lt_offload.compat.lightning import adds_up, combined_loader, data_fetcher, is_training_done, take_up_states
+from lt_offload.compat.lightning import (
+    adds_up,
+    combined_loader,
+    data_fetcher,
+    in_turn,
+    is_training_done,
+    take_up_states,
+)
 from lt_offload.strategy.checkpoint import files as files
 from lt_offload.strategy.checkpoint import progress, random_state
 from lt_offload.strategy.checkpoint.data_order import Repeatable, loader_parts
@@ -283,8 +290,14 @@ def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
         for loader, state in zip(repeated, states, strict=True):
             loader.load_state_dict(state)
         iter(fetcher)
-    if repeated:
-        _drop(trainer, fit_loop.epoch_loop.batch_progress.current.ready)
+    seen = fit_loop.epoch_loop.batch_progress.current.ready
+    if mixed and not in_turn(fit_loop):
+        # Those that save their position themselves are there already: only the others have batches to drop.
+        _begin_epoch(trainer)
+        for loader in repeated:
+            loader.drop(seen)
+    elif repeated:
+        _drop(trainer, seen)
 
 
 def _share_anew(trainer: Any, before: int, *, draws: bool) -> None:
@@ -333,13 +346,17 @@ def _is_dealt(loader: Any) -> bool:
 def _drop(trainer: Any, count: int) -> None:
     """Fetch and drop the first ``count`` batches of an epoch that has begun."""
     fetcher = data_fetcher(trainer.fit_loop)
-    for loader in _loaders(trainer):
-        # Lightning does it too late, and for loaders that it made before it knew the epoch with that of a new run.
-        if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
-            sampler.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+    _begin_epoch(trainer)
     for _ in range(count):
         next(fetcher)
     fetcher.fetched -= count  # Lightning adds them itself
+
+
+def _begin_epoch(trainer: Any) -> None:
+    """Tell samplers the epoch: Lightning does it too late, and that of a new run to loaders that it made before."""
+    for loader in _loaders(trainer):
+        if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
+            sampler.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
 
 
 def _folders(trainer: Any) -> list[Path]:

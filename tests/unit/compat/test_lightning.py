@@ -47,6 +47,7 @@ def watched(namespace: str) -> tuple[Any, dict[str, list[Any]]]:
             compat.flush_metrics(trainer)
             loaders = compat.combined_loader(trainer.fit_loop)
             assert len(loaders.flattened) == 1
+            assert not compat.in_turn(trainer.fit_loop)
             assert compat.data_fetcher(trainer.fit_loop).combined_loader is loaders
             assert compat.loaded_checkpoint(trainer) is None or compat.loaded_checkpoint(trainer) == {}
 
