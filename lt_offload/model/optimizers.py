@@ -130,7 +130,7 @@ def _defaults() -> list[torch.Generator]:
 
 def _generators(optimizer: Optimizer) -> list[Any]:
     """Return where the generators are that a step may draw from: those of torch, Python, NumPy, and its own."""
-    return [state_of(one) for one in (*_defaults(), *GLOBAL, *_held(optimizer))]
+    return [*(one.get_state() for one in _defaults()), *map(state_of, (*GLOBAL, *_held(optimizer)))]
 
 
 def _drawn_since(optimizer: Optimizer, before: list[Any]) -> bool:

@@ -12,7 +12,8 @@ import torch
 from lt_offload.plan import Settings, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import offmate, replan
+from lt_offload.strategy import replan
+from lt_offload.strategy.first import planning
 from tests.gpu.target import Target
 from tests.gpu.users.runs import Bench
 from tests.support.trainers import profiled
@@ -58,7 +59,7 @@ def known_plan(profile: Profile, settings: Settings) -> Plan:
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure and plan the same run only once: for tests of what comes afterwards."""
     profiled(monkeypatch, known)
-    for place in (offmate, replan):
+    for place in (planning, replan):
         monkeypatch.setattr(place, "make_plan", known_plan)
 
 
