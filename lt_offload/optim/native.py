@@ -1,4 +1,4 @@
-"""AdamW by a kernel of our own for the host: one pass over memory, whatever the dtype of the weights.
+"""The host's AdamW kernel: one pass over memory, for weights of any dtype.
 
 The kernel is compiled for this processor when it is first needed, which takes a compiler and a few seconds once, and
 kept in the user's cache, where nobody else may write. It is used only if it gives the very numbers of torch's own

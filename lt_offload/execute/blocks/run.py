@@ -139,7 +139,8 @@ class BlockRun:
             out = self._run_first(part, anchor, self._rows(at, inputs))
             # Without a graph nothing says which outputs depend on what is trained: all numbers might.
             graph = self.option in RECORDED or self.block.graphed
-            reached |= {at for at, t in enumerate(out) if (t.requires_grad if graph else t.is_floating_point())}
+            alive = [t.requires_grad if graph else t.is_floating_point() for t in out]
+            reached.update(position for position, one in enumerate(alive) if one)
             joint.put(at, out)
             del out
         self._check_alike()

@@ -118,6 +118,10 @@ def throughput(plan: Plan) -> float:
 
 
 def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
+    decision = choose_batch(affine(3), Settings(memory=16_000, planner="pofo"), most=64)
+    refused = [point.batch_size for point in decision.curve if "does not apply" in point.reason]
+    assert (decision.plan.planner, decision.batch_size < min(refused)) == ("pofo", True)
+    assert f"{min(refused)} does not fit in 16 kB" in decision.why
     with pytest.raises(UnsupportedError, match="planner='pofo' does not apply"):
         choose_batch(affine(3), Settings(memory=4_000, planner="pofo"), most=2)
 
