@@ -15,6 +15,7 @@ from lt_offload.compat.torch import default_store
 from lt_offload.distributed import sums
 from lt_offload.distributed.peers import Peers
 from lt_offload.distributed.watch import PeerWatch
+from lt_offload.errors import PlanError
 
 Value = TypeVar("Value")
 _MEASURED_BYTES, _MEASURED_TIMES, _LEAST_S = 8 * sums.PART_BYTES, 3, 1e-6
@@ -95,15 +96,16 @@ class Ranks(Peers):
         self._add_up([tensor for tensor in tensors if tensor.device.type != "cpu"], self._on_device)
         self._add_up([tensor for tensor in tensors if tensor.device.type == "cpu"], self.machine.control)
 
-    def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, beside: bool = False) -> None:
+    def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, op: int | None = None) -> None:
         """Let the first of each of ``rows`` be the sum of them all, on all machines, in the order of ranks.
 
         Args:
             rows: in host memory; each has what the processes of this machine have, in their order. Those with this
                 process's place on the other machines give rows of the same sizes.
-            beside: the thread that adds up beside the one that trains calls this; each has connections of its own.
+            op: of the plan, which a thread carries out beside the one that trains; each has connections of its own.
 
         Raises:
+            PlanError: if another machine is at another op, whose rows are of the same sizes.
             ProcessError: if another process has failed.
         """
         if self._column is None:
@@ -111,7 +113,11 @@ class Ranks(Peers):
                 sums.add_rows(row)
             return
         flat = [[sums.flat(tensor) for tensor in row] for row in rows]
-        sums.add_between(flat, self._beside if beside else self._column, self.translated, self.wait)
+        ops = torch.tensor([op or 0])
+        sums.add_between([[ops], *flat], self._column if op is None else self._beside, self.translated, self.wait)
+        # Rows of alike blocks would be added up without a word.
+        if int(ops) != (op or 0) * self.machines:
+            raise PlanError(f"machines add up in different orders: process {dist.get_rank()} is at op {op}")
 
     def measure_network(self) -> tuple[float, float]:
         """Return bytes per second of a machine's network in each direction, and seconds of a hop: the slowest ones.
@@ -122,12 +128,12 @@ class Ranks(Peers):
         small, large = torch.zeros(1), torch.zeros(_MEASURED_BYTES // 4)
         seconds = {}
         for sample in (small, large):
-            self.add_up_rows([[sample]], beside=True)  # connections are made
+            self.add_up_rows([[sample]], op=0)  # connections are made
             times = []
             for _ in range(_MEASURED_TIMES):
                 self.barrier()
                 began = time.perf_counter()
-                self.add_up_rows([[sample]], beside=True)
+                self.add_up_rows([[sample]], op=0)
                 times.append(time.perf_counter() - began)
             seconds[sample] = max(self.gather(min(times)))
         hop = seconds[small] / hops

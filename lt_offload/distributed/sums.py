@@ -153,7 +153,7 @@ def add_between(
         complete.copy_(whole)
         return before
 
-    for turn in range(len(parts) + _AHEAD * (2 * top - 1) if parts else 0):
+    for turn in range(len(parts) + _AHEAD * max(2 * top - 1, 0) if parts else 0):
         up, down = turn - _AHEAD * place, turn - _AHEAD * (2 * top - place)
         before = arrived() if turn >= _AHEAD else nothing
         if 0 <= up < len(parts):

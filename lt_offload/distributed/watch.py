@@ -198,9 +198,10 @@ class PeerWatch:
 
     def _say(self, state: str | None = None) -> None:
         """Write this process's text."""
-        self._state, self._number = state or self._state, self._number + 1
-        text = f"{os.getpid()} {self.batch} {self._state} {self._number} {self._here}"
         with self._alone():
+            # Made within: the thread's text of a moment ago would stand over "closed", and the process seem killed.
+            self._state, self._number = state or self._state, self._number + 1
+            text = f"{os.getpid()} {self.batch} {self._state} {self._number} {self._here}"
             self._store.set(f"{self._run_name}/{self._rank}", text)
 
     def _fail(self, why: str) -> None:

@@ -61,8 +61,8 @@ class Mirror:
         for tensor in tensors:
             tensor.add_(tensor.clone())
 
-    def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, beside: bool = False) -> None:
-        assert beside, "all sums of these plans go beside the backward"
+    def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, op: int | None = None) -> None:
+        assert op is not None, "all sums of these plans go beside the backward"
         self.sent.append(sum(row[0].nbytes for row in rows))
         self.threads.add(threading.current_thread().name)
         if self.broken:

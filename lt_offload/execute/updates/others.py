@@ -110,7 +110,7 @@ class SumsOfAll:
             contribute()
             if own:
                 complete()
-                self._others.add_up_rows(own, beside=True)
+                self._others.add_up_rows(own, op=op.id)
 
         return run
 

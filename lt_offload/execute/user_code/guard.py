@@ -405,11 +405,13 @@ class _Calls(WatchingMode):
         look, guard = _SEEN.get(func), self.guard
         if look is None or guard is None:
             return func(*args, **(kwargs or {}))
+        if func == _DEVICE:
+            return _HERE if guard.remote and guard.find(args[0]) is not None else func(*args)
         look(guard, *args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         # In plain PyTorch weights are on the GPU, and this would copy them: a script that keeps the best ones must not
         # see them trained.
-        if guard.remote and _brings(func, args, kwargs or {}) and guard.find(args[0]) is not None:
+        if guard.remote and _brings(guard, func, args, kwargs or {}) and guard.find(args[0]) is not None:
             return out.copy() if func is Tensor.numpy else out.clone() if guard.find(out) is not None else out
         if func in _VIEWS:
             owned = guard.find(args[0])
@@ -504,10 +506,17 @@ def _differentiate(guard: Guard, outputs: Any, inputs: Any, *args: Any, **kwargs
             raise limits.PARTIAL_BACKWARD.error(f"torch.autograd.grad of {owned.label}")
 
 
-def _brings(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call asks for a tensor to be on the host, or on the device that it names."""
+_HERE = torch.device("cpu")
+"""The device that weights and states say on a GPU's path. By this very object it is known whether somebody wants a
+tensor where the weights are: in plain PyTorch ``p.to(p.device)`` is ``p``, and what is written there counts."""
+_DEVICE = Tensor.device.__get__
+
+
+def _brings(guard: Guard, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call asks for a tensor to be on the host, and not where the weights are."""
     if func is Tensor.to:
-        return any(isinstance(one, (str, torch.device, Tensor)) for one in (*args[1:], *kwargs.values()))
+        wanted = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, (str, torch.device, Tensor))]
+        return any(guard.find(one) is None if isinstance(one, Tensor) else one is not _HERE for one in wanted)
     return func is Tensor.cpu or (func is Tensor.numpy and bool(kwargs.get("force")))
 
 
@@ -518,6 +527,7 @@ _READS = (*_VIEWS, *_PLAIN_READS, Tensor.__repr__, Tensor.__format__)
 _SEEN: dict[Any, Callable[..., None]] = {
     **dict.fromkeys(_READS, _read),
     **dict.fromkeys((Tensor.cpu, Tensor.to), lambda *_, **__: None),  # a copy that is made is seen as an operation
+    _DEVICE: lambda *_, **__: None,
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     torch.autograd.grad: _differentiate,
 }

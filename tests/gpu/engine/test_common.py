@@ -33,7 +33,7 @@ class Alone:
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """There is nothing to add."""
 
-    def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]], *, beside: bool = False) -> None:
+    def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]], *, op: int | None = None) -> None:
         """There is nothing to add."""
 
     def barrier(self) -> None:

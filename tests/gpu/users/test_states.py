@@ -57,6 +57,10 @@ class WritesStates(Callback):
             layers[1].mlp.up_proj.weight.mul_(0.9)
             weight = layers[5].self_attn.q_proj.weight
             weight.copy_(torch.full(weight.shape, 0.01))
+            # Where they are already no copy is made, so that these writes count.
+            for written in (layers[2].mlp.up_proj.weight, trainer.optimizers[0].state[weight]["exp_avg"]):
+                written.to(written.device).mul_(0.9)
+                written.to(weight).mul_(0.9)
         layers[3].mlp.down_proj.weight.data = layers[3].mlp.down_proj.weight.data * 0.5
         state = trainer.optimizers[0].state[layers[6].mlp.gate_proj.weight]
         state["exp_avg"].mul_(0.5)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lt_offload.distributed.ranks import Ranks
 from lt_offload.distributed.sums import BUCKET_BYTES, PART_BYTES
+from lt_offload.errors import PlanError, ProcessError
 from tests.parity.several import training
 
 SIZES = (0, 1, 7, 1000, PART_BYTES // 4, 5 * PART_BYTES // 4 + 3)
@@ -69,7 +70,7 @@ def work(folder: Path, rank: int) -> None:
         first = rank // EACH * EACH
         # In memory that a machine has in common, the rows of all of it are there.
         rows = list(zip(*(gradients(one, dtype) for one in range(first, first + EACH)), strict=True))
-        ranks.add_up_rows(rows, beside=dtype == torch.bfloat16)
+        ranks.add_up_rows(rows, op=4 if dtype == torch.bfloat16 else None)
         found[f"{dtype}, rows"] = all(map(torch.equal, [row[0] for row in rows], expected))
         own = gradients(rank, dtype)
         own[3] = own[3].view(20, 50).t()
@@ -78,8 +79,20 @@ def work(folder: Path, rank: int) -> None:
         found[f"{dtype}, each"] = all(map(torch.equal, own, expected))
         found[f"{dtype}, by machines"] = all(map(torch.equal, by_machines(dtype), expected))
     ranks.barrier()
+    found["order"] = disordered(ranks)
     ranks.close()
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def disordered(ranks: Ranks) -> bool:
+    """Return whether all hear that one machine is at something else than the others; what they send is alike."""
+    try:
+        ranks.add_up_rows([[torch.zeros(3)]], op=7 if ranks.rank // EACH == 1 else 5)
+    except (PlanError, ProcessError) as error:
+        ranks.watch.tell(error)
+        ranks.watch.leave(training.PATIENCE)  # all have heard of it
+        return "machines add up in different orders: process" in str(error)
+    return False
 
 
 if __name__ == "__main__":
