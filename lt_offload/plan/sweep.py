@@ -121,13 +121,14 @@ def parse_sweep(text: str) -> SweepRange:
     if counted and not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(f"sweep={text!r} is not understood; write {example}, or {axis}=1,2,4,8")
     sizes = [int(part) if counted else parse_bytes(part, setting=f"sweep: {axis}") for part in parts]
-    if "," in value:
-        return SweepRange(axis=axis, sizes=tuple(sorted(set(sizes))))
+    if "," in value or (counted and len(sizes) == 1):
+        return SweepRange(axis=axis, sizes=_few(sorted(set(sizes)), f"sweep={text!r}"))
     if len(sizes) not in (2, 3) or sizes[0] >= sizes[1]:
         raise ConfigError(f"sweep={text!r} is not a range; write {example} (from:to:step, where from is less than to)")
     first, last, *rest = sizes
     if counted and not rest and last - first >= _FEW_POINTS:
-        return SweepRange(axis=axis, sizes=tuple(first << n for n in range(last.bit_length()) if first << n <= last))
+        powers = [first << n for n in range(last.bit_length()) if first << n <= last]
+        return SweepRange(axis=axis, sizes=_few(powers, f"sweep={text!r}"))
     step = rest[0] if rest else _round_step(last - first)
     if (points := (last - first) // step + 1) > MOST_POINTS:
         ends = [str(size) if counted else as_setting(size) for size in (first, last, _round_step(last - first))]
@@ -135,6 +136,12 @@ def parse_sweep(text: str) -> SweepRange:
             f"sweep={text!r} has {points} points, at most {MOST_POINTS} are planned; write {axis}={':'.join(ends)}"
         )
     return SweepRange(axis=axis, sizes=tuple(range(first, last + 1, step)))
+
+
+def _few(sizes: Sequence[int], said: str) -> tuple[int, ...]:
+    if len(sizes) > MOST_POINTS:
+        raise ConfigError(f"{said} has {len(sizes)} points, at most {MOST_POINTS} are planned; leave some out")
+    return tuple(sizes)
 
 
 def _nearest(text: str) -> str:

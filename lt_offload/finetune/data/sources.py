@@ -18,7 +18,7 @@ from lt_offload.finetune.data.rows import Row, RowFault, read_rows
 from lt_offload.resources import is_dir, is_file, user_path
 
 Table = Any
-"""A table of ``datasets``, with all rows or with rows that come one after the other."""
+"""A table of ``datasets``, with all rows or with rows one after the other; or an iterator of Arrow's batches."""
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
@@ -119,7 +119,8 @@ class Source:
 
 def _rows_of(table: Table) -> Iterator[Row]:
     # As Arrow's values: to decode pictures in other columns would take long, or a package that is not there.
-    for batch in table.with_format("arrow").iter(_AT_ONCE):
+    batches = table if isinstance(table, Iterator) else table.with_format("arrow").iter(_AT_ONCE)
+    for batch in batches:
         for row in batch.to_pylist():
             yield {name: _dense(value) for name, value in row.items()}
 
@@ -211,8 +212,22 @@ def _check_name(path: str, setting: str) -> None:
 def _open_file(file: Path, kind: str, _: bool) -> Table:
     from datasets import load_dataset
 
+    if kind == "parquet":
+        return _of_parquet(file)
     # Streaming in any case: else all rows would be copied into a cache of datasets'.
     return load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
+
+
+def _of_parquet(file: Path) -> Iterator[Any]:
+    """Yield the rows of ``file`` in batches of Arrow's."""
+    from pyarrow.parquet import ParquetFile
+
+    # Not by datasets: threads of its reader abort a process that ends, for an error, before it has taken all rows.
+    opened = ParquetFile(file)
+    names = opened.schema_arrow.names
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"several columns are called {twice[0]!r}")
+    yield from opened.iter_batches(_AT_ONCE)
 
 
 def _open_saved(path: str, folder: Path, split: str) -> Table:

@@ -176,12 +176,15 @@ class _BatchSearch:
 
     def _next(self) -> int | None:
         """Return the smallest of the sizes that promise most; None if none is worth a plan."""
-        most = min(self._limit - 1, _GROWTH * max(self.profiles))
+        high = max(self.profiles)
+        most = min(self._limit - 1, _GROWTH * high)
+        if self.unfit:  # halfway: each size that does not fit costs a step on trial
+            most = min(most, max(high, (high + self._limit) // 2))
         sizes = self._scan(most)
         if self.plans:
             fastest = self._fastest()
             sizes |= {size for size in (fastest - 1, fastest + 1) if 1 <= size <= most}
-        elif most > max(self.profiles) and self._relaxed(most) < self._relaxed(max(self.profiles)):
+        elif most > high and self._relaxed(most) < self._relaxed(high):
             return most  # far from all profiles
         waiting = sorted(size for size in sizes - self.plans.keys() if size < self._limit)
         if not waiting:

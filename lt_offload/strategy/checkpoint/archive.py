@@ -170,7 +170,8 @@ class NewFile:
         """Let go of the file; remove it if it is not complete."""
         if not self._over:
             self._over = True
-            self._partial.unlink(missing_ok=True)
+            with suppress(OSError):  # or this would be told in place of what has failed
+                self._partial.unlink(missing_ok=True)
         with suppress(OSError):
             self._file.close()
 

@@ -294,6 +294,12 @@ def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
     if mixed and not in_turn(fit_loop):
         # Those that save their position themselves are there already: only the others have batches to drop.
         _begin_epoch(trainer)
+        if repeated and fetcher.length is None:
+            rank_zero_warn(
+                "a training dataloader that keeps its position itself has no length, so that a batch of every loader "
+                "was fetched ahead: the others give the first batch of the epoch once more before they go on; give it "
+                "a __len__"
+            )
         for loader in repeated:
             loader.drop(seen)
     elif repeated:

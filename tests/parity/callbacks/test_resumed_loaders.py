@@ -36,6 +36,11 @@ class Positioned(DataLoader[Tensor]):
         self.given = state["given"]
 
 
+class Unsized(Positioned):
+    def __len__(self) -> int:
+        raise TypeError("a stream")
+
+
 class Pairs(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -76,3 +81,11 @@ def test_each_goes_on_where_it_was(kinds: Any, second: int, mode: str, tmp_path:
     rest = trained(made, mode, tmp_path, tmp_path / "step=3.ckpt")
     assert rest.seen == whole.seen[3:]
     assert all(map(torch.equal, rest.state_dict().values(), whole.state_dict().values()))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a __len__")
+def test_a_batch_that_was_fetched_ahead_is_said(tmp_path: Path) -> None:
+    made: Any = {"one": (Unsized, 12), "other": (DataLoader, 12)}
+    trained(made, "max_size_cycle", tmp_path)
+    with pytest.warns(UserWarning, match="has no length, so that a batch of every loader was fetched ahead"):
+        trained(made, "max_size_cycle", tmp_path, tmp_path / "step=3.ckpt")

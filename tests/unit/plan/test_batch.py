@@ -244,6 +244,21 @@ def test_profiles_are_asked_for_a_handful_of_sizes() -> None:
     assert "looking for the best batch size" in said
 
 
+@pytest.mark.parametrize("limit", [20, 100, 300])
+def test_few_sizes_are_tried_of_which_a_step_does_not_fit(limit: int) -> None:
+    asked, at = [], affine()
+
+    def tried(size: int) -> Profile:
+        asked.append(size)
+        if size >= limit:
+            raise InfeasibleError(f"batch {size} does not fit")
+        return at(size)
+
+    found = choose_batch(tried, Settings(memory=100_000), most=1000)
+    assert found.batch_size < limit
+    assert len(asked) <= 18, asked
+
+
 def test_a_chunk_of_logits_does_not_grow_with_the_batch() -> None:
     profile = small_profile()
     last = profile.blocks[-1]

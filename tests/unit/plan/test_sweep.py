@@ -61,6 +61,7 @@ def seconds(points: list[SweepPoint]) -> list[float | None]:
         ("memory=24GB,8GB, 8GB", "memory", [8, 24]),
         ("devices=1:8", "devices", [card / GB for card in range(1, 9)]),
         ("devices=1:3:2", "devices", [1 / GB, 3 / GB]),
+        ("devices=4", "devices", [4 / GB]),
         ("nodes=1:64", "nodes", [2**power / GB for power in range(7)]),
         ("host-memory=32GB:128GB", "host_memory", range(32, 129, 10)),
         ("memory=1GB:2GB", "memory", [1 + tenth / 10 for tenth in range(11)]),
@@ -93,6 +94,8 @@ def test_machines_keep_their_changes() -> None:
         ("memory=6GB:lots", "sweep: memory='lots' is not a size"),
         ("memory=1GB:24GB:1MB", "23001 points, at most 40 are planned; write memory=1GB:24GB:"),
         ("hardware=rtx-3060,,h200", "has an empty name"),
+        ("nodes=" + ",".join(map(str, range(1, 99))), "has 98 points, at most 40 are planned; leave some out"),
+        ("devices=1:99999999999999999999", "has 67 points"),
     ],
 )
 def test_mistakes_name_the_nearest_form(text: str, message: str) -> None:

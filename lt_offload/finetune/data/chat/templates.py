@@ -104,7 +104,8 @@ class ChatTemplate:
         # Templates call methods of what they are given, so a message of a
         # kind that they do not expect is any of these.
         except (
-            TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+            TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+            MemoryError,
         ) as error:  # fmt: skip
             raise RowFault(f"the chat template ({self.name}) refuses it: {first_line(error)}") from error
         return rendered[0][0], rendered[1][0] if marked else None
