@@ -78,14 +78,13 @@ class Injector:
 
 
 class Module(trainers.Module):
-    """Breaks in its forward, if it has something to break it."""
+    """Breaks in a forward in the middle of training, or lets something break from then on."""
 
-    injector: Injector | None = None
+    breaks: Callable[[], None] = staticmethod(lambda: None)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        # The first step is run twice, and this one in the middle of training.
-        if self.injector is not None and batch_idx == 1:
-            self.injector(at=1)
+        if batch_idx == 1:
+            self.breaks()
         loss: Tensor = super().training_step(batch, batch_idx)
         return loss
 
@@ -112,10 +111,10 @@ def train(kind: str, place: str, folder: Path, rank: int, count: int, machines: 
     if rank == at_fault(place, count):
         injector = Injector(kind, folder)
         if place == "forward":
-            module.injector = injector
+            module.breaks = lambda: injector(at=1)
         elif place == "exchange" and machines > 1:
-            # On the network's lane, in the middle of a backward or behind it; the measuring of the network comes first.
-            sums.add_rows = broken(sums.add_rows, injector, at=44)
+            # On the network's lane, in the middle of a backward or behind it.
+            module.breaks = lambda: setattr(sums, "add_rows", broken(sums.add_rows, injector, at=3))
         elif place == "exchange":
             # The others wait for all that are added up.
             others._complete = broken(others._complete, injector, at=40)
