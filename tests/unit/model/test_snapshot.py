@@ -22,6 +22,7 @@ from lt_offload.model import snapshot
 from lt_offload.model.snapshot import untouched
 from tests.support import models
 
+
 class Holder:
     """Holds one thing, somewhere below."""
 
