@@ -130,7 +130,7 @@ def profile_config(
             measured = measure_blocks(
                 model,
                 structure,
-                lambda: dict(batch),
+                batch,
                 run=_run(model, autocast),
                 device=torch.device("cpu"),
                 meter=meter,
