@@ -169,7 +169,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
         options = [_with_tail(option, cost.output_bytes, tail, grad) if last else option for option in cost.options]
         chained = captured.chained[index]
-        once = captured.once[index] or cost.once
+        once = captured.once[index]
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
         with_loss = [option for cost in measured.with_loss for option in cost.options] if last else []

@@ -45,8 +45,6 @@ class BlockCost:
     output_bytes: int
     launch_s: float
     options: tuple[OptionProfile, ...]
-    once: bool = False
-    """It must not run a second time for its backward."""
     slack_bytes: int = 0
     """Device memory that torch's allocator has held beyond what it has allocated, at most."""
     scatter: float = 0.0
@@ -79,8 +77,6 @@ class _Figures:
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return its cost; ``once``: only options that run it once."""
-    # Before ``rehearsed`` is set, with which every trial begins: this one repeats the draws of the model's own run.
-    once = once or not _gives_the_same(call)
     call.rehearsed[:] = _fullest(call)
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
@@ -104,7 +100,6 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         except _OtherOperations as error:  # the block trains without this option
             _log.info("%s has no option mixed: %s", type(call.module).__name__, error)
     return BlockCost(
-        once=once,
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
@@ -112,17 +107,6 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         slack_bytes=max(figures.slack for figures in measured),
         scatter=max(figures.scatter for figures in measured),
     )
-
-
-def _gives_the_same(call: Call) -> bool:
-    """Return whether the block repeats the results of the model's run, from the same state and the same draws."""
-    if not call.given or call.cutter is not None or call.compiled:
-        return True
-    call.draw_from(call.given[0].draws)
-    same = [int(total) for total in bit_sums(_Trial(call, "keep").forward())] == call.given[0].sums
-    if not same:
-        _log.info("%s runs once per iteration: after the step it gives other numbers", type(call.module).__name__)
-    return same
 
 
 def _fullest(call: Call) -> list[Tensor]:
@@ -134,7 +118,7 @@ def _fullest(call: Call) -> list[Tensor]:
     if not has_values(call) or call.compiled or not call.has_backward:
         return []
     runs: list[tuple[int, list[Tensor]]] = []
-    draws = call.given[0].draws if call.given else call.draws()
+    draws = call.draws()
     while len(runs) < _MOST_DRAWS:
         call.draw_from(draws)
         with OperationLog() as operations:

@@ -337,7 +337,6 @@ class WatchedStep:
 
     def _outliving(self) -> set[int]:
         own = [leaf for call in self.by_signature.values() for leaf in call.leaves if isinstance(leaf, Tensor)]
-        own += [draw for call in self.by_signature.values() for first in call.given for draw in first.draws]
         self.calls.let_go()
         gc.collect()  # an error that was caught holds what was there when it was raised
         return self._live.keys() & self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
@@ -411,7 +410,7 @@ class WatchedStep:
             key = id(call), cutter is None, trains
             if key not in known:
                 if parts != self.parts:  # what it has given as a whole is not what its parts give
-                    call = replace(call, cutter=cutter, given=[], rehearsed=[])
+                    call = replace(call, cutter=cutter, rehearsed=[])
                 own = any(parameter.requires_grad for parameter in block.module.parameters())
                 # Behind a block that trains only now, inputs have gradients that the step has not shown.
                 if unfrozen:
