@@ -42,7 +42,7 @@ from lt_offload.model.head import HeadLoss
 from lt_offload.model.objects import held_by
 from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
-from lt_offload.model.state.effects import Effects, Rest, Snapshot
+from lt_offload.model.state.effects import Effects, Rest
 from lt_offload.model.state.hooks import InnerHooks
 
 _log = logging.getLogger(__name__)
