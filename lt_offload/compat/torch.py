@@ -246,11 +246,7 @@ def reset_dynamo() -> None:
 def lower_graphs(module: Any, inputs: list[Any], lower: Callable[[Any], Callable[[list[Any]], Any]]) -> Any:
     """Return a callable that runs ``module``, a graph of Dynamo's, as inductor divides it in forward and backward.
 
-    Args:
-        module: the graph.
-        inputs: what it is called with.
-        lower: returns what runs a graph of inductor's, in place of generated code: it takes a list of the arguments,
-            which it empties.
+    ``lower`` returns what runs a graph of inductor's, in place of generated code: it empties a list of arguments.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx

@@ -75,13 +75,7 @@ def unregister(address: int) -> int:
 
 
 def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Callable[[], object]) -> str:
-    """Return why ``view_of`` gives no tensor that computations can read and write; empty if it does.
-
-    Args:
-        view_of: returns page-locked host memory as a tensor on the device.
-        probe: some such memory, of integers.
-        synchronize: waits for the device.
-    """
+    """Return why ``view_of`` gives no tensor of ``probe``, page-locked integers, to read and write; "" if it does."""
     expected = torch.arange(probe.numel(), dtype=probe.dtype)
     probe.copy_(expected)
     try:

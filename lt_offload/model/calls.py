@@ -202,12 +202,7 @@ def is_entry_node(node: Any) -> bool:
 
 
 def edges(roots: Iterable[Any], *, outer: bool = False) -> Iterator[tuple[Any, int]]:
-    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node.
-
-    Args:
-        roots: nodes.
-        outer: do not go on behind the nodes of blocks.
-    """
+    """Yield every edge of the graph below ``roots``, as node and number; ``outer``: not behind the nodes of blocks."""
     seen: dict[int, Any] = {}  # keeps the nodes alive: the identity of one that is gone may be another's
     waiting = [node for node in roots if node is not None]
     while waiting:

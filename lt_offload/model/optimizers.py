@@ -119,11 +119,8 @@ class _Shared(Exception):
 class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the context, an operation that draws from a generator shared by the tensors of ``optimizer`` is an error.
 
-    It sees the operations of its own thread, so that the rest of a program may draw meanwhile.
-
-    Args:
-        optimizer: its own generators are shared; one that a step makes for a tensor, and seeds, is not.
-        error: is called for what is raised.
+    It sees the operations of its own thread, so that the rest of a program may draw meanwhile. One that a step makes
+    for a tensor, and seeds, is not shared.
     """
 
     def __init__(self, optimizer: Optimizer, error: Callable[[], Exception]) -> None:
@@ -242,11 +239,7 @@ def twin_of(
 ) -> Optimizer:
     """Return an optimizer of the same class and options over ``stands``, without hooks.
 
-    Args:
-        optimizer: that has the class and the options.
-        stands: tensors that are updated, each with its group.
-        state: of these.
-        alone: options of single ones; see :func:`own_options`.
+    ``alone`` are options of single ones, see :func:`own_options`.
     """
     # Not by its constructor, whose arguments nobody has kept.
     made: Optimizer = object.__new__(type(optimizer))
@@ -426,8 +419,7 @@ _FACTORIES = {
 class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets the first update of weights create its states in memory that is there for them, as far as it goes.
 
-    Args:
-        places: weights, as the update sees them, and the bytes for the states of each.
+    ``places`` are weights, as the update sees them, with memory for the states of each.
     """
 
     def __init__(self, places: Iterable[tuple[Tensor, Tensor]]) -> None:

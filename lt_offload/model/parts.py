@@ -31,15 +31,7 @@ Forward = Callable[..., Any]
 
 
 def check_micro_batches(value: object, *, auto: bool = False) -> None:
-    """Refuse what is no number of parts.
-
-    Args:
-        value: as the user has given it.
-        auto: whether ``"auto"`` is one.
-
-    Raises:
-        ConfigError: naming the value.
-    """
+    """Raise ``ConfigError`` for a value that is no number of parts, nor ``"auto"`` where that may be."""
     if (auto and value == "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return
     words = "at least 1, or 'auto'" if auto else "at least 1"
@@ -81,14 +73,10 @@ class Cut:
 
 
 class Cutter:
-    """Cuts the calls of one block.
+    """Cuts the calls of one block in ``count`` parts, where a batch is large enough.
 
     A table of one row per token has the form of one per sample where there are as many tokens as samples. Any other
     batch shows which of the two it is.
-
-    Args:
-        name: of the block.
-        count: parts of a batch that is large enough.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -98,11 +86,7 @@ class Cutter:
         """By form of the arguments and position: whether it has a row per sample."""
 
     def cut(self, leaves: Sequence[Any], spec: TreeSpec) -> Cut | None:
-        """Return how a call is cut; None if it is not: it has one sample, or no tensor.
-
-        Args:
-            leaves: of its ``(args, kwargs)``.
-            spec: of these.
+        """Return how a call with these leaves of ``(args, kwargs)`` is cut; None: it has one sample, or no tensor.
 
         Raises:
             UnsupportedError: if rows of samples cannot be told from rows of tokens.
@@ -226,9 +210,7 @@ class Rows:
 class Joint:
     """The tensors that every part gives, in the same places, put together.
 
-    Args:
-        sizes: samples of each part.
-        cutter: of the block whose outputs these are; None: gradients, or whatever else needs no check.
+    Without a ``cutter``, whose errors name the block, nothing is checked: gradients.
     """
 
     def __init__(self, sizes: Sequence[int], cutter: Cutter | None = None) -> None:
@@ -368,11 +350,7 @@ def in_parts(forward: Forward, cutter: Cutter) -> Forward:
 
 
 def check_samples(batch: Any, micro_batches: int) -> None:
-    """Refuse more parts than ``batch`` has samples.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Raise ``ConfigError`` if there are more parts than ``batch`` has samples."""
     check_micro_batches(micro_batches)
     samples, _ = extent(batch)
     if micro_batches > samples:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload.compat.lightning import OWNERS
-from lt_offload.compat.torch import DisableTorchFunctionSubclass, tensor_hooks_of, version_of
+from lt_offload.compat.torch import MODULE_PARTS, DisableTorchFunctionSubclass, tensor_hooks_of, version_of
 from lt_offload.errors import UnsupportedError
 from lt_offload.model.objects import attributes_of, bases, kind_of, own, read, same, unchanged, write
 from lt_offload.model.state.generators import generators_kept, is_generator, set_state, state_of
@@ -151,7 +151,7 @@ def _named(contents: Any, path: str, owner: type | None) -> Iterator[tuple[Any, 
         if type(name) is not str or len(contents) == 1:
             yield value, path
         elif name not in skip:
-            plain = name in ("_modules", "_parameters", "_buffers") and owner is not None
+            plain = name in MODULE_PARTS and owner is not None
             yield value, path if plain else f"{path}.{name}"
 
 

@@ -84,11 +84,7 @@ class _Maps(ctypes.Structure):
 
 
 class Kernel:
-    """The compiled kernel.
-
-    Args:
-        library: its file.
-    """
+    """The compiled kernel."""
 
     def __init__(self, library: Path) -> None:
         self._run = ctypes.CDLL(str(library)).lt_offload_adamw  # lets go of the interpreter lock while it runs
@@ -259,11 +255,7 @@ def _reason(error: Exception) -> str:
 
 
 def build(folder: Path | None = None, source: Path | None = None) -> Path:
-    """Compile the kernel unless that has been done before, and return its file.
-
-    Args:
-        folder: where to keep it; None: the user's cache.
-        source: another kernel to compile in the same way; None: AdamW.
+    """Compile the kernel of AdamW, or another ``source``, unless it is in the cache or ``folder``; return its file.
 
     Raises:
         OSError, subprocess.SubprocessError: if there is no compiler, or it fails.

@@ -46,13 +46,7 @@ def updates_rows(optimizer: Optimizer, parameter: Tensor) -> bool:
 
 
 class RowUpdates:
-    """Updates of some rows of one parameter, with the options of the moment when it is made.
-
-    Args:
-        optimizer: one for which :func:`updates_rows` holds.
-        parameter: of the optimizer.
-        group: its options.
-    """
+    """Updates of some rows of one parameter, with the options of the moment when it is made."""
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> None:
         self._ours = optimizer if isinstance(optimizer, AdamW) else None
@@ -68,14 +62,9 @@ class RowUpdates:
         return {"step": torch.tensor(0.0), **dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))}
 
     def run(self, weight: Tensor, grad: Tensor, state: dict[str, Any], ranges: Ranges, *, begins: bool) -> None:
-        """Update the rows in ``ranges``.
+        """Update the rows in ``ranges``, each at most once per step: the first ones of a step, or further ones.
 
-        Args:
-            weight: the parameter's value, where it is to be changed.
-            grad: the gradient of all rows, or of those in ``ranges`` alone, without gaps.
-            state: of the parameter, which is changed.
-            ranges: rows, each at most once per step.
-            begins: whether these are the first rows of a step.
+        ``grad`` is the gradient of all rows, or of those in ``ranges`` alone, without gaps.
         """
         # Once per step: counted by every call, later rows would be updated as in later steps.
         if begins:

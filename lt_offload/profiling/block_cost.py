@@ -181,13 +181,7 @@ def _option(name: OptionName, figures: _Figures) -> OptionProfile:
 
 
 def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> OptionProfile:
-    """Return an option that holds all that it saves until its copies have ended, and again from their return.
-
-    Args:
-        name: of the option.
-        figures: of the same with all on the device.
-        input_bytes: bytes of the block's input that travel, too.
-    """
+    """Return an option that holds what it saves, and so much of its input, until its copies have ended."""
     moving = figures.travelling
     option = _option(name, figures).more(saved=-moving, forward=moving, backward=moving)
     return replace(option, offload_bytes=moving + input_bytes)

@@ -137,11 +137,7 @@ def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: 
 def ran(make: Callable[[Structure], _Step], structure: Structure, batch: Any, run: Run) -> Iterator[_Step]:
     """Run a step, whose blocks may be measured within the context: each ran apart, and nothing has trained.
 
-    Args:
-        make: returns a step of the model, of certain blocks.
-        structure: these; others are tried where the step calls none of the layers.
-        batch: on the device.
-        run: calls the model on it; what it returns is taken to stay.
+    Another ``structure`` is tried where the step calls none of its layers. What ``run`` returns is taken to stay.
     """
     step = make(structure)
     model, device = step.model, step.device

@@ -21,10 +21,6 @@ class InnerHooks:
 
     Those on the block itself are not among them: calls of the block are intercepted below them, so that they are called
     once, unless the block is compiled with its hooks.
-
-    Args:
-        name: of the block.
-        module: the block.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:

@@ -55,9 +55,7 @@ _Versions = list[tuple[weakref.ref[Tensor], int]]
 class BoundaryCheck:
     """One run of a model, seen from between its blocks.
 
-    Args:
-        structure: the model's blocks.
-        aside: encloses every run of a block beyond the one that the model asked for.
+    ``aside`` encloses every run of a block beyond the one that the model asked for.
     """
 
     def __init__(self, structure: Structure, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -427,9 +425,7 @@ class BoundaryCheck:
     def check_gradients(self, loss: Tensor, known: Collection[nn.Parameter]) -> None:
         """Refuse weights of blocks that the loss, or the inputs of other blocks, use outside of these.
 
-        Args:
-            loss: of the step.
-            known: weights that had a gradient before the step.
+        Weights in ``known`` had a gradient before the step.
 
         Raises:
             CalledOtherwise: if none of these blocks is a layer: without them, which stay on the device.

@@ -85,10 +85,7 @@ def find_loss(result: Any) -> Tensor | None:
 def in_turn(blocks: Sequence[Block], called: Sequence[int], apart: Collection[int] = ()) -> tuple[list[int], list[int]]:
     """Return the calls of blocks that are called once per forward, in one order, and that order.
 
-    Args:
-        blocks: what may be one.
-        called: their indices, in the order of calls.
-        apart: those that are none.
+    ``apart`` are none.
 
     Raises:
         CalledOtherwise: if there is no layer.

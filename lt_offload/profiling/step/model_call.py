@@ -104,12 +104,7 @@ class ModelCall:
         self._nodes.clear()
 
     def saved_between(self, live: Mapping[int, int], in_graph: Set[int | None]) -> set[int | None]:
-        """Return the storages of ``live`` that blocks had in common with operations between them, which save them.
-
-        Args:
-            live: when the step returned.
-            in_graph: what operations outside the blocks save.
-        """
+        """Return storages of ``live`` of blocks and of operations between them, which save ``in_graph``."""
         alive = {self._account.serial(tensor) for held in self._activations if (tensor := held()) is not None}
         others = {self._account.serial(tensor) for tensor in (*self._shared, *self._leaves.values())}
         # A result that an operation has saved is no longer alive where the model's own variable is gone.
