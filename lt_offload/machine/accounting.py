@@ -92,11 +92,7 @@ class Account(TorchDispatchMode):
                 self._timeline = [(charge.serial, charge.nbytes) for charge in self._live.values()]
 
     def charge(self, *tensors: torch.Tensor) -> None:
-        """Charge tensors that exist already and stay as long as they live.
-
-        Raises:
-            OverBudget: if that would pass the limit.
-        """
+        """Charge tensors that exist already and stay as long as they live."""
         for tensor in tensors_in(tensors):
             self._charge(tensor.untyped_storage(), free=False, cause=tensor)
 

@@ -86,11 +86,7 @@ class Cutter:
         """By form of the arguments and position: whether it has a row per sample."""
 
     def cut(self, leaves: Sequence[Any], spec: TreeSpec) -> Cut | None:
-        """Return how a call with these leaves of ``(args, kwargs)`` is cut; None: it has one sample, or no tensor.
-
-        Raises:
-            UnsupportedError: if rows of samples cannot be told from rows of tokens.
-        """
+        """Return how a call with these leaves of ``(args, kwargs)`` is cut; None: it has one sample, or no tensor."""
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         if not tensors:
             return None
@@ -218,11 +214,7 @@ class Joint:
         self._rows: list[Rows] | None = None
 
     def put(self, part: int, tensors: Sequence[Tensor | None]) -> None:
-        """Add what one part has given, in any order of parts; None counts as zeros if another part has given some.
-
-        Raises:
-            UnsupportedError: if an output has no row per sample, or one part has more of them than another.
-        """
+        """Add what one part has given, in any order of parts; None counts as zeros if another part has given some."""
         if self._rows is None:
             self._rows = [Rows(self._sizes) for _ in tensors]
         if len(self._rows) != len(tensors) and self._cutter is not None:
@@ -250,11 +242,7 @@ class Outputs:
         self._spec: TreeSpec | None = None
 
     def put(self, part: int, out: Any) -> None:
-        """Add what one part has returned; the first part comes first.
-
-        Raises:
-            UnsupportedError: if an output has no row per sample, or something else than a tensor differs.
-        """
+        """Add what one part has returned; the first part comes first."""
         leaves, spec = tree_flatten(out)
         del out
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -278,11 +266,7 @@ _TENSOR = object()
 
 
 def joined(cutter: Cutter, sizes: Sequence[int], outs: Sequence[Any]) -> Any:
-    """Return what a block returns for a batch from what it returned for its parts: ``torch.cat`` of each tensor.
-
-    Raises:
-        UnsupportedError: if an output has no row per sample, or something else than a tensor differs between parts.
-    """
+    """Return what a block returns for a batch from what it returned for its parts: ``torch.cat`` of each tensor."""
     flat = [tree_flatten(out) for out in outs]
     first, spec = flat[0]
     whole: list[Any] = []
@@ -301,21 +285,13 @@ def joined(cutter: Cutter, sizes: Sequence[int], outs: Sequence[Any]) -> Any:
 
 
 def check_rows(cutter: Cutter, tensor: Tensor, size: int) -> None:
-    """Refuse an output that has not ``size`` rows.
-
-    Raises:
-        UnsupportedError: naming the block.
-    """
+    """Refuse an output that has not ``size`` rows."""
     if tensor.ndim == 0 or len(tensor) != size:
         raise cutter.refusal(tensor.shape, size)
 
 
 def check_same(cutter: Cutter, values: Sequence[Any]) -> None:
-    """Refuse other outputs than tensors that differ between parts.
-
-    Raises:
-        UnsupportedError: naming the block.
-    """
+    """Refuse other outputs than tensors that differ between parts."""
     if isinstance(values[0], WrittenContainers):
         raise UnsupportedError(
             f"micro_batches={cutter.count}: block {cutter.name} writes to a container or object that it is given, or "

@@ -255,11 +255,7 @@ def _reason(error: Exception) -> str:
 
 
 def build(folder: Path | None = None, source: Path | None = None) -> Path:
-    """Compile the kernel of AdamW, or another ``source``, unless it is in the cache or ``folder``; return its file.
-
-    Raises:
-        OSError, subprocess.SubprocessError: if there is no compiler, or it fails.
-    """
+    """Compile the kernel of AdamW, or another ``source``, unless it is in the cache or ``folder``; return its file."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler here (install g++)")

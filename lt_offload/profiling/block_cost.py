@@ -412,11 +412,7 @@ class _PartTrial:
         return [output.detach() for output in outputs]
 
     def differentiate(self, gradients: dict[int, Tensor]) -> list[Tensor | None]:
-        """Run the backward; return the gradients of the activations.
-
-        Raises:
-            _OtherOperations: if the second run, under ``mixed``, does not call what the first has called.
-        """
+        """Run the backward; return the gradients of the activations."""
         roots, self._roots = self._roots, {}
         if self.option != "keep":
             self._inputs = self._enter()

@@ -233,9 +233,6 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the results of ``func`` for fake tensors.
 
     Torch multiplies groups in every floating dtype; its rule for fake tensors knows one of them.
-
-    Raises:
-        ModelError: if it gives what numbers decide, of which there are none.
     """
     if func is not _grouped_mm or args[0].dtype == args[1].dtype == torch.bfloat16:
         try:

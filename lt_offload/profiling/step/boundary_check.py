@@ -105,9 +105,6 @@ class BoundaryCheck:
 
         ``args`` and ``kwargs`` are the call's, ``entered`` those of the part in its graph; ``first``: it is the first
         part, or all.
-
-        Raises:
-            UnsupportedError: if an argument makes the block hand out what it computes.
         """
         leaves = tree_leaves((args, kwargs))
         # Weak: what the model lets go of must die here as it does in training, where bytes are counted.
@@ -280,11 +277,7 @@ class BoundaryCheck:
         return out
 
     def _check_casts(self, index: int, out: Any) -> None:
-        """Refuse a weight that this block casts and another one has: autocast would have done that once for both.
-
-        Raises:
-            UnsupportedError: naming the weight.
-        """
+        """Refuse a weight that this block casts and another one has: autocast would have done that once for both."""
         # A cast is a node of this name; behind it is the leaf of the weight that was cast.
         casts = (node for node, _ in edges(t.grad_fn for t in tensors_of(out)) if node.name() == "ToCopyBackward0")
         for cast in casts:
@@ -294,11 +287,7 @@ class BoundaryCheck:
                 raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
 
     def _check_hidden(self, index: int, leaves: Sequence[Any], out: Any) -> None:
-        """Refuse tensors of other blocks that this block uses without having been given them as arguments.
-
-        Raises:
-            UnsupportedError: naming the class of the object that it was in.
-        """
+        """Refuse tensors of other blocks that this block uses without having been given them as arguments."""
         block = self._blocks[index]
         objects = sorted({type(leaf).__name__ for leaf in leaves if not _is_plain(leaf)})
         own = {id(parameter) for parameter in block.module.parameters()}
@@ -315,9 +304,6 @@ class BoundaryCheck:
         """Refuse a block that cannot take a batch in parts: in which samples depend on each other, for example.
 
         Two samples show it: no gradient of what the first one gives reaches the second.
-
-        Raises:
-            UnsupportedError: naming the block and what it does.
         """
         samples = call.cut()
         if samples is None:
@@ -382,9 +368,6 @@ class BoundaryCheck:
 
         Plain PyTorch adds gradients one by one as they come; blocks give the sum of their own, which is another order
         of summation unless there is only one.
-
-        Raises:
-            UnsupportedError: naming the block.
         """
         # A block has no edge from its output to its inputs, which were detached: behind each block the search begins
         # anew.
@@ -412,11 +395,7 @@ class BoundaryCheck:
                 yield from saved_by(node)
 
     def check_inside(self, loss: Tensor) -> None:
-        """Refuse a loss that leads into the private graph of a block, before any backward.
-
-        Raises:
-            UnsupportedError: naming the block.
-        """
+        """Refuse a loss that leads into the private graph of a block, before any backward."""
         for node, _ in edges([loss.grad_fn, *(node for node, _, _ in self._inputs)], outer=True):
             if is_entry_node(node):
                 name = self._blocks[node.block].name
@@ -443,11 +422,7 @@ class BoundaryCheck:
             raise CalledOtherwise(str(refused), [block for block in self._blocks if block not in users])
 
     def check_results(self, result: Any) -> None:
-        """Refuse results of a model without a loss that come from inside blocks: its caller makes a loss of them.
-
-        Raises:
-            UnsupportedError: naming the weight.
-        """
+        """Refuse results of a model without a loss that come from inside blocks: its caller makes a loss of them."""
         names = {id(parameter): name for name, parameter in self._parameters()}
         roots = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for node, _ in edges(roots):

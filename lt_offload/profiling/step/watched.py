@@ -126,11 +126,7 @@ class WatchedStep:
 
     @contextmanager
     def watching(self, batch: Any, join: Join) -> Iterator[None]:
-        """Enclose the forward of the step on ``batch``, which is on the device; ``join`` runs each block.
-
-        Raises:
-            ConfigError: if the batch has fewer samples than parts.
-        """
+        """Enclose the forward of the step on ``batch``, which is on the device; ``join`` runs each block."""
         check_samples(batch, self.parts)
         self.batch, self.join, device = batch, join, self.device
         if device.type == "cuda":
@@ -205,9 +201,6 @@ class WatchedStep:
         """Note the step's result; refuse a step that could not be trained exactly.
 
         Returns what else may be the model's blocks, if the step has called none of the layers.
-
-        Raises:
-            UnsupportedError: naming the block or weight, see ``boundary_check.py``.
         """
         lap, calls = self.meter.lap(), self.calls
         self.watch.end(result)
@@ -257,12 +250,7 @@ class WatchedStep:
             yield
 
     def reached(self) -> Capture:
-        """Return the record of the step; to be called first when its backward has come to the first block.
-
-        Raises:
-            ModelError: if it calls its blocks in no order, or in another one in each forward.
-            UnsupportedError: if a block that must run once is in a forward that waits for others.
-        """
+        """Return the record of the step; to be called first when its backward has come to the first block."""
         if self._captured is not None:
             return self._captured
         tail, calls = self._tail, self.calls
@@ -396,11 +384,7 @@ class WatchedStep:
             raise limits.MICRO_BATCHES.error("a step calls the model again before the backward of an earlier call")
 
     def _calls(self, captured: Capture, parts: int, *, unfrozen: bool) -> tuple[Call, ...]:
-        """Return the calls of blocks that take the batch in so many ``parts``; ``unfrozen``: with more gradients.
-
-        Raises:
-            UnsupportedError: if a block cannot.
-        """
+        """Return the calls of blocks that take the batch in so many ``parts``; ``unfrozen``: with more gradients."""
         known: dict[object, Call] = {}
         calls: list[Call] = []
         trains = False
