@@ -163,7 +163,7 @@ class Rows:
     def put(self, part: int, tensor: Tensor) -> None:
         """Add what one part has given, in any order."""
         self._missing.discard(part)
-        if len(self._sizes) == 1:
+        if len(self._sizes) == 1 or tensor.requires_grad:
             self._apart[part] = tensor
             return
         if self._whole is None and not self._apart and tensor.is_contiguous():
@@ -184,11 +184,11 @@ class Rows:
         with torch.no_grad():
             for part in self._missing:
                 self._clear(part)
-            if len(self._sizes) == 1:
-                return self._apart[0]
-            if not self._apart:
-                return self._whole
-            return torch.cat([self._apart.get(part, self._of(part)) for part in range(len(self._sizes))])
+        if len(self._sizes) == 1:
+            return self._apart[0]
+        if not self._apart:
+            return self._whole
+        return torch.cat([self._apart.get(part, self._of(part)) for part in range(len(self._sizes))])
 
     def _of(self, part: int) -> Tensor:
         if self._whole is None:
@@ -209,8 +209,8 @@ class Joint:
     Without a ``cutter``, whose errors name the block, nothing is checked: gradients.
     """
 
-    def __init__(self, sizes: Sequence[int], cutter: Cutter | None = None) -> None:
-        self._sizes, self._cutter = sizes, cutter
+    def __init__(self, sizes: Sequence[int], cutter: Cutter | None = None, *, graph: bool = False) -> None:
+        self._sizes, self._cutter, self._graph = sizes, cutter, graph
         self._rows: list[Rows] | None = None
 
     def put(self, part: int, tensors: Sequence[Tensor | None]) -> None:
@@ -224,7 +224,7 @@ class Joint:
                 continue
             if self._cutter is not None:
                 check_rows(self._cutter, tensor, self._sizes[part])
-            rows.put(part, tensor.detach())
+            rows.put(part, tensor if self._graph else tensor.detach())
 
     def results(self) -> list[Any]:
         """Return each tensor for the batch; None where no part has given one."""
@@ -232,11 +232,11 @@ class Joint:
 
 
 class Outputs:
-    """Puts together what parts return, without graphs, one after the other."""
+    """Puts together what parts return, one after the other; with a ``graph`` as ``torch.cat`` of each tensor."""
 
-    def __init__(self, cutter: Cutter, sizes: Sequence[int]) -> None:
+    def __init__(self, cutter: Cutter, sizes: Sequence[int], *, graph: bool = False) -> None:
         self._cutter = cutter
-        self._joint = Joint(sizes, cutter)
+        self._joint = Joint(sizes, cutter, graph=graph)
         self._others: list[Any] = []
         """Leaves of what the first part has returned, with ``_TENSOR`` for each tensor."""
         self._spec: TreeSpec | None = None
@@ -263,25 +263,6 @@ class Outputs:
 
 _TENSOR = object()
 """Stands where an output is a tensor."""
-
-
-def joined(cutter: Cutter, sizes: Sequence[int], outs: Sequence[Any]) -> Any:
-    """Return what a block returns for a batch from what it returned for its parts: ``torch.cat`` of each tensor."""
-    flat = [tree_flatten(out) for out in outs]
-    first, spec = flat[0]
-    whole: list[Any] = []
-    for at, leaf in enumerate(first):
-        parts = [leaves[at] for leaves, other in flat if other == spec]
-        if len(parts) < len(flat):
-            raise other_outputs(cutter)
-        if not isinstance(leaf, Tensor):
-            check_same(cutter, parts)
-            whole.append(leaf)
-            continue
-        for part, size in zip(parts, sizes, strict=True):
-            check_rows(cutter, part, size)
-        whole.append(torch.cat(parts))
-    return tree_unflatten(whole, spec)
 
 
 def check_rows(cutter: Cutter, tensor: Tensor, size: int) -> None:
@@ -319,8 +300,11 @@ def in_parts(forward: Forward, cutter: Cutter) -> Forward:
         if cut is None:
             return forward(*args, **kwargs)
         del args, kwargs
-        calls = [tree_unflatten(part, spec) for part in cut.parts(leaves)]
-        return joined(cutter, cut.sizes, [forward(*a, **k) for a, k in calls])
+        outputs = Outputs(cutter, cut.sizes, graph=True)
+        for part, mine in enumerate(cut.parts(leaves)):
+            args, kwargs = tree_unflatten(mine, spec)
+            outputs.put(part, forward(*args, **kwargs))
+        return outputs.result()
 
     return run
 
