@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -87,17 +87,13 @@ def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Cal
         if not torch.equal(probe, expected * 5):
             return "the host reads something else there than kernels have written"
         for dtype in (torch.float32, torch.bfloat16):
-            with _another_stream(seen.device):
+            with torch.cuda.stream(torch.cuda.Stream(seen.device)) if seen.is_cuda else nullcontext():  # type: ignore[no-untyped-call]
                 reason = _wrong_kernel(view_of, probe.view(dtype).view(-1, 8), synchronize)
             if reason:
                 return f"{reason} ({str(dtype).removeprefix('torch.')})"
     except (UnsupportedError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0]
     return ""
-
-
-def _another_stream(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize: Callable[[], object]) -> str:

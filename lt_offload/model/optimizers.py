@@ -103,10 +103,6 @@ def _generators(optimizer: Optimizer) -> list[Any]:
     return [*(one.get_state() for one in _defaults()), *map(state_of, (*GLOBAL, *_held(optimizer)))]
 
 
-def _drawn_since(optimizer: Optimizer, before: list[Any]) -> bool:
-    return not all(map(same_state, _generators(optimizer), before))
-
-
 class _Drawn(Exception):
     """A step has drawn random numbers."""
 
@@ -162,7 +158,7 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
             before = _generators(optimizer)
             for twin in twins:
                 type(twin).step(twin)
-            if _drawn_since(optimizer, before):
+            if not all(map(same_state, _generators(optimizer), before)):
                 raise _Drawn
             for of_twin in map(of_none, twins):
                 if of_twin.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in of_twin.values()):

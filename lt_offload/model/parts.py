@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -365,7 +366,8 @@ def micro_batched_reference(model: nn.Module, micro_batches: int, *, blocks: str
     undo = []
     for block, cutter in zip(structure.blocks, cutters(structure, micro_batches), strict=True):
         if cutter is not None:
-            undo.append(intercept(block.module, _with_gradients(called(block.module), cutter)))
+            whole = called(block.module)
+            undo.append(intercept(block.module, partial(_where_graded, in_parts(whole, cutter), whole)))
     try:
         yield
     finally:
@@ -373,10 +375,5 @@ def micro_batched_reference(model: nn.Module, micro_batches: int, *, blocks: str
             back()
 
 
-def _with_gradients(forward: Forward, cutter: Cutter) -> Forward:
-    parted = in_parts(forward, cutter)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (parted if torch.is_grad_enabled() else forward)(*args, **kwargs)
-
-    return run
+def _where_graded(parted: Forward, whole: Forward, *args: Any, **kwargs: Any) -> Any:
+    return (parted if torch.is_grad_enabled() else whole)(*args, **kwargs)

@@ -55,7 +55,8 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     others repeated, the repeated ones would come from another point of the generator's stream.
     """
     if func in _PRODUCTS:
-        return func is _aten.bmm.default or not _is_of_low_rank(args)
+        inner, width = args[-1].shape[-2:]
+        return func is _aten.bmm.default or inner > _LOW_RANK or _WIDER * inner > width
     if schema_of(func).name in _OTHER_PRODUCTS:
         return True
     return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
@@ -179,12 +180,6 @@ class SparseParts:
         return torch.sparse_compressed_tensor(
             first, second, values, self._shape, layout=self._layout, check_invariants=False
         )
-
-
-def _is_of_low_rank(args: tuple[Any, ...]) -> bool:
-    """Return whether a product, whose second matrix comes last in ``args``, is of two narrow matrices."""
-    inner, width = args[-1].shape[-2:]
-    return bool(inner <= _LOW_RANK and _WIDER * inner <= width)
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

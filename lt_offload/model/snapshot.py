@@ -107,7 +107,8 @@ def _remembered(roots: dict[str, Any]) -> Iterator[_Kept]:
         if issubclass(kind, (types.MethodType, functools.partial)):
             below = ((held, path) for held in gc.get_referents(thing))
         elif issubclass(kind, types.FunctionType):
-            below = _in_closure(thing, path)
+            cells = [cell for cell in thing.__closure__ or () if gc.get_referents(cell)]  # others are empty yet
+            below = ((cell.cell_contents, path) for cell in cells)
         elif issubclass(kind, Tensor):
             yield path, _tensor(thing)
         elif issubclass(kind, np.ndarray):
@@ -126,12 +127,6 @@ def _remembered(roots: dict[str, Any]) -> Iterator[_Kept]:
                 if len(contents[-1]) <= _MOST:
                     below = [*below, *_named(contents, path, kind if place is not thing else None)]
         waiting.extend(below)
-
-
-def _in_closure(function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # nothing is in it yet
-            yield cell.cell_contents, path
 
 
 def _places(thing: Any, *, attributes: bool) -> Iterator[Any]:

@@ -239,19 +239,14 @@ def kernel() -> Kernel | None:
     try:
         compiled = Kernel(build())
     except (OSError, subprocess.SubprocessError) as error:
-        reason = _reason(error)
+        lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
+        reason = lines[0].strip() if lines else str(error)
     else:
         if agrees(compiled):
             return compiled
         reason = "its numbers are not those of torch's kernel on this processor"
     _log.warning("AdamW of bfloat16 weights is slower than it could be on the host: no compiled kernel, as %s", reason)
     return None
-
-
-def _reason(error: Exception) -> str:
-    output = getattr(error, "stderr", None)
-    lines = [line for line in (output or "").splitlines() if "error" in line]
-    return lines[0].strip() if lines else str(error)
 
 
 def build(folder: Path | None = None, source: Path | None = None) -> Path:

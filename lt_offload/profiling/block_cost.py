@@ -86,7 +86,13 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
         recompute = _recompute(keep, measured[-1])
-        profiles += [recompute, *_reload(recompute, call.inputs)]
+        profiles.append(recompute)
+        moving = storage_bytes(tensor for tensor in call.inputs if travels(tensor))
+        if moving:  # the same with an input that travels
+            staying = input_bytes - moving
+            profiles.append(
+                replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
+            )
     if call.has_backward and (keep.travelling or keep.input_travels):
         # Nothing to run: it computes what ``keep`` computes, and the figures say how much of that may travel.
         moves = keep.input_travels
@@ -195,14 +201,6 @@ def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
         saved_bytes=0,
         keeps_input=True,
     )
-
-
-def _reload(recompute: OptionProfile, inputs: Sequence[Tensor]) -> Iterator[OptionProfile]:
-    """Yield ``recompute`` with an input that travels, if any of it may."""
-    moving = storage_bytes(tensor for tensor in inputs if travels(tensor))
-    if moving:
-        staying = storage_bytes(inputs) - moving
-        yield replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
 
 
 def discard(cost: BlockCost) -> OptionProfile | None:

@@ -111,7 +111,9 @@ def profile_config(
         raise ConfigError(
             f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as weights of four bits are never trained"
         )
-    factory = _optimizer_factory(optimizer)
+    factory = OPTIMIZERS.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
+    if factory is None:
+        raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
     model_config = load_model_config(config)
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is not None and 0 < longest < sequence_length:  # XLNet has -1: any length
@@ -213,14 +215,6 @@ def has_own_code(what: str) -> ConfigError:
         "transformers has, or, if you trust that code, a script of your own that loads the model with "
         'trust_remote_code=True and trains it by Trainer(strategy="offmate")'
     )
-
-
-def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
-    if not isinstance(optimizer, str):
-        return optimizer
-    if optimizer.lower() not in OPTIMIZERS:
-        raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[optimizer.lower()]
 
 
 def _build(

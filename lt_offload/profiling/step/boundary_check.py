@@ -471,10 +471,8 @@ def _repeats(call: Call) -> bool:
 
 def _equal(first: Any, second: Any) -> bool:
     """Return whether two outputs are the same number for number, except that any two NaNs are the same."""
-    pairs = zip(tensors_of(first), tensors_of(second), strict=True)
-    return all(a.shape == b.shape and (torch.equal(a, b) or _equal_with_nans(a, b)) for a, b in pairs)
-
-
-def _equal_with_nans(a: Tensor, b: Tensor) -> bool:
     # Logits may be gigabytes: there is room for a truth value per number, not for copies.
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return all(
+        a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
+        for a, b in zip(tensors_of(first), tensors_of(second), strict=True)
+    )

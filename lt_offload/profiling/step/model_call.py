@@ -144,8 +144,13 @@ class ModelCall:
         del inputs, leaves
         self.let_go_of_last()
         if index == len(step.blocks) - 1:
-            self._hold(args, kwargs)
-        self._note_before_last()
+            # Held until the loss's backward has run. Arguments, and results of others, are blocks', even those that the
+            # model's own code has in its variables only: it is not the loss that gives them back.
+            self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
+            self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
+        live = account.live()
+        self.masks = live.keys() - self._interfaces - self._inner
+        self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
 
         parts = iter(range(1 << 30))
 
@@ -248,20 +253,6 @@ class ModelCall:
         call = self._call(block, args, kwargs, cutter, containers, seam)
         self.calls.append(call)
         return call
-
-    def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hold the last block's arguments, and tensors that others have handed on, until the loss's backward has run.
-
-        They are blocks', even those that the model's own code has in its variables only: it is not the loss that gives
-        them back.
-        """
-        self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
-        self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
-
-    def _note_before_last(self) -> None:
-        live = self._account.live()
-        self.masks = live.keys() - self._interfaces - self._inner
-        self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
 
     def _note_after_last(self, out: Any) -> None:
         outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}

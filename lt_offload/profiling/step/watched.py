@@ -265,7 +265,11 @@ class WatchedStep:
         self.boundary.let_go()
         structure, order, forwards = self._sequence()
         # What the loss has made, or blocks have returned, and is still there: somebody holds it beyond the step.
-        left = self._outliving() - {self.account.serial(p.grad) for p in self.rest if p.grad is not None}
+        calls.let_go()
+        gc.collect()  # an error that was caught holds what was there when it was raised
+        own = [leaf for call in self.by_signature.values() for leaf in call.leaves if isinstance(leaf, Tensor)]
+        own += [p.grad for p in self.rest if p.grad is not None]
+        left = self._live.keys() & self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
         held = (left | self._kept) - calls.before_loss
         lasting = (left & calls.before_loss & calls.interfaces) - calls.masks - self._saved - self._in_graph
         waiting = forwards if self._followed else forwards[:-1]
@@ -323,12 +327,6 @@ class WatchedStep:
         self.boundary.let_go()
         self._loss = None
 
-    def _outliving(self) -> set[int]:
-        own = [leaf for call in self.by_signature.values() for leaf in call.leaves if isinstance(leaf, Tensor)]
-        self.calls.let_go()
-        gc.collect()  # an error that was caught holds what was there when it was raised
-        return self._live.keys() & self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
-
     def _sequence(self) -> tuple[Structure, dict[int, int], list[list[int]]]:
         """Return the blocks in the order of their calls, their new indices, and the calls of each forward."""
         blocks = self.blocks
@@ -369,10 +367,6 @@ class WatchedStep:
             costs = [_run_again(cost) if runs else cost for cost, runs in zip(costs, again, strict=False)]
             if len(costs) < len(captured.calls):  # the last block is computed with the loss, in no other way
                 costs.append(replace(with_loss[0], options=()))
-            for module, call in zip((block.module for block in structure.blocks), captured.calls, strict=True):
-                if call.compiled and self._code is called:  # else the step itself has run it uncompiled
-                    with self.stage(module), _unnoticed(module), silenced(module), readers.run_uncompiled(module):
-                        replace(call, module=module).run(call.inputs)
             if device.type == "cuda":
                 readers.measure_on(device, self.meter, say)
         return Measured(
