@@ -228,6 +228,19 @@ def saved_by(node: Any) -> Iterator[Tensor]:
             continue
 
 
+def kept_by_functions(out: Any) -> list[Any]:
+    """Return what users' ``autograd.Function``s have kept in ``ctx`` for the backward of ``out``, to be compared.
+
+    Two runs may give the same numbers and keep something else: a counter, or a seed, of which only a gradient depends.
+    """
+    kept = []
+    for node in _nodes(out):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            saved: Any = node
+            kept += [_comparable(value) for value in (*vars(saved).items(), *saved.saved_tensors)]
+    return kept
+
+
 def held_by_nodes(out: Any) -> Iterator[Tensor]:
     """Yield the tensors that the graph of ``out`` holds beside what it saves: leaves, and users' attributes of ``ctx``.
 
@@ -245,6 +258,17 @@ def _nodes(out: Any) -> Iterable[Any]:
     """Return the nodes of the graph of ``out``, each once."""
     roots = [tensor.grad_fn for tensor in tensors_of(out)]
     return {id(node): node for node in (*roots, *(node for node, _ in edges(roots))) if node is not None}.values()
+
+
+def _comparable(value: Any) -> Any:
+    """Return something that is equal for two values if their numbers are."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, [int(total) for total in bit_sums([value])]
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    if isinstance(value, dict):
+        return [_comparable(pair) for pair in value.items()]
+    return value if isinstance(value, (bool, int, float, complex, str, bytes, type(None))) else type(value)
 
 
 def _following(node: Any) -> Sequence[tuple[Any, int]]:

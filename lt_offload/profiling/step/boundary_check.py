@@ -35,6 +35,7 @@ from lt_offload.model.calls import (
     has_values,
     is_block_node,
     is_entry_node,
+    kept_by_functions,
     saved_by,
     tensors_of,
 )
@@ -42,7 +43,7 @@ from lt_offload.model.head import HeadLoss
 from lt_offload.model.objects import held_by
 from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
-from lt_offload.model.state.effects import Effects, Rest
+from lt_offload.model.state.effects import Effects, Rest, Snapshot
 from lt_offload.model.state.hooks import InnerHooks
 
 _log = logging.getLogger(__name__)
@@ -228,15 +229,25 @@ class BoundaryCheck:
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
             call.kernels.add("graph")
             if _repeats(call):
-                after_draws = call.draws()
-                call.draw_from(before_draws)
-                with before.restored(graph=True), self._aside(), torch.enable_grad():
-                    again = forward()
-                call.draw_from(after_draws)
+                again = self._repeat(call, forward, before, before_draws)
                 if not _equal(again, out):
                     name = self._blocks[index].name
                     raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
+        kept = kept_by_functions(out) if has_values(call) and _repeats(call) else []
+        if kept and kept_by_functions(self._repeat(call, forward, before, before_draws)) != kept:
+            why = "what its autograd.Function keeps for the backward changes from run to run"
+            _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
+            self.once.setdefault(index, f"as {why}")
         return out
+
+    def _repeat(self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor]) -> Any:
+        """Run a block with a graph once more, from the state that it had and with the same draws."""
+        after_draws = call.draws()
+        call.draw_from(before_draws)
+        with before.restored(graph=True), self._aside(), torch.enable_grad():
+            again = forward()
+        call.draw_from(after_draws)
+        return again
 
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
         out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
