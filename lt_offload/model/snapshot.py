@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lt_offload.compat.lightning import OWNERS
 from lt_offload.compat.torch import MODULE_PARTS, DisableTorchFunctionSubclass, tensor_hooks_of, version_of
 from lt_offload.errors import UnsupportedError
-from lt_offload.model.objects import attributes_of, bases, kind_of, own, read, same, unchanged, write
+from lt_offload.model.objects import attributes_of, kind_of, read, same, unchanged, write
 from lt_offload.model.state.generators import generators_kept, is_generator, set_state, state_of
 
 LARGEST = 256 << 20
@@ -203,7 +203,7 @@ def _rewind(generator: Any, state: Any) -> bool:
 
 def _advances(kind: type) -> bool:
     """Return whether ``kind`` is an iterator that does not keep its position in attributes: one written in C."""
-    steps = (own(cls).get("__next__") for cls in bases(kind))
+    steps = (vars(cls).get("__next__") for cls in kind.__mro__)
     return any(type(step) is types.WrapperDescriptorType for step in steps)
 
 

@@ -180,7 +180,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
                 launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
                 options=tuple(_raised(option, waiting, captured.seams[index].lingering) for option in options),
                 has_backward=call.has_backward,
-                graphed=bool(call.kernels),
+                graphed=call.other_kernels,
                 chained=chained,
             )
         )

@@ -77,7 +77,7 @@ class _Figures:
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return its cost; ``once``: only options that run it once."""
-    call.rehearsed[:] = _fullest(call)
+    call.rehearsed = _fullest(call)
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
@@ -166,8 +166,8 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     runs = 1 if cut is None else len(cut.sizes)
     # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time. The
     # second run has copies of the copies.
-    held = runs * sum(state.held for state in call.state)
-    return option.more(saved=held, forward=sum(state.copied for state in call.state), backward=held)
+    held = runs * call.held_bytes
+    return option.more(saved=held, forward=call.copied_bytes, backward=held)
 
 
 def _option(name: OptionName, figures: _Figures) -> OptionProfile:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lt_offload.compat.torch import HOOKS, MODULE_PARTS, address_of, buffers_of
-from lt_offload.model import objects
-from lt_offload.model.objects import Contents, holders, kind_of, read, same, unchanged, write
+from lt_offload.model.objects import Contents, built_in, holders, kind_of, read, same, unchanged, write
 from lt_offload.model.snapshot import version as _version
 from lt_offload.model.state.generators import GLOBAL, is_generator, same_state, set_state, state_of
 
@@ -51,7 +50,7 @@ class Location:
     @property
     def value(self) -> Any:
         """The tensor, or the tuple with some, that is there."""
-        return objects.item_of(self.holder, self.key)
+        return built_in(self.holder).__getitem__(self.holder, self.key)
 
     def holds(self, value: object) -> bool:
         """Return whether ``value`` is still there."""
@@ -61,7 +60,7 @@ class Location:
 
     def put(self, value: Any) -> None:
         """Put ``value`` there."""
-        objects.set_item(self.holder, self.key, value)
+        built_in(self.holder).__setitem__(self.holder, self.key, value)
 
 
 class Effects:
