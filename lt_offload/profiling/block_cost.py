@@ -326,13 +326,10 @@ class _Trial:
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
-        if self.cut is None:
-            outputs = self._parts[0].forward()
-        else:
-            joint = Joint(self.cut.sizes)
-            for part, trial in enumerate(self._parts):
-                joint.put(part, trial.forward())
-            outputs = joint.results()
+        joint = Joint([1] if self.cut is None else self.cut.sizes)
+        for part, trial in enumerate(self._parts):
+            joint.put(part, trial.forward())
+        outputs = joint.results()
         self.output_bytes = outputs[0].untyped_storage().nbytes()
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs

@@ -21,10 +21,9 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lt_offload import optim
 from lt_offload.compat.hugging_face import is_known
-from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
+from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, reset_dynamo
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.compiled import forget_compiled
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
@@ -125,7 +124,7 @@ def profile_config(
         batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
         structure = find_blocks(model, blocks)
         if compile_blocks:
-            stack.callback(forget_compiled)
+            stack.callback(reset_dynamo)
             compile_planned(structure)
         unmasked = not packing and (batch_size == 1 or not padding) and not _has_windows(model_config, sequence_length)
         with Roofline(machine, unmasked=unmasked) as meter:

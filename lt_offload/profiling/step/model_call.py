@@ -25,7 +25,7 @@ from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers
 
 if TYPE_CHECKING:
-    from lt_offload.profiling.step.watched import WatchedStep
+    from lt_offload.profiling.step.first import FirstStep
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Seam:
 class ModelCall:
     """The calls of blocks in a step, each of which may turn out to be the last."""
 
-    def __init__(self, step: WatchedStep) -> None:
+    def __init__(self, step: FirstStep) -> None:
         self._step, self._account = step, step.account
         self.calls: list[Call] = []
         self.chained: list[bool] = []
@@ -73,15 +73,12 @@ class ModelCall:
         self._inner: set[int | None] = set()
         """Storages that graphs of blocks hold beside their saved tensors."""
         self._inner_bytes = 0
-        self._ends: dict[GradientEdge, int] = {}
+        self.ends: dict[GradientEdge, int] = {}
         """Ends of the graph between blocks: outputs of blocks, and their bytes."""
         self._leaves: dict[int, Tensor] = {}
         """Activations that no operation has made and that require gradients, as adapters have it of embeddings."""
-        self.bytes_of: dict[tuple[int, int], int] = {}
-        """Bytes of each output, by node and number."""
-        self.last_ends: set[tuple[int, int]] = set()
-        """The outputs of the last call."""
-        self._nodes: list[Any] = []
+        self.last_ends: dict[GradientEdge, int] = {}
+        """Those of the last call."""
         self._given: list[list[tuple[int | None, bool, int]]] = []
         """Storage, need of a gradient and bytes of each activation, by call."""
         self._returned: list[int] = []
@@ -101,7 +98,6 @@ class ModelCall:
         self._graph.clear()
         self._shared.clear()
         self._handed.clear()
-        self._nodes.clear()
 
     def saved_between(self, live: Mapping[int, int], in_graph: Set[int | None]) -> set[int | None]:
         """Return storages of ``live`` of blocks and of operations between them, which save ``in_graph``."""
@@ -133,8 +129,12 @@ class ModelCall:
         """Run one block, which others of the step may follow."""
         step, account, cutter = self._step, self._account, self._step.cutters[index]
         known = len(step.by_signature)
+        current = account.current  # first: it takes off what has died
+        seam = Seam(forward=account.peak - current)
+        self.seams.append(seam)
         # In a list that is emptied: who keeps `body` would keep the arguments, which the model may have let go of.
-        call, pending = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
+        call, pending = self._call(block, args, kwargs, cutter, containers, seam), [(args, kwargs)]
+        self.calls.append(call)
         if cutter is not None and len(step.by_signature) > known:
             with step.stage(block.module), within(call.contexts):
                 step.boundary.check_samples(block, call, original)
@@ -173,14 +173,17 @@ class ModelCall:
         floating = iter(range(len(tensors)))
         positions += [next(floating) if tensor.is_floating_point() else -1 for tensor in tensors]
         self._interfaces |= {account.serial(tensor) for tensor in tensors}
-        self._note_after_last(out)
+        outputs = {account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}
+        self.output_bytes = sum(outputs.values())
         self._returned.append(self.output_bytes)
+        self.below = account.current - self.output_bytes
+        self.before_loss = account.live().keys() - outputs.keys()
+        account.reset_peak()
         step.meter.lap()
-        made = [tensor for tensor in tensors if tensor.requires_grad]
-        self._nodes += [tensor.grad_fn for tensor in made]  # or their identity could be another's
-        self.last_ends = {(id(tensor.grad_fn), int(tensor.output_nr)) for tensor in made}
-        self.bytes_of |= {(id(tensor.grad_fn), int(tensor.output_nr)): tensor.nbytes for tensor in made}
-        self._leave(out)
+        self.last_ends = {get_gradient_edge(tensor): tensor.nbytes for tensor in tensors if tensor.requires_grad}
+        self.ends |= self.last_ends
+        self._activations += [weakref.ref(tensor) for tensor in tensors]
+        self._last_output = BlockOutput(out)
         if isinstance(call.module, HeadLoss):
             step.after.begin(out)
         elif index == len(step.blocks) - 1:
@@ -205,7 +208,7 @@ class ModelCall:
         """Let go of all calls and of the graph."""
         self.let_go()
         self.calls.clear()
-        self._ends.clear()
+        self.ends.clear()
         self._leaves.clear()
 
     def input_bytes_of(self, at: int) -> int:
@@ -237,36 +240,6 @@ class ModelCall:
                 rest=[*seam.rest, *other.rest],
             )
         return seam
-
-    def _enter(
-        self,
-        block: Block,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cutter: Cutter | None,
-        containers: Containers,
-    ) -> Call:
-        """Note a block's call, and the seam before it."""
-        current = self._account.current  # first: it takes off what has died
-        seam = Seam(forward=self._account.peak - current)
-        self.seams.append(seam)
-        call = self._call(block, args, kwargs, cutter, containers, seam)
-        self.calls.append(call)
-        return call
-
-    def _note_after_last(self, out: Any) -> None:
-        outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}
-        self.output_bytes = sum(outputs.values())
-        self.below = self._account.current - self.output_bytes
-        self.before_loss = self._account.live().keys() - outputs.keys()
-        self._account.reset_peak()
-
-    def _leave(self, out: Any) -> None:
-        """Note the results of a block, as the model sees them."""
-        tensors = tensors_of(out)
-        self._activations += [weakref.ref(tensor) for tensor in tensors]
-        self._ends |= {get_gradient_edge(tensor): tensor.nbytes for tensor in tensors if tensor.requires_grad}
-        self._last_output = BlockOutput(out)
 
     def _call(
         self,
@@ -340,7 +313,7 @@ class ModelCall:
         # Hooks of users would be called once more than in training.
         if not between or any(map(tensor_hooks_of, watched)):
             return
-        ends = {edge: nbytes for edge, nbytes in self._ends.items() if any(edge.node is node for node in nodes)}
+        ends = {edge: nbytes for edge, nbytes in self.ends.items() if any(edge.node is node for node in nodes)}
         # Blocks lie above what else these lead to, and would have their backward.
         below = {id(node) for node, _ in edges(edge.node for edge in ends)}
         seam.rest = rest
