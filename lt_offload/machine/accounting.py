@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import torch
 
-from lt_offload.compat.torch import TorchDispatchMode, address_of, rows_of_sparse, schema_of
+from lt_offload.compat.torch import address_of, rows_of_sparse, schema_of
 from lt_offload.errors import OverBudget
-from lt_offload.machine.dispatch import called_unseen, calls_others, show_buffers, unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode, called_unseen, calls_others, show_buffers
 from lt_offload.machine.workspaces import Workspace, workspace
 from lt_offload.units import format_bytes
 
@@ -34,8 +34,7 @@ class _Charge(weakref.ref[torch.UntypedStorage]):
     serial: int
 
 
-@unseen_by_dynamo
-class Account(TorchDispatchMode):
+class Account(OperationMode):
     """Within the context, storages that operations create are charged; their death discharges them, even after it.
 
     Views and in-place results share a storage that exists, so they cost nothing. Storages may die on any thread: a
@@ -58,7 +57,7 @@ class Account(TorchDispatchMode):
         what: str = "device memory",
         hint: str = "",
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.limit = limit
         self._what, self._hint = what, f"; {hint}" if hint else ""
         self._device_type = device_type
@@ -127,13 +126,8 @@ class Account(TorchDispatchMode):
                     peak = max(peak, current)
             return peak
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run under account: otherwise it would run uncompiled there, and give other numbers."""
-        return True
-
     def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         # A stack, as an account may be entered again while it is in place.
         self._hide.append(show_buffers())
         return self

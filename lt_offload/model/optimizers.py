@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.torch import TorchDispatchMode, address_of, forget_step_hooks, tree_leaves
+from lt_offload.compat.torch import address_of, forget_step_hooks, tree_leaves
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode
 from lt_offload.model.snapshot import untouched
 from lt_offload.model.state.generators import GLOBAL, is_generator, same_state, state_of
 from lt_offload.units import round_up
@@ -111,8 +111,7 @@ class _Shared(Exception):
     """A step has put something into its state that all tensors share."""
 
 
-@unseen_by_dynamo
-class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DrawWatch(OperationMode):
     """Within the context, an operation that draws from a generator shared by the tensors of ``optimizer`` is an error.
 
     It sees the operations of its own thread, so that the rest of a program may draw meanwhile. One that a step makes
@@ -120,15 +119,10 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, optimizer: Optimizer, error: Callable[[], Exception]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._error = error
         shared: list[Any] = [*_defaults(), *(one for one in _held(optimizer) if isinstance(one, torch.Generator))]
         self._shared = {address_of(one) for one in shared}  # operations get other objects for the same generators
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -411,22 +405,16 @@ _FACTORIES = {
 }
 
 
-@unseen_by_dynamo
-class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StateAllocator(OperationMode):
     """Lets the first update of weights create its states in memory that is there for them, as far as it goes.
 
     ``places`` are weights, as the update sees them, with memory for the states of each.
     """
 
     def __init__(self, places: Iterable[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._free = {_address(weight): (memory, 0) for weight, memory in places}
         """By where a weight is: the memory for its states, and how much of it is taken."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

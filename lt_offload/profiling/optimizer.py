@@ -22,12 +22,11 @@ from lt_offload import limits
 from lt_offload.compat.torch import (
     DataDependentOutputException,
     FakeTensorMode,
-    TorchDispatchMode,
     tree_map,
 )
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode
 from lt_offload.machine.driver import in_what_room
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
@@ -243,12 +242,13 @@ def _scratch_by_step(sample: _Sample, device: torch.device, room: int) -> int:
     return most
 
 
-@unseen_by_dynamo
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Answers(OperationMode):
     """Within the context, fake tensors that are asked for a number say 1."""
 
+    beside_compiled = False
+
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.used = False
         """True once a number was asked for."""
 

@@ -11,27 +11,20 @@ from torch import Tensor, nn
 
 from lt_offload import limits
 from lt_offload.compat.torch import (
-    TorchDispatchMode,
     address_of,
     has_storage,
     schema_of,
 )
-from lt_offload.machine.dispatch import called_unseen, calls_others, unseen_by_dynamo, writes
+from lt_offload.machine.dispatch import OperationMode, called_unseen, calls_others, writes
 from lt_offload.model.blocks import Structure
 
 
-@unseen_by_dynamo
-class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WrittenWeights(OperationMode):
     """Refuses a step that writes weights, by ``.data`` as well, which moves no version."""
 
     def __init__(self, structure: Structure) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._weights = dict([*structure.tensors, *structure.rest])
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run: otherwise the blocks of a step that counts would run uncompiled."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
