@@ -1,6 +1,6 @@
 """An exact account of the bytes of tensors, where no device allocator keeps one: storages are charged until they die.
 
-Memory that a kernel allocates for itself and does not return cannot be seen from here; ``workspaces.py`` knows some.
+Memory that a kernel allocates for itself and does not return cannot be seen from here; of some it is known.
 """
 
 from __future__ import annotations
@@ -17,8 +17,32 @@ import torch
 from lt_offload.compat.torch import address_of, rows_of_sparse, schema_of
 from lt_offload.errors import OverBudget
 from lt_offload.machine.dispatch import OperationMode, called_unseen, calls_others, show_buffers
-from lt_offload.machine.workspaces import Workspace, workspace
 from lt_offload.units import format_bytes
+
+Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
+"""Bytes that a call with these arguments takes beside its result, until it returns: a dispatch mode sees what is given
+and returned, and not what a kernel of several stages makes in between."""
+
+
+def _unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes of a weight of four bits as it is multiplied, and of its scales, if they are packed, too.
+
+    Kernels for a few rows multiply packed numbers, on some GPUs; for more rows all unpack the weight first.
+    """
+    activations, _, shape, _, block = args[:5]
+    packed_scales = args[7] if len(args) > 7 else kwargs.get("absmax_8bit")
+    numbers = int(torch.Size(shape).numel())
+    scales = 0 if packed_scales is None else 2 * torch.float32.itemsize * -(-numbers // int(block))
+    return numbers * int(activations.element_size()) + scales
+
+
+_WORKSPACES: dict[str, Workspace] = {"bitsandbytes::gemm_4bit": _unpacked}
+
+
+def workspace(func: Any) -> Workspace | None:
+    """Return what tells the workspace of the operation ``func``; None if it has none that is known."""
+    return _WORKSPACES.get(schema_of(func).name)
+
 
 _MAKES: dict[int, tuple[bool, Any, Workspace | None, bool]] = {}
 """By the identity of an operation: whether its results may have storages of their own, the operation (held, so that it

@@ -256,16 +256,12 @@ def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
         children = []
         for child in parent.children():
             children += within if child is inner else [child]
-    return [member for child in children for member in _calling(child)]
-
-
-def _calling(child: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``child``, or the modules that a dictionary holds, of which a model calls those that it needs."""
-    if isinstance(child, nn.ModuleDict):
-        # Not other lists of layers, which may be another model's.
-        yield from (member for member in child.children() if not isinstance(member, _CONTAINERS))
-    else:
-        yield child
+    members: list[nn.Module] = []
+    for child in children:
+        # Of a dictionary a model calls members, but not lists of layers, which may be another model's.
+        own = [member for member in child.children() if not isinstance(member, _CONTAINERS)]
+        members += own if isinstance(child, nn.ModuleDict) else [child]
+    return members
 
 
 def _structure(model: nn.Module, modules: list[tuple[str, nn.Module, BlockKind]]) -> Structure:

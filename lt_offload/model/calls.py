@@ -277,7 +277,8 @@ def _describe(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, 
 
 def switched_off(model: nn.Module) -> Iterator[str]:
     """Yield a sentence about each thing that :func:`plainly` switches off and that people may want to know of."""
-    names = _checkpointed(model)
+    flags = ((name, module) for name, module in model.named_modules() if hasattr(module, "gradient_checkpointing"))
+    names = [name or type(model).__name__ for name, module in flags if module.gradient_checkpointing is True]
     if names:
         yield (
             f"gradient checkpointing of {len(names)} modules, such as {names[0]}, is off while the model trains here: "
@@ -289,14 +290,6 @@ def switched_off(model: nn.Module) -> Iterator[str]:
             "config.use_cache is off while the model trains here, which may change the last bits of a decoder's "
             "attention: set config.use_cache=False elsewhere, too, for the same numbers"
         )
-
-
-def _checkpointed(model: nn.Module) -> list[str]:
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if getattr(module, "gradient_checkpointing", False) is True
-    ]
 
 
 @contextmanager

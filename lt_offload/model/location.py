@@ -123,7 +123,8 @@ def brought(
 def _brought(value: Any, device: torch.device, every: bool) -> Any:
     """Return ``value`` with its tensors on ``device``; itself if there are none elsewhere."""
     if isinstance(value, Tensor):
-        moves = value.device.type == "cpu" and (every or value.ndim > 1 or (value.ndim == 1 and not _counts(value)))
+        counts = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        moves = value.device.type == "cpu" and (every or value.ndim > 1 or (value.ndim == 1 and not counts))
         return value.to(device) if moves else value
     if type(value) is dict:
         entries = {key: _brought(item, device, every) for key, item in value.items()}
@@ -132,8 +133,3 @@ def _brought(value: Any, device: torch.device, every: bool) -> Any:
         items = [_brought(item, device, every) for item in value]
         return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
     return value
-
-
-def _counts(tensor: Tensor) -> bool:
-    """Return whether these are integers."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -88,7 +88,7 @@ def assemble(
     )
     between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
     return Profile(
-        model=_base_name(model),
+        model=type(next(filter(is_base, model.modules()), model)).__name__,
         dtype=_main_dtype(model),
         batch_size=batch_size,
         sequence_length=sequence_length,
@@ -154,7 +154,11 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
     captured, costs = measured.captured, measured.costs
     profiles: list[BlockProfile] = []
     arrived = 0
-    tail = _without_held(captured)
+    # The profile counts for all steps what the caller holds of a result, and gradients for earlier blocks. The peak of
+    # the forward keeps the former: until it returns, the caller may hold the last batch's result beside the new one.
+    tail, held = captured.tail, captured.held
+    both = held + captured.arrived
+    tail = replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
     for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
         last = index == len(costs) - 1
         # The previous block's output stays while a block runs that does not take it (a second embedding).
@@ -214,17 +218,6 @@ def _backward_of(profile: BlockProfile, block: Block, nbytes: int) -> BlockProfi
     grads = [p.nbytes for p in block.module.parameters() if p.requires_grad]
     least = nbytes - profile.input_bytes - profile.output_bytes
     return replace(profile, options=tuple(at_least(option, least, grads) for option in profile.options))
-
-
-def _without_held(captured: Capture) -> Tail:
-    """Return the loss's figures without what the caller holds of a result, and without gradients for earlier blocks.
-
-    The profile counts both for all steps. The forward's peak keeps what is held: until it returns, the caller may hold
-    the last batch's result beside the new one.
-    """
-    tail, held = captured.tail, captured.held
-    both = held + captured.arrived
-    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
 
 
 def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes: int) -> OptionProfile:
@@ -298,12 +291,6 @@ def _tensor_profiles(
         )
         for index, (name, parameter) in enumerate(structure.tensors)
     )
-
-
-def _base_name(model: nn.Module) -> str:
-    """Return the class name of the model itself, not of a wrapper."""
-    named = [module for module in model.modules() if is_base(module)]
-    return type(named[0] if named else model).__name__
 
 
 def _main_dtype(model: nn.Module) -> str:

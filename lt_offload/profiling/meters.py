@@ -21,10 +21,9 @@ from lt_offload.compat.torch import (
     schema_of,
 )
 from lt_offload.errors import ModelError
-from lt_offload.machine.accounting import Account, tensors_in
+from lt_offload.machine.accounting import Account, tensors_in, workspace
 from lt_offload.machine.dispatch import OperationMode
 from lt_offload.machine.driver import occupy
-from lt_offload.machine.workspaces import workspace
 from lt_offload.schema.profile import HardwareProfile
 
 LAUNCH_SECONDS = 1e-5

@@ -174,22 +174,18 @@ def _state_after_steps(sample: _Sample) -> int:
     most = 1 if is_known(sample.optimizer) else _STEPS
     try:
         # A fallback would compute on real tensors; states that were made with the optimizer are real.
-        with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
             stand_in = _ParameterStandIn(sample, torch.device("cpu"))
             stand_in.choose_plain_kernels()
-            try:
-                return max(_bytes_by_step(stand_in, most))
-            except DataDependentOutputException:  # asks for a number in the update proper: the state exists by then
-                if not stand_in.state:
-                    raise
-                held = _state_bytes(stand_in.state)
+            sizes = _bytes_by_step(stand_in, most)
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
+    if most == 1 or not answers.used:
+        return max(sizes)
     part = replace(sample, shape=_cut(sample.shape, _SAMPLE_ELEMENTS))
-    # Fake tensors came no further than into the first step, which had made the state by then: by how much that grows is
-    # seen on a few real rows.
+    # Numbers may decide by how much the state grows: that is seen on a few real rows.
     grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
-    return round_up(held * max(grown) // max(1, grown[0]), STATE_ALIGNMENT) if most > 1 else held
+    return max(*sizes, round_up(sizes[0] * max(grown) // max(1, grown[0]), STATE_ALIGNMENT))
 
 
 def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:

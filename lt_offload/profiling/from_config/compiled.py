@@ -136,7 +136,10 @@ def _runs(graph: Graph) -> dict[Node, int]:
     runs: dict[Node, int] = {}
     run = 0
     for node in graph.nodes:
-        if _fuses(node) or (node.target is operator.getitem and node.args[0] in runs):
+        func = node.target
+        plain = isinstance(func, Operation) and not func.is_view and not schema_of(func).is_mutable
+        fuses = plain and (torch.Tag.pointwise in func.tags or _name(func) in _REDUCTIONS | _RANDOM | _OTHERS)
+        if fuses or (func is operator.getitem and node.args[0] in runs):
             runs[node] = run
         elif node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
             run += 1
@@ -166,14 +169,6 @@ def _base(node: Node) -> Node:
 
 def _is_view(node: Node) -> bool:
     return isinstance(node.target, Operation) and node.target.is_view
-
-
-def _fuses(node: Node) -> bool:
-    func = node.target
-    if not isinstance(func, Operation) or func.is_view or schema_of(func).is_mutable:
-        return False
-    name = _name(func)
-    return torch.Tag.pointwise in func.tags or name in _REDUCTIONS or name in _RANDOM or name in _OTHERS
 
 
 def _name(func: Any) -> str:

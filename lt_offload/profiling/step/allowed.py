@@ -69,6 +69,9 @@ def runnable(structure: Structure) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # Blocks have no graph here that a step could differentiate through: torch finds no way.
+        if "differentiated Tensor" in str(error):
+            raise limits.PARTIAL_BACKWARD.error("the step calls torch.autograd.grad") from error
         if "torch.func" in str(error) and "saved tensor hooks" in str(error):
             raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
         raise

@@ -42,7 +42,7 @@ from lt_offload.profiling.meters import Meter, Stopwatch
 from lt_offload.profiling.optimizer import UpdateSizes
 from lt_offload.profiling.step.allowed import WrittenWeights, runnable
 from lt_offload.profiling.step.boundary_check import BoundaryCheck, mark_reached
-from lt_offload.profiling.step.capture import Capture, find_loss, in_turn, whole_backwards
+from lt_offload.profiling.step.capture import Capture, find_loss, in_turn
 from lt_offload.profiling.step.logits import AfterLoss, LogitsWatch, Tail
 from lt_offload.profiling.step.model_call import ModelCall
 from lt_offload.schema.profile import OptionProfile, Profile
@@ -160,7 +160,6 @@ class FirstStep:
             stack.callback(self.watch.install())
             stack.enter_context(self.account)
             stack.enter_context(WrittenWeights(self.structure))
-            stack.enter_context(whole_backwards())
             stack.enter_context(self._in_memory())
             yield
 
