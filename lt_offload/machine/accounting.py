@@ -64,12 +64,8 @@ class Account(OperationMode):
     Views and in-place results share a storage that exists, so they cost nothing. Storages may die on any thread: a
     discharge only appends to a queue, which the next charge or reading empties.
 
-    Args:
-        limit: bytes that may be in use; a charge beyond raises ``OverBudget``.
-        device_type: charge only tensors on this type of device, e.g. ``"cuda"``; None charges all.
-        timeline: keep every charge and discharge for :meth:`peak_without`.
-        what: the memory's name in errors, with the setting to change.
-        hint: the way out, at the end of errors.
+    A charge beyond ``limit`` bytes raises ``OverBudget``, whose error names the memory (``what``) and the way out
+    (``hint``). With a ``device_type`` only tensors there are charged. A ``timeline`` is for :meth:`peak_without`.
     """
 
     def __init__(

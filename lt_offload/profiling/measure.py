@@ -104,11 +104,6 @@ def check_use(
     """Run ``model`` once, as :func:`profile` does, to refuse a model that no plan trains exactly; measures nothing.
 
     Returns its blocks in the order in which it calls them.
-
-    Raises:
-        UnsupportedError: naming the block or weight, see ``boundary_check.py``.
-        ModelError: if the model calls its blocks in another order or more than once.
-        ConfigError: if there are fewer samples than ``micro_batches``.
     """
 
     def made(structure: Structure) -> FirstStep:

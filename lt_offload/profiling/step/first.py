@@ -67,16 +67,11 @@ class FirstStep:
     """The first step of a model's training, or one on trial, which only measures or checks.
 
     Args:
-        model: with its weights on the host.
-        structure: what may be its blocks.
+        structure: what may be the blocks of the model.
         optimizer: the one that will be used; None: the step has no profile.
-        device: where blocks run.
-        machine: that it runs on.
         meter: tells what a run costs; None: a stopwatch.
-        parts: of the batch, which go through each block in turn.
         loss: computes the last block together with the model's loss; None: the model does.
         code: returns what runs a block.
-        say: is told what is being measured.
     """
 
     def __init__(
