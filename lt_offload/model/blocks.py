@@ -203,12 +203,11 @@ def _repeats(modules: ModuleSequence) -> bool:
 
 
 def _shown(sequences: list[tuple[str, ModuleSequence]]) -> str:
-    return ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in sequences[:5]) or "none at all"
-
-
-def _contents(modules: ModuleSequence) -> str:
-    classes = sorted({type(module).__name__ for module in modules})
-    return f"{len(modules)} of {', '.join(classes)}" if classes else "empty"
+    shown = []
+    for name, modules in sequences[:5]:
+        classes = ", ".join(sorted({type(module).__name__ for module in modules}))
+        shown.append(f"{name or 'the model'} ({f'{len(modules)} of {classes}' if classes else 'empty'})")
+    return ", ".join(shown) or "none at all"
 
 
 def _parameter_bytes(module: nn.Module) -> int:

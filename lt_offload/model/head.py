@@ -177,9 +177,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, chunk: int) -> bool:
 class HeadLoss(nn.Module):
     """The projection ``head`` with the loss of a causal language model: from hidden states to the loss.
 
-    Args:
-        head: the output projection.
-        chunk: tokens of which logits exist together; 0: all of them (option ``fused``).
+    ``chunk``: tokens of which logits exist together; 0: all of them (option ``fused``).
     """
 
     def __init__(self, head: nn.Linear, chunk: int = 0) -> None:

@@ -152,11 +152,8 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
     """Return the containers and settings at and below ``values``: each, what of it is written to, and what that holds.
 
     What is written to is the container itself or the dictionary of an object's attributes; of a container that has
-    attributes, too, first the one and then the other. Objects of libraries are left alone.
-
-    Args:
-        values: where the search begins.
-        seen: what has been looked at, by identity; is added to, and not looked at again.
+    attributes, too, first the one and then the other. Objects of libraries are left alone. What is in ``seen``, by
+    identity, is not looked at again.
     """
     seen = {} if seen is None else seen
     kinds: Any = _kind_of  # and not ``kind_of``: this is done for every block of a step, and calls are what it costs

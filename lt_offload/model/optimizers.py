@@ -62,10 +62,8 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
     try:
         together, counted = _stepped(optimizer, one_by_one=False)
         alone, _ = _stepped(optimizer, one_by_one=True)
-    except _Drawn:
-        return OptimizerTrial("random")
-    except _Shared:
-        return OptimizerTrial("shared")
+    except _Refused as refused:
+        return OptimizerTrial(refused.args[0])
     except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
         return OptimizerTrial("unknown")
     if not _moved(optimizer, together):
@@ -103,12 +101,8 @@ def _generators(optimizer: Optimizer) -> list[Any]:
     return [*(one.get_state() for one in _defaults()), *map(state_of, (*GLOBAL, *_held(optimizer)))]
 
 
-class _Drawn(Exception):
-    """A step has drawn random numbers."""
-
-
-class _Shared(Exception):
-    """A step has put something into its state that all tensors share."""
+class _Refused(Exception):
+    """A step has drawn random numbers, or put something into its state that all tensors share: the verdict."""
 
 
 class DrawWatch(OperationMode):
@@ -153,10 +147,10 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
             for twin in twins:
                 type(twin).step(twin)
             if not all(map(same_state, _generators(optimizer), before)):
-                raise _Drawn
+                raise _Refused("random")
             for of_twin in map(of_none, twins):
                 if of_twin.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in of_twin.values()):
-                    raise _Shared
+                    raise _Refused("shared")
         counted = _counted(twins[0])
     states = {stand: twin.state[stand] for twin in twins for group in twin.param_groups for stand in group["params"]}
     return [[stand.detach(), *_values(states[stand])] for _, stand in stands], counted

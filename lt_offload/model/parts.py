@@ -124,8 +124,8 @@ class Cutter:
     def refusal(self, what: str) -> UnsupportedError:
         """Return the error about outputs that cannot be put together."""
         return UnsupportedError(
-            f"micro_batches={self.count}: block {self.name} {what}; let it return tensors whose first dimension is that "
-            "of its input, or set micro_batches=1"
+            f"micro_batches={self.count}: block {self.name} {what}; let it return tensors whose first dimension is "
+            "that of its input, or set micro_batches=1"
         )
 
     def other_outputs(self) -> UnsupportedError:

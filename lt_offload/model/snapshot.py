@@ -45,9 +45,7 @@ _Kept = tuple[str, Callable[[], bool]]
 def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
     """Leave ``roots``, users' objects below them, and Python's, NumPy's and torch's generators as they are.
 
-    Args:
-        devices: CUDA devices whose generators are meant as well.
-        **roots: objects, by the names that errors shall have for them.
+    Errors name ``roots`` as they are named here; ``devices`` of CUDA have generators that are meant as well.
 
     Raises:
         UnsupportedError: afterwards, if something has changed that cannot be written back; all else is.
@@ -120,22 +118,16 @@ def _remembered(roots: dict[str, Any]) -> Iterator[_Kept]:
             below = ((held, path) for held in gc.get_referents(thing))
         else:
             modules = issubclass(kind, (nn.Module, Optimizer)) or id(thing) in tops
-            for place in _places(thing, attributes=modules or kind_of(thing) == "settings"):
+            places = [thing] if kind_of(thing) in ("container", "tuple") or kind is frozenset else []
+            if (modules or kind_of(thing) == "settings") and attributes_of(thing):
+                places.append(attributes_of(thing))
+            for place in places:
                 contents = read(place)
                 if not issubclass(type(place), (tuple, frozenset)):
                     yield path, functools.partial(_refill, place, contents)
                 if len(contents[-1]) <= _MOST:
                     below = [*below, *_named(contents, path, kind if place is not thing else None)]
         waiting.extend(below)
-
-
-def _places(thing: Any, *, attributes: bool) -> Iterator[Any]:
-    """Yield the containers that ``thing`` is and has."""
-    if kind_of(thing) in ("container", "tuple") or type(thing) is frozenset:
-        yield thing
-    held = attributes_of(thing) if attributes else None
-    if held:
-        yield held
 
 
 def _named(contents: Any, path: str, owner: type | None) -> Iterator[tuple[Any, str]]:

@@ -86,14 +86,20 @@ def assemble(
         page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
         for _, p in structure.tensors
     )
+    # Updates of parameters outside the blocks follow the last backward: of that nothing but gradients on their way to
+    # the host may be left.
     between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
+    blocks = [*_block_profiles(structure, measured)]
+    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
+    if last is not None and between:
+        blocks[last] = _backward_of(blocks[last], structure.blocks[last], between)
     return Profile(
         model=type(next(filter(is_base, model.modules()), model)).__name__,
         dtype=_main_dtype(model),
         batch_size=batch_size,
         sequence_length=sequence_length,
         tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
-        blocks=_with_last_update(_block_profiles(structure, measured), structure, between),
+        blocks=tuple(blocks),
         optimizer=updates,
         hardware=hardware,
         shared_bytes=measured.captured.between
@@ -244,17 +250,6 @@ def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes:
         held_peak_bytes=whole(option.held_peak_bytes),
         passing_peak_bytes=whole(option.passing_peak_bytes),
     )
-
-
-def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nbytes: int) -> tuple[BlockProfile, ...]:
-    """Return ``blocks`` with room for updates of parameters outside them, which take ``nbytes`` for a moment.
-
-    They follow the last backward, of which nothing but gradients on their way to the host may be left.
-    """
-    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
-    if last is None or not nbytes:
-        return blocks
-    return (*blocks[:last], _backward_of(blocks[last], structure.blocks[last], nbytes), *blocks[last + 1 :])
 
 
 def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:

@@ -176,7 +176,8 @@ def _state_after_steps(sample: _Sample) -> int:
         # A fallback would compute on real tensors; states that were made with the optimizer are real.
         with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
             stand_in = _ParameterStandIn(sample, torch.device("cpu"))
-            stand_in.choose_plain_kernels()
+            # Not all fused kernels run on fake tensors; the state is the same.
+            stand_in.options.update({name: False for name in ("fused", "foreach") if name in stand_in.options})
             sizes = _bytes_by_step(stand_in, most)
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
@@ -283,11 +284,9 @@ class _ParameterStandIn:
         own: dict[Tensor, Any] = dict.fromkeys(self.parameters, alone)
         self._optimizer = twin_of(optimizer, stands, defaultdict(dict, of_none(optimizer)), own)
 
-    def choose_plain_kernels(self) -> None:
-        """Do without fused kernels, not all of which run on fake tensors; the state is the same."""
-        for option in ("fused", "foreach"):
-            if option in self._optimizer.param_groups[0]:
-                self._optimizer.param_groups[0][option] = False
+    @property
+    def options(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[0]
 
     @property
     def state(self) -> dict[str, Any]:

@@ -210,7 +210,16 @@ class Handed:
 
         Any number of times; what it returns :meth:`returned` has to be given.
         """
-        return _Runs(self.containers, forward)
+        first, later = [self.containers], list[Containers]()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # The caller's own in the first run. It stays until the backward; they, and the tensors in them, need not.
+            containers = first.pop() if first else later[0]
+            if not later:
+                later.append(containers.apart() if containers.own else containers)
+            return containers.run(forward, args, kwargs)
+
+        return run
 
     def returned(self, out: Any) -> Any:
         """Return what the block has returned, and write what it has written, with the tensors of ``out``."""
@@ -229,23 +238,6 @@ class Handed:
         for value, attributes, contents in written.contents:
             write(_place(real(value), attributes), _filled(contents, real))
         return tree_unflatten([real(leaf) for leaf in written.leaves], written.spec)
-
-
-class _Runs:
-    """A block's forward, which finds the caller's own containers in its first run and others like them in later ones.
-
-    It stays until the backward. The caller's containers, and the tensors in them, need not.
-    """
-
-    def __init__(self, containers: Containers, forward: Forward) -> None:
-        self._surroundings, self._forward = containers, forward
-        self._first = bool(containers.own)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        containers = self._surroundings
-        if self._first:
-            self._surroundings, self._first = containers.apart(), False
-        return containers.run(self._forward, args, kwargs)
 
 
 def _place(value: Any, attributes: bool) -> Any:

@@ -35,7 +35,7 @@ from lt_offload.model.state.generators import generators_kept
 from lt_offload.model.state.handed import Handed
 from lt_offload.model.state.hooks import silenced
 from lt_offload.profiling.assemble import Measured, Progress, assemble, at_least, block_costs, costs_with_loss
-from lt_offload.profiling.block_cost import BlockCost, measure_block
+from lt_offload.profiling.block_cost import measure_block
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.machine import MeasuredMachine
 from lt_offload.profiling.meters import Meter, Stopwatch
@@ -45,7 +45,7 @@ from lt_offload.profiling.step.boundary_check import BoundaryCheck, mark_reached
 from lt_offload.profiling.step.capture import Capture, find_loss, in_turn
 from lt_offload.profiling.step.logits import AfterLoss, LogitsWatch, Tail
 from lt_offload.profiling.step.model_call import ModelCall
-from lt_offload.schema.profile import OptionProfile, Profile
+from lt_offload.schema.profile import Profile
 
 Join = Callable[..., Any]
 """Runs a block and makes it a part of the outer graph: see ``Survey.forward`` in ``execute/training/survey.py``."""
@@ -267,7 +267,11 @@ class FirstStep:
         self.after.share(tail)
         self.boundary.find_rewritten()
         self.boundary.let_go()
-        structure, order, forwards = self._sequence()
+        visits, turn = in_turn(self.blocks, self._called, self._apart)
+        length, same = len(turn), turn == list(range(len(self.blocks)))
+        structure = self.structure if same else as_called(self.model, [self.blocks[index] for index in turn])
+        order = {index: at for at, index in enumerate(turn)}
+        forwards = [visits[at : at + length] for at in range(0, len(visits), length)]
         # What the loss has made, or blocks have returned, and is still there: somebody holds it beyond the step.
         calls.let_go()
         gc.collect()  # an error that was caught holds what was there when it was raised
@@ -330,16 +334,6 @@ class FirstStep:
         self.calls.forget()
         self.boundary.let_go()
         self._loss = None
-
-    def _sequence(self) -> tuple[Structure, dict[int, int], list[list[int]]]:
-        """Return the blocks in the order of their calls, their new indices, and the calls of each forward."""
-        blocks = self.blocks
-        visits, turn = in_turn(blocks, self._called, self._apart)
-        length = len(turn)
-        same = turn == list(range(len(blocks)))
-        structure = self.structure if same else as_called(self.model, [blocks[index] for index in turn])
-        order = {index: at for at, index in enumerate(turn)}
-        return structure, order, [visits[at : at + length] for at in range(0, len(visits), length)]
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
@@ -404,7 +398,10 @@ class FirstStep:
             apart = [call for call in captured.calls if not isinstance(call.module, HeadLoss)]
             alone = replace(captured, calls=tuple(apart), once=captured.once[: len(apart)])
             costs = block_costs(alone, device, self.meter, say)
-            costs = [_run_again(cost) if runs else cost for cost, runs in zip(costs, again, strict=False)]
+            for at, cost in enumerate(costs):
+                if again[at]:  # its first backward runs the forward again, whatever is planned
+                    options = (at_least(option, option.forward_peak_bytes, ()) for option in cost.options)
+                    costs[at] = replace(cost, options=tuple(options))
             if len(costs) < len(captured.calls):  # the last block is computed with the loss, in no other way
                 costs.append(replace(with_loss[0], options=()))
             if device.type == "cuda":
@@ -469,15 +466,6 @@ def _others(structure: Structure) -> Iterator[Structure]:
     while other is not None and (choice := other()) is not None:
         yield choice
         other = choice.other
-
-
-def _run_again(cost: BlockCost) -> BlockCost:
-    """Return the cost of a block whose first backward runs its forward again, whatever is planned for it."""
-
-    def raised(option: OptionProfile) -> OptionProfile:
-        return at_least(option, option.forward_peak_bytes, ())
-
-    return replace(cost, options=tuple(map(raised, cost.options)))
 
 
 @contextmanager
