@@ -55,8 +55,10 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     others repeated, the repeated ones would come from another point of the generator's stream.
     """
     if func in _PRODUCTS:
+        if func is _aten.bmm.default:
+            return True
         inner, width = args[-1].shape[-2:]
-        return func is _aten.bmm.default or inner > _LOW_RANK or _WIDER * inner > width
+        return bool(inner > _LOW_RANK or _WIDER * inner > width)
     if schema_of(func).name in _OTHER_PRODUCTS:
         return True
     return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)

@@ -153,10 +153,11 @@ def _kept(graph: Graph, runs: dict[Node, int]) -> set[Node]:
         if _is_view(node):
             continue
         for base in map(_base, node.all_input_nodes):
-            # A later kernel makes the others again instead of reading them.
-            costly = base.target is operator.getitem or _name(base.target) in _REDUCTIONS | _RANDOM
-            if base in runs and runs.get(node) != runs[base] and (node not in runs or costly):
-                kept.add(base)
+            if base in runs and runs.get(node) != runs[base]:
+                # A later kernel makes the others again instead of reading them.
+                costly = base.target is operator.getitem or _name(base.target) in _REDUCTIONS | _RANDOM
+                if costly or node not in runs:
+                    kept.add(base)
     return kept
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import pytest
@@ -165,25 +165,6 @@ def test_profiles_without_weights_compare_operations_too() -> None:
     assert not any(block.graphed for block in make().blocks)
     found = make(prepare=prepare).blocks
     assert [block.graphed for block in found] == [block.kind == "layer" for block in found]
-
-
-class Scaled(Layer):
-    def inner(self, x: Tensor) -> Tensor:
-        return super().inner(x) * SCALE
-
-
-SCALE = 1
-
-
-def test_blocks_that_give_other_numbers_when_the_step_is_over_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def scaled() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(f"{__name__}.SCALE", 2)
-            yield
-
-    for block in profiled(Scaled, scaled).blocks[1:-1]:
-        assert names(block) == {"keep", "offload"}
 
 
 class LeftOut(Layer):
