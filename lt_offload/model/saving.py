@@ -58,7 +58,7 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if func is _aten.bmm.default:
             return True
         inner, width = args[-1].shape[-2:]
-        return bool(inner > _LOW_RANK or _WIDER * inner > width)
+        return not (inner <= _LOW_RANK and _WIDER * inner <= width)
     if schema_of(func).name in _OTHER_PRODUCTS:
         return True
     return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
