@@ -70,8 +70,8 @@ class _Figures:
     output_bytes: int = 0
     slack: int = 0
     """Bytes that the allocator holds at the peak and has not given to anybody."""
-    forward: Lap = Lap(seconds=0.0, launch_s=0.0)
-    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    forward: Lap = Lap()
+    backward: Lap = Lap()
     scatter: float = 0.0
 
 
@@ -85,7 +85,13 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     if call.has_backward and keep.live and not once:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
-        recompute = _recompute(keep, measured[-1])
+        recompute = replace(
+            _option("recompute", measured[-1]),
+            forward_s=keep.forward.seconds,
+            backward_s=keep.forward.seconds + keep.backward.seconds,
+            saved_bytes=0,
+            keeps_input=True,
+        )
         profiles.append(recompute)
         moving = storage_bytes(tensor for tensor in call.inputs if travels(tensor))
         if moving:  # the same with an input that travels
@@ -193,16 +199,6 @@ def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> Option
     return replace(option, offload_bytes=moving + input_bytes)
 
 
-def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
-    return replace(
-        _option("recompute", recompute),
-        forward_s=keep.forward.seconds,
-        backward_s=keep.forward.seconds + keep.backward.seconds,
-        saved_bytes=0,
-        keeps_input=True,
-    )
-
-
 def discard(cost: BlockCost) -> OptionProfile | None:
     """Return the option of saving nothing; None if ``keep`` saves nothing either.
 
@@ -277,7 +273,8 @@ def _run(
     Fills in ``figures`` if given, which costs time.
     """
     trial = _Trial(call, option)
-    watch = Watch(_device(call)) if figures is not None else None
+    device = next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    watch = Watch(device) if figures is not None else None
     # Starts the clock: what lies before is not the forward's.
     meter.lap(ahead[0])
     with watch or nullcontext():
@@ -291,7 +288,7 @@ def _run(
         figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
         figures.slack = watch.slack
     if not call.has_backward:
-        return forward, Lap(seconds=0.0, launch_s=0.0)
+        return forward, Lap()
     gradients = trial.incoming_gradients()
     meter.lap(ahead[1])
     with watch or nullcontext():
@@ -309,10 +306,6 @@ def _run(
         figures.backward_peak = max(0, streamed - figures.live - outgoing)
         figures.slack = watch.slack
     return forward, backward
-
-
-def _device(call: Call) -> torch.device:
-    return next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 class _Trial:

@@ -31,13 +31,11 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     layers = range(_number(text, "num_hidden_layers"))
     # Layers may have heads of their own (Gemma 4), which the configuration of the whole model refuses to name.
     by_layer = getattr(text, "per_layer_config", None)
-    return products + 12.0 * sequence_length * sum(_width(by_layer[i] if by_layer else text) for i in layers)
-
-
-def _width(layer: Any) -> int:
-    """Return the width of all heads of a layer together; 0 if its configuration does not say."""
-    heads = _number(layer, "num_attention_heads")
-    return heads * (_number(layer, "head_dim") or _number(layer, "hidden_size") // max(heads, 1))
+    width = 0  # of all heads of all layers together
+    for layer in (by_layer[i] if by_layer else text for i in layers):
+        heads = _number(layer, "num_attention_heads")
+        width += heads * (_number(layer, "head_dim") or _number(layer, "hidden_size") // max(heads, 1))
+    return products + 12.0 * sequence_length * width
 
 
 def _number(config: Any, name: str) -> int:

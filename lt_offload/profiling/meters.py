@@ -52,8 +52,8 @@ _grouped_mm = _aten._grouped_mm.default
 class Lap:
     """Time since the lap before."""
 
-    seconds: float
-    launch_s: float
+    seconds: float = 0.0
+    launch_s: float = 0.0
     """The part in which the host launched the work; 0 where the host does the work itself."""
 
 

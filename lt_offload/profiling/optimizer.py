@@ -177,7 +177,8 @@ def _state_after_steps(sample: _Sample) -> int:
         with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
             stand_in = _ParameterStandIn(sample, torch.device("cpu"))
             # Not all fused kernels run on fake tensors; the state is the same.
-            stand_in.options.update({name: False for name in ("fused", "foreach") if name in stand_in.options})
+            group = stand_in.optimizer.param_groups[0]
+            group.update({name: False for name in ("fused", "foreach") if name in group})
             sizes = _bytes_by_step(stand_in, most)
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
@@ -282,15 +283,11 @@ class _ParameterStandIn:
         optimizer, stands = sample.optimizer, [(sample.place[0], parameter) for parameter in self.parameters]
         alone = own_options(optimizer, sample.like, sample.place)
         own: dict[Tensor, Any] = dict.fromkeys(self.parameters, alone)
-        self._optimizer = twin_of(optimizer, stands, defaultdict(dict, of_none(optimizer)), own)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return self._optimizer.param_groups[0]
+        self.optimizer = twin_of(optimizer, stands, defaultdict(dict, of_none(optimizer)), own)
 
     @property
     def state(self) -> dict[str, Any]:
-        return dict(self._optimizer.state[self.parameters[0]])
+        return dict(self.optimizer.state[self.parameters[0]])
 
     @property
     def nbytes(self) -> int:
@@ -298,7 +295,7 @@ class _ParameterStandIn:
 
     def map(self) -> None:
         """Move everything to memory like that of the engine for a GPU."""
-        states = [value for state in of_parameters(self._optimizer) for value in tensors_of(state).values()]
+        states = [value for state in of_parameters(self.optimizer) for value in tensors_of(state).values()]
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         for tensor in (*self.parameters, *grads, *states):
             if tensor.numel() > 1:
@@ -315,23 +312,23 @@ class _ParameterStandIn:
         self.fill_gradients()
         try:
             try:
-                type(self._optimizer).step(self._optimizer)
+                type(self.optimizer).step(self.optimizer)
             except KeyError:
                 if self.state or not self._sample.optimizer.state.get(self._sample.like):
                     raise
                 self.copy_state()  # it was made with the optimizer, not by its first step (Adagrad)
-                type(self._optimizer).step(self._optimizer)
+                type(self.optimizer).step(self.optimizer)
         except (DataDependentOutputException, OffloadError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            use = f"optimizer {type(self._optimizer).__name__}, whose step() ends in {named(error)}"
+            use = f"optimizer {type(self.optimizer).__name__}, whose step() ends in {named(error)}"
             raise limits.UNTRIED.error(use) from error
 
     def copy_state(self) -> None:
         """Copy the state of the parameter, if it has any."""
         like = self._sample.like
         for mine in self.parameters if self._sample.optimizer.state.get(like) else ():
-            state = self._optimizer.state[mine]
+            state = self.optimizer.state[mine]
             # Makes new lists and dictionaries all the way down, so that nothing is put into those of the real
             # optimizer.
             state.update(tree_map(lambda value: value, dict(self._sample.optimizer.state[like])))
@@ -357,7 +354,8 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         ratio = scratch(_LEAST_ELEMENTS)
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=ratio)
     speeds = _host_speeds(optimizer, sample, memory_node_of(device))
-    threads = _enough(speeds)
+    # The fewest that are about as fast as any.
+    threads = next(n for n, speed in speeds.items() if speed >= (1 - _TOLERANCE) * max(speeds.values()))
 
     def device_speed(most: int) -> float:
         return _speed(_as_large(optimizer, sample, device, most), device)
@@ -392,11 +390,6 @@ def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dic
         return node.run(measure)
     finally:
         torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
-
-
-def _enough(speeds: dict[int, float]) -> int:
-    """Return the fewest threads that are about as fast as any."""
-    return next(n for n, speed in speeds.items() if speed >= (1 - _TOLERANCE) * max(speeds.values()))
 
 
 def thread_counts(most: int) -> list[int]:

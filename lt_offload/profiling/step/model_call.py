@@ -62,7 +62,7 @@ class ModelCall:
         """Arguments that are no activations: they live until the backward."""
         self._graph: list[Any] = []
         """Nodes of operations between blocks: their saved tensors live until the backward, too."""
-        self._interfaces: set[int | None] = set()
+        self.interfaces: set[int | None] = set()
         """Storages of activations between blocks."""
         self._activations: list[weakref.ref[Tensor]] = []
         """Arguments and results of blocks, as the model sees them."""
@@ -83,11 +83,6 @@ class ModelCall:
         """Storage, need of a gradient and bytes of each activation, by call."""
         self._returned: list[int] = []
 
-    @property
-    def interfaces(self) -> set[int]:
-        """Storages of activations between blocks."""
-        return {serial for serial in self._interfaces if serial is not None}
-
     def settle(self) -> None:
         """Set each seam's ``lingering``, once the storages that stay are known."""
         for seam in self.seams:
@@ -105,7 +100,7 @@ class ModelCall:
         others = {self._account.serial(tensor) for tensor in (*self._shared, *self._leaves.values())}
         # A result that an operation has saved is no longer alive where the model's own variable is gone.
         others |= {self._account.serial(tensor) for tensor in self._handed} - alive - in_graph
-        return (self._interfaces & live.keys() & self.before_loss) - self._copies - others
+        return (self.interfaces & live.keys() & self.before_loss) - self._copies - others
 
     def retained_bytes(self) -> int:
         """Return the bytes of gradients that outputs of blocks retain, and of leaves with theirs.
@@ -149,7 +144,7 @@ class ModelCall:
             self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
             self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
         live = account.live()
-        self.masks = live.keys() - self._interfaces - self._inner
+        self.masks = live.keys() - self.interfaces - self._inner
         self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
 
         parts = iter(range(1 << 30))
@@ -158,7 +153,12 @@ class ModelCall:
             (args, kwargs), *_ = pending
             first, before = next(parts) == 0, account.live().keys()
             out = step.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
-            self._note_inner(out, before)
+            # Storages that the graph of the block's output holds: an unplanned step keeps all graphs. A step that runs
+            # aside does not; but the memory that it names has to do for one that counts.
+            returned = {account.serial(tensor) for tensor in tensors_of(out)}
+            held = {account.serial(tensor) for tensor in held_by_nodes(out)} - before - returned
+            self._inner |= held
+            self._inner_bytes += sum(nbytes for serial, nbytes in account.live().items() if serial in held)
             return out
 
         positions: list[int] = []
@@ -172,7 +172,7 @@ class ModelCall:
         tensors = tensors_of(out)
         floating = iter(range(len(tensors)))
         positions += [next(floating) if tensor.is_floating_point() else -1 for tensor in tensors]
-        self._interfaces |= {account.serial(tensor) for tensor in tensors}
+        self.interfaces |= {account.serial(tensor) for tensor in tensors}
         outputs = {account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}
         self.output_bytes = sum(outputs.values())
         self._returned.append(self.output_bytes)
@@ -189,14 +189,6 @@ class ModelCall:
         elif index == len(step.blocks) - 1:
             step.watch.begin(out)
         return out
-
-    def _note_inner(self, out: Any, before: Set[int]) -> None:
-        """Note storages, none of ``before``, in the graph of a block's output: an unplanned step keeps all graphs."""
-        returned = {self._account.serial(tensor) for tensor in tensors_of(out)}
-        inner = {self._account.serial(tensor) for tensor in held_by_nodes(out)} - before - returned
-        self._inner |= inner
-        # Of a step that runs aside, too, whose graphs are gone: the memory that it names has to do for one that counts.
-        self._inner_bytes += sum(nbytes for serial, nbytes in self._account.live().items() if serial in inner)
 
     def let_go_of_last(self) -> None:
         """Let go of tensors held for the call before, which was not the last one."""
@@ -260,7 +252,7 @@ class ModelCall:
         for slot, leaf in tensors:
             if slot in slots:
                 serial = self._account.serial(leaf)
-                self._interfaces.add(serial)
+                self.interfaces.add(serial)
                 self._graph.append(leaf.grad_fn)
                 self._activations.append(weakref.ref(leaf))
             else:
@@ -336,7 +328,7 @@ class ModelCall:
         if own is plain or own.stride() != leaf.stride():
             return plain
         self._copies.add(self._account.serial(own))
-        self._interfaces |= self._copies
+        self.interfaces |= self._copies
         return own
 
 
