@@ -25,7 +25,7 @@ from lt_offload.model.blocks import Block
 
 Class = type[Any]
 
-_homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
+_homes: WeakKeyDictionary[nn.Module, list[torch.device]] = WeakKeyDictionary()
 """Devices of modules, if they run elsewhere than where their parameters are."""
 _replaced: dict[Class, _Home] = {}
 """By class whose ``device`` is replaced: by what, until no module is elsewhere any more."""
@@ -41,7 +41,7 @@ class _Home(property):
         def answer(module: nn.Module) -> Any:
             device = original.__get__(module, type(module))
             if isinstance(device, torch.device) and device.type == "cpu":
-                return _homes.get(module, device)
+                return _homes.get(module, [device])[-1]
             return device
 
         super().__init__(answer, original.fset, original.fdel, original.__doc__)
@@ -68,9 +68,8 @@ def located(model: nn.Module, device: torch.device) -> Iterator[None]:
     modules = [module for module in modules if owners[type(module)] is not None]
     classes = [owner for owner in dict.fromkeys(owners.values()) if owner is not None]
     with _changing:
-        before = {module: _homes[module] for module in modules if module in _homes}
         for module in modules:
-            _homes[module] = device
+            _homes.setdefault(module, []).append(device)  # contexts may be nested, and end in any order
         for owner in classes:
             if owner not in _replaced:
                 owner.device = _replaced[owner] = _Home(vars(owner)["device"])
@@ -79,9 +78,9 @@ def located(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         with _changing:
             for module in modules:
-                _homes.pop(module, None)
-            # Contexts may be nested: where the outer one has modules counts again.
-            _homes.update(before)
+                _homes[module].remove(device)
+                if not _homes[module]:
+                    del _homes[module]
             if not _homes:
                 for owner, home in _replaced.items():
                     if vars(owner).get("device") is home:  # otherwise somebody has replaced it in turn, and calls it
