@@ -35,6 +35,7 @@ from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import GaveUp, plain_torch
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.tensors import Member, Sum, Weight, carve
+from lt_offload.execute.program import Program
 from lt_offload.machine.pages import SharedPages, drop_own, make_file, spread
 from lt_offload.schema.plan import Plan
 
@@ -157,12 +158,12 @@ class Common:
         others: all processes.
         device: copies from there.
         weights: of the engine.
-        plan: None for an engine that streams forwards only.
+        program: None for an engine that streams forwards only.
         staying: weights that stay where they are in this process.
         owned_updates: the optimizer's updates write the states that are there, in place.
 
     Raises:
-        PlanError: if updates of ``plan`` would have to wait for the gradients of all processes, and do not.
+        PlanError: if updates of ``program`` would have to wait for the gradients of all processes, and do not.
     """
 
     def __init__(
@@ -170,19 +171,17 @@ class Common:
         others: Ranks,
         device: Device,
         weights: Sequence[Weight],
-        plan: Plan | None,
+        program: Program | None,
         staying: Iterable[int],
         *,
         owned_updates: bool,
     ) -> None:
-        if plan is not None and not plan.delayed:
-            check_beside(plan, in_place=owned_updates, machines=others.size // others.machine.size)
         self.machine, self._others, self._device = others.machine, others, device
         self.staying = {index for of_one in others.gather(sorted(staying)) for index in of_one}
         """Weights that stay where they are, in any process."""
 
         def fits(weight: Weight) -> bool:
-            on_host = plan is None or (owned_updates and plan.update_places[weight.index] == "host")
+            on_host = program is None or (owned_updates and weight.index in program.updated_on_host)
             shared = on_host or not weight.param.requires_grad
             return shared and weight.nbytes > 0 and weight.index not in self.staying
 
@@ -191,8 +190,8 @@ class Common:
         owners = share_out([w.nbytes for w in self.weights], self.machine.size)
         for weight, owner in zip(self.weights, owners, strict=True):
             weight.owner = owner
-        trains = plan is not None
-        self._beside = plan is not None and not plan.delayed
+        trains = program is not None
+        self._beside = program is not None and not program.delayed
         """Updates run beside the backward."""
         self.trained = [weight for weight in self.weights if trains and weight.param.requires_grad]
         """The weights that have an owner's updates."""
@@ -206,8 +205,8 @@ class Common:
         self.edited: set[int] = set()
         """Weights whose gradients users have written since those of all were added up."""
         self._round = 0
-        self._ops = 1 + max(op.id for op in plan.ops) if plan is not None else 0
-        self._done: Any = self._counters(2 * self._ops + len(weights)) if plan is not None else None
+        self._ops = program.size if program is not None else 0
+        self._done: Any = self._counters(2 * self._ops + len(weights)) if trains else None
         """By process and op: the round of updates in which the process has last carried out its part; of what machines
         add up, the window. Behind that, by op, the round for which its gradients have arrived, and then, by weight,
         that in which it has last had one."""

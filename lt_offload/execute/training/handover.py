@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.execute.blocks.runs import repeated
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.iteration import Iteration
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import room
 from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.program import repeated
 from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.execute.user_code.checks import InstalledSetup, may_repeat
 from lt_offload.execute.user_code.gradient_view import GradientView

@@ -12,7 +12,8 @@ from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import distinct
 from lt_offload.execute.memory.tensors import Weight, carve
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan
+from lt_offload.execute.program import Program
+from lt_offload.schema.plan import ALIGNMENT, Op
 from lt_offload.schema.profile import GATHERED_BELOW
 from lt_offload.units import round_up
 
@@ -40,24 +41,27 @@ class Slots:
 
     Args:
         device: copies there.
-        plan: says which share memory.
+        program: says which share memory.
         weights: of the engine.
         common: the memory is of this, where all processes of the machine see what has arrived; None: it is this one's.
     """
 
-    def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight], common: Common | None = None) -> None:
-        copies = [op for op in plan.ops if op.sends_gradients and not plan.begins_sums(op)]
-        self._updates = {op.id for op in plan.ops if op.lane == "host"}
+    def __init__(
+        self, device: Device, program: Program, weights: Sequence[Weight], common: Common | None = None
+    ) -> None:
+        self._updates = program.on_host_lane
         self._events: dict[int, list[Event]] = {}
         """By op of the host: what has to be over before memory that it reads is overwritten."""
-        ranges = {op.id: _range(op, plan) for op in copies}
-        self.beginning = {op.id: op for op in plan.ops if plan.begins_sums(op)}
+        ranges = {op.id: program.addresses(op) for op in program.sends}
+        self.beginning = program.begins
         """The copies to where sums are, by op."""
         self._device = device
-        self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
+        self._boxes = [
+            GradientOffloads(device, op, [weights[t] for t in program.tensors[op.id]]) for op in program.sends
+        ]
         self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
         """By op."""
-        self.box_of = {t: box for box in self._boxes if box.op.rows != "looked up" for t in plan.tensors(box.op)}
+        self.box_of = {t: box for box in self._boxes if box.op.rows != "looked up" for t in program.tensors[box.op.id]}
         """By tensor; of a table in two parts that of the last block's gradient."""
         islands = _islands(ranges.values())
         sizes = [high - low for low, high in islands]
@@ -136,12 +140,6 @@ class Slots:
 
     def _freed(self, op: Op) -> list[Event]:
         return [event for other in op.after if other in self._updates for event in self._events.get(other, ())]
-
-
-def _range(op: Op, plan: Plan) -> tuple[int, int]:
-    (group,) = (plan.groups[number] for number in op.groups)
-    assert group.host_offset is not None
-    return group.host_offset, group.host_offset + group.bytes
 
 
 def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight, add_in_order
+from lt_offload.execute.program import Program
 from lt_offload.execute.updates.arrivals import Arrivals
 from lt_offload.execute.updates.clipping import Clipping, norms
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.tables import Pairs, RowUse, Table, square_sum
-from lt_offload.schema.plan import Op, Pass, Plan
+from lt_offload.schema.plan import Op, Pass
 from lt_offload.schema.profile import COLLECTED_BELOW
 
 
@@ -42,20 +42,11 @@ class Gradients:
         device: Device,
         updates: Updates,
         weights: Sequence[Weight],
-        plan: Plan,
+        program: Program,
         tables: Sequence[Table] = (),
         common: Common | None = None,
     ) -> None:
-        """Collect them.
-
-        Args:
-            device: has them.
-            updates: use them.
-            weights: of the engine.
-            plan: says how.
-            tables: those that are updated in two parts.
-            common: what several processes have in common.
-        """
+        """Collect them; ``tables``: those that are updated in two parts; ``common``: what processes have together."""
         self.device = device
         self.updates = updates
         self.square_sums: list[Tensor] | None = None
@@ -68,8 +59,8 @@ class Gradients:
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
         """The host gradients that the backward writes itself, as the device sees them."""
-        beside = None if plan.delayed else common
-        self._slots = Slots(device, plan, weights, beside)
+        beside = None if program.delayed else common
+        self._slots = Slots(device, program, weights, beside)
         self._tables = {table.weight.index: table for table in tables}
         """The tables that are updated in two parts."""
         for box in self._slots.of.values():
@@ -80,12 +71,9 @@ class Gradients:
                 self._tables[index].arrived, self._tables[index].cell = host, box.cell
         for index, table in self._tables.items():
             self._slots.box_of[index].cells.append(table.aside)
-        self._others = {which: _last_blocks(plan, which) for which in plan.passes}
-        self._last = len(plan.options) - 1
-        self._takers: dict[Pass, dict[int, Op]] = {
-            which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
-        }
-        self._which: Pass = plan.passes[0]
+        self._program = program
+        self._last = program.blocks - 1
+        self._which: Pass = program.passes[0]
         self._completing = False
         """Sums are complete with this pass, so that their norms may be asked for."""
         self._norms: dict[int, Tensor] = {}
@@ -93,9 +81,9 @@ class Gradients:
         self.clipping = Clipping(device, weights)
         self.arrivals = Arrivals(beside, device, updates, self._slots, self.clipping, weights) if beside else None
         """The gradients of all processes, for updates beside the backward."""
-        for op in plan.ops:
-            if op.writes_gradients:
-                self._receive([weights[t] for t in plan.tensors(op)])
+        for tensor in program.written:
+            host = device.host_empty(weights[tensor].host.shape, weights[tensor].host.dtype)
+            self._host_grads[tensor], self._direct_grads[tensor] = host, device.zero_copy_view(host)
         self._arrived: dict[int, Event] = {}
         self._read: dict[int, Event] = {}
         """By weight whose gradient the backward writes to the host: when the last one has been added to the sum."""
@@ -109,13 +97,6 @@ class Gradients:
         hook = partial(_call, WeakMethod(self._collect_index))
         trainable = (weight for weight in weights if weight.param.requires_grad)
         self._handles = [w.param.register_post_accumulate_grad_hook(partial(hook, w.index)) for w in trainable]  # type: ignore[no-untyped-call]
-
-    def _receive(self, weights: Sequence[Weight]) -> None:
-        """Make host memory for gradients that the backward writes."""
-        for weight in weights:
-            host = self.device.host_empty(weight.host.shape, weight.host.dtype)
-            self._host_grads[weight.index] = host
-            self._direct_grads[weight.index] = self.device.zero_copy_view(host)
 
     def look_up(self, lookups: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take the tokens that the first block was called with, by table, before there was a plan."""
@@ -223,7 +204,7 @@ class Gradients:
         if weight.index in self._tables:
             self._complete[self._tables[weight.index].sends.id].append((weight, None))
             return
-        op = self._takers[self._which][weight.index]
+        op = self._program.takers[self._which][weight.index]
         if grad is None:
             # No gradient in this micro-batch, but sums of others that are waiting for the update.
             if op.kind == "update" and _filled(weight):
@@ -251,7 +232,7 @@ class Gradients:
 
     def end_backward_of(self, block: int) -> None:
         """A block's backward has ended, in all its parts: gradients of the last one for tables are complete."""
-        for index, op in self._others[self._which].items() if block == self._last else ():
+        for index, op in self._program.of_last_block[self._which].items() if block == self._last else ():
             self._complete[op].append((self._weights[index], self._tables[index].end_last_block()))
 
     def use_on_device(self) -> None:
@@ -524,30 +505,6 @@ def _using(
 
 def _filled(weight: Weight) -> bool:
     return weight.total is not None and weight.total.filled
-
-
-def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]:
-    """Return, by trainable tensor, the op that takes its gradient in a pass: an offload, or what uses it on the device.
-
-    Raises:
-        PlanError: if there is none, so that the tensor would never be updated.
-    """
-    takers = {
-        tensor: op
-        for op in plan.program(which)
-        if (op.payload == "grad" and op.rows != "others") or (op.uses_gradients and op.lane != "host")
-        for tensor in plan.tensors(op)
-    }
-    for weight in weights:
-        if weight.param.requires_grad and weight.index not in takers:
-            raise PlanError(f"no op of the plan takes the gradient of {weight.label}; plan again")
-    return takers
-
-
-def _last_blocks(plan: Plan, which: Pass) -> dict[int, int]:
-    """Return, by table in two parts, the op that sends the last block's gradient in a pass."""
-    sends = [op for op in plan.program(which) if op.payload == "grad" and op.rows == "others"]
-    return {t: op.id for op in sends for t in plan.tensors(op)}
 
 
 def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:

@@ -17,7 +17,7 @@ from lt_offload.execute.memory.tensors import States, Weight, add_in_order, carv
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.assembly.groups import group_tensors
 from lt_offload.plan.assembly.ops import Draft
-from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
+from lt_offload.schema.plan import ALIGNMENT, TensorGroup
 from tests.support import models, plans
 from tests.support.hostile.device import HostileDevice
 
@@ -49,34 +49,16 @@ def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...]
     )
 
 
-def plan_of(weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)) -> Plan:
-    grouped = group_tensors(
+def groups_of(
+    weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)
+) -> tuple[TensorGroup, ...]:
+    return group_tensors(
         ops,
         {},
         weight_bytes=[aligned(weight.nbytes) for weight in weights],
         state_bytes=state_bytes,
         first_block=[0] * len(weights),
-    )
-    return Plan(
-        fingerprint="",
-        model="",
-        planner="test",
-        batch_size=1,
-        sequence_length=1,
-        budget_bytes=1,
-        host_budget_bytes=1,
-        options=("keep",),
-        update_places=("device",) * len(SHAPES),
-        timeline=one_batch(1),
-        groups=grouped.groups,
-        initial=(),
-        ops=grouped.ops,
-        gradient_bytes=1 << 20,
-        arena_bytes=1 << 20,
-        predicted=Prediction(
-            iteration_s=1.0, lower_bound_s=1.0, no_offload_s=1.0, device_peak_bytes=1, host_peak_bytes=1
-        ),
-    )
+    ).groups
 
 
 @pytest.fixture
@@ -106,7 +88,7 @@ def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int,
     weights = weights_of()
     before = [weight.host.clone() for weight in weights]
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights, gaps=gaps))
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
+    layout = Layout(device, weights, [weights], groups_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
     assert members(layout.all) == [[0], [1], [2], [3], [4]]
     for group, offset in zip(layout.all, fetch.offsets, strict=True):
         group.attach(device.place(offset, group.room))
@@ -132,7 +114,7 @@ def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int,
 def test_what_is_apart_on_the_host_is_not_one_range(device: HostileDevice) -> None:
     weights = weights_of()
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights))
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
+    layout = Layout(device, weights, [weights], groups_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
     first, _, third, *_ = layout.all
     first.attach(device.place(0, first.room))
     third.attach(device.place(first.room, third.room))
@@ -154,7 +136,7 @@ def test_states_share_the_layout_of_the_arena(device: HostileDevice) -> None:
     rooms = tuple(aligned(2 * w.nbytes) for w in weights)
     offsets = tuple(sum(rooms[:i]) for i in range(len(rooms)))
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets, payload="state")
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, state_bytes=rooms))
+    layout = Layout(device, weights, [weights], groups_of(weights, fetch, state_bytes=rooms))
     (group,) = [p for p in layout.all if isinstance(p.members[0], States)]
     assert not group.filled
     made = [{"step": torch.tensor(1.0), "m": torch.randn_like(w.host), "v": torch.randn_like(w.host)} for w in weights]
