@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.common import Common
-from lt_offload.execute.memory.live_group import distinct
+from lt_offload.execute.memory.host_task import HostTask
+from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.tensors import Weight, carve
 from lt_offload.execute.program import Program
 from lt_offload.schema.plan import ALIGNMENT, Op
@@ -113,16 +115,12 @@ class Slots:
             cells: ordering tokens of the destinations of ``more``.
         """
         totals = [total for weight, _ in items if (total := weight.total) is not None]
-        groups = list(dict.fromkeys(total.group for total in totals))
         pairs = [(total.host, grad) for total, (_, grad) in zip(totals, items, strict=True)]
         # The last update has used them up.
-        freed = [group.host_ready for group in groups]
-        writes = [*(group.host_cell for group in groups), *cells]
-        offload = _queued(self._device, op, items, [*pairs, *more], freed, writes=writes)
+        groups = [total.group for total in totals]
+        offload = _queued(self._device, op, items, [*pairs, *more], [], writes=cells, groups=groups)
         for total, norm in zip(totals, norms, strict=True):
             total.fill(norm)
-        for group in groups:
-            group.updated_on_host_by(offload.event)
         return offload
 
     def updated(self, op: int, event: Event) -> None:
@@ -238,28 +236,17 @@ def _queued(
     freed: Sequence[Event | None],
     *,
     writes: Sequence[Cell],
+    groups: Sequence[LiveGroup] = (),
 ) -> GradientOffload:
-    """Queue the copies ``pairs`` of gradients of ``items``, as one task that begins after ``freed``."""
+    """Queue the copies ``pairs`` of gradients of ``items``, as one task that begins after ``freed``.
+
+    They change ``writes`` and the host copies of ``groups``.
+    """
     label = f"offload grad {op.block}"
     memory = Cell(label)
+    task = HostTask(lane="d2h", op=op.id, label=label, nbytes=sum(host.nbytes for host, _ in pairs))
+    task.work += [partial(device.copy, host, grad) for host, grad in pairs]
     # The last update wrote the weights.
-    after = distinct([*freed, *(weight.group.host_ready for weight, _ in items)])
-    event = device.submit(
-        "d2h",
-        _copies(device.copy, pairs),
-        after=[device.mark(writes=[memory]), *after],
-        reads=[memory],
-        writes=writes,
-        label=label,
-        op=op.id,
-        nbytes=sum(host.nbytes for host, _ in pairs),
-    )
-    return GradientOffload(device, event, memory, [source for _, source in pairs])
-
-
-def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    def run() -> None:
-        for host, grad in pairs:
-            copy(host, grad)
-
-    return run
+    task.after += [device.mark(writes=[memory]), *freed, *(weight.group.host_ready for weight, _ in items)]
+    task.reads, task.writes, task.groups = [memory], [*writes], [*groups]
+    return GradientOffload(device, task.queue(device), memory, [source for _, source in pairs])

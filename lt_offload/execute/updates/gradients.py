@@ -11,7 +11,7 @@ whatever processor, an addition is exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -22,6 +22,7 @@ from torch import Tensor
 from lt_offload import limits
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.common import Common
+from lt_offload.execute.memory.host_task import HostTask
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight, add_in_order
 from lt_offload.execute.program import Program
@@ -371,56 +372,47 @@ class Gradients:
             self._slots.skipped(op.id, weights)
             return None
         arrived = [w for w in ready if w.index in self._arrived]
-        adding = self._adding(arrived, updating=updating)
-        totals = list(dict.fromkeys([total.group for w in ready if (total := w.total) is not None]))
-        # In common memory each process updates what it owns; sums are everybody's own.
-        of_others = [w for w in ready if updating and self.common is not None and self.common.theirs(w)]
-        mine = [w for w in ready if w not in of_others] if of_others else ready
-        groups = totals + [w.group for w in mine if updating]
-        update: Callable[[], None] | None = None
-        grads: list[Tensor] = []
-        if updating:
-            grads = [self._used(w) for w in mine]
-            # Now, with the options of this moment: a scheduler may change them before the task runs.
-            update = self.updates.prepare(mine, "host", grads) if mine else None
-            self.updates.leave_to_others(of_others)
-            self.updated += len(ready)
-        sums, edit = None, None
-        read: list[Event | None] = []
-        if updating:
-            edit = self.clipping.edit()
-            read.append(self.clipping.arrived)
-        if updating and self.square_sums is not None:
-            sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
-        groups = list(dict.fromkeys(groups))
+        task = HostTask(op=op.id, label=f"{op.kind} {op.block}", urgency=urgency)
+        # Gradients arrive after the last computation that may have read the weights in host memory.
+        task.after += [self._arrived.pop(w.index) for w in arrived]
+        task.reads += [w.grad_cell for w in arrived]
+        task.groups += [total.group for w in ready if (total := w.total) is not None]
+        task.work += self._adding(arrived, updating=updating)
+        theirs = self._update_on_host(task, ready) if updating else []
         if len(arrived) < len(ready):  # no gradient that arrives comes after what has read the weights
-            read += [self.device.mark(), *(group.last_fetch for group in groups)]
-        parted = [w.total.places for w in mine if w.total is not None and w.total.parted] if updating else []
-        work = _using(adding, parted, sums, [(edit, grads)] if edit is not None else [], update)
-        event = self.device.submit(
-            "host",
-            self.common.telling(op.id, work) if updating and self.common is not None else work,
-            # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*[self._arrived.pop(w.index) for w in arrived], *[p.host_ready for p in groups], *read]),
-            reads=list(dict.fromkeys([w.grad_cell for w in arrived] + [self.clipping.cell] * (edit is not None))),
-            writes=[group.host_cell for group in groups],
-            label=f"{op.kind} {op.block}",
-            op=op.id,
-            urgency=urgency,
-        )
-        self._slots.updated(op.id, event)
-        if edit is not None:
-            self.clipping.read_by(event)
-        for group in groups:
-            group.updated_on_host_by(event)
+            task.after += [self.device.mark(), *(group.last_fetch for group in task.groups)]
+        task.queued.append(partial(self._slots.updated, op.id))
+        event = task.queue(self.device)
         if updating and self.common is not None:
-            event = self.common.updated(op.id, of_others, event, urgency)
+            event = self.common.updated(op.id, theirs, event, urgency)
         for weight in ready:
             if weight.total is not None:
                 weight.total.use_up() if updating else weight.total.fill(self._norms.pop(weight.index, None))
             if weight.index in self._direct_grads:
                 self._read[weight.index] = event
         return event
+
+    def _update_on_host(self, task: HostTask, weights: Sequence[Weight]) -> list[Weight]:
+        """Let ``task`` update ``weights``, whose gradients it has added up; return those that other processes update.
+
+        What it does in their order: it adds up sums of processes, notes squares, clips, and updates.
+        """
+        theirs = [w for w in weights if self.common is not None and self.common.theirs(w)]
+        mine = [w for w in weights if w not in theirs]
+        grads = [self._used(w) for w in mine]
+        self.updates.leave_to_others(theirs)
+        self.updated += len(weights)
+        task.groups += [w.group for w in mine]
+        task.work += [partial(add_in_order, w.total.places) for w in mine if w.total is not None and w.total.parted]
+        if self.square_sums is not None:
+            sums = [w.total.host for w in weights if _filled(w) and w.total is not None]
+            task.work.append(partial(_note_squares, self.square_sums, sums))
+        self.clipping.edit_in(task, grads)
+        if mine:  # now, with the options of this moment: a scheduler may change them before the task runs
+            task.work.append(self.updates.prepare(mine, "host", grads))
+        if self.common is not None:
+            task.work.append(self.common.done(task.op))
+        return theirs
 
     def _used(self, weight: Weight) -> Tensor:
         """Return what an update of ``weight`` reads in host memory."""
@@ -436,8 +428,12 @@ class Gradients:
         if first:
             table.begun, table.filled = False, _filled(weight)
         sums = total if total is not None and (table.filled or not updating) else None
-        groups = [weight.group] * updating + ([sums.group] if sums is not None else [])
         arrived = self._arrived.pop(weight.index, None)
+        task = HostTask(op=op.id, label=op.label, urgency=urgency, writes=[table.aside])
+        task.groups += [weight.group] * updating + ([sums.group] if sums is not None else [])
+        task.reads.append(weight.grad_cell if first else table.cell)
+        task.after += [self.device.mark() if arrived is None else arrived, *(g.last_fetch for g in task.groups)]
+        task.queued.append(partial(self._slots.updated, op.id))
         grad = self._host_grads[weight.index]
         if first and arrived is None:  # no backward has come: the sum is all there is
             assert sums is not None
@@ -448,59 +444,22 @@ class Gradients:
             edit=self.clipping.edit(),
             squares=self.square_sums,
         )
-        begins = [self.device.mark() if arrived is None else arrived]
-        event = self.device.submit(
-            "host",
-            table.other_rows(grad, use) if first else table.looked_up(use),
-            after=distinct([*begins, *(e for g in groups for e in (g.host_ready, g.last_fetch))]),
-            reads=[weight.grad_cell if first else table.cell],
-            writes=[table.aside, *(group.host_cell for group in groups)],
-            label=op.label,
-            op=op.id,
-            urgency=urgency,
-        )
-        self._slots.updated(op.id, event)
-        for group in groups:
-            group.updated_on_host_by(event)
+        task.work.append(table.other_rows(grad, use) if first else table.looked_up(use))
         if total is not None and not (updating and first):
             total.use_up() if updating else total.fill()
         self.updated += updating and not first
-        return event
+        return task.queue(self.device)
 
-    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
-        """Return what to add where, and whether there is something already; in updates only where there is."""
-        additions = []
+    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> Iterator[Callable[[], object]]:
+        """Yield what adds gradients to sums, or begins these; in updates only where there is a sum already."""
         for weight in weights:
-            total = weight.total
+            total, grad = weight.total, self._host_grads[weight.index]
             if total is not None and (total.filled or not updating):
-                additions.append((total.host, self._host_grads[weight.index], total.filled))
-        return additions
+                yield partial(total.host.add_ if total.filled else total.host.copy_, grad)
 
 
-def _using(
-    adding: Sequence[tuple[Tensor, Tensor, bool]],
-    parted: Sequence[Sequence[Tensor]],
-    sums: tuple[list[Tensor], list[Tensor]] | None,
-    edits: Sequence[tuple[Callable[[Tensor], None], Sequence[Tensor]]],
-    update: Callable[[], None] | None,
-) -> Callable[[], None]:
-    """Return what adds up, gradients and then sums of processes, notes squares if asked to, edits, and updates."""
-
-    def run() -> None:
-        for total, grad, filled in adding:
-            total.add_(grad) if filled else total.copy_(grad)
-        for places in parted:
-            add_in_order(places)
-        if sums is not None:
-            squares, totals = sums
-            squares += map(square_sum, totals)
-        for edit, grads in edits:
-            for grad in grads:
-                edit(grad)
-        if update is not None:
-            update()
-
-    return run
+def _note_squares(squares: list[Tensor], sums: Sequence[Tensor]) -> None:
+    squares += map(square_sum, sums)
 
 
 def _filled(weight: Weight) -> bool:
