@@ -187,7 +187,7 @@ class Engine(LoopCalls):
         self._gradient_view = GradientView(self.weights, self._guard, self.residency, *window)
         self.handover = Handover(
             self.structure,
-            self.plan,
+            program,
             self.weights,
             self._blocks,
             recorder=self.recorder,

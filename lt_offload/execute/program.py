@@ -51,11 +51,12 @@ class Program:
     """
 
     def __init__(self, plan: Plan, structure: Structure) -> None:
-        ops = plan.ops
+        self._plan, self._structure, ops = plan, structure, plan.ops
         self.delayed, self.adds_up, self.window = plan.delayed, plan.adds_up, plan.accumulate
         self.passes: tuple[Pass, ...] = plan.passes
         self.timeline = Timeline(plan.timeline)
         self.groups, self.initial = plan.groups, plan.initial
+        self.update_places = plan.update_places
         self.arena_bytes, self.process_bytes = plan.arena_bytes, plan.process_bytes
         self.host_budget_bytes = plan.host_budget_bytes
         self.blocks = len(plan.options)
@@ -77,31 +78,31 @@ class Program:
         """Tensors whose gradients the backward writes to host memory."""
         self.on_host_lane = {op.id for op in ops if op.lane == "host"}
         self.updated_on_host = {tensor for op in ops if op.updates_on_host for tensor in plan.tensors(op)}
-        self.steps: dict[Pass, list[StepOps]] = {which: self._steps(plan, which) for which in plan.passes}
+        self.steps: dict[Pass, list[StepOps]] = {which: self._steps(which) for which in plan.passes}
         self.takers: dict[Pass, dict[int, Op]] = {
-            which: self._takers(plan, which, structure) for which in plan.passes if which != "settling"
+            which: self._takers(which) for which in plan.passes if which != "settling"
         }
         """By trainable tensor: the op that takes its gradient, an offload or what uses it on the device."""
-        self.of_last_block = {which: self._of_last_block(plan, which) for which in plan.passes}
+        self.of_last_block = {which: self._of_last_block(which) for which in plan.passes}
         """By table in two parts: the op that sends the last block's gradient."""
         self.deadlines = deadlines(ops)
-        self.changes = self._changes(plan)
+        self.changes = self._changes()
         """By tensor and whether it is its states: the first op from which on its host copy is another one."""
         self.options, self.chunk_tokens, self.parts = plan.options, plan.chunk_tokens, plan.parts
         self.deferred_forwards, self.graphed = plan.deferred_forwards, plan.graphed
-        self.recomputed, self.repeated = _recomputed(plan), repeated(plan)
-        """Blocks that run again before their backward."""
-        self.steady = self._steady(plan, structure)
+        self.recomputed, self.repeated = {op.block for op in ops if op.save is not None}, repeated(plan)
+        """Blocks that the plan runs again before their backward, and all that run twice, whatever their option."""
+        self.steady = self._steady()
         """Blocks whose weights stay at one address from the forward to the backward."""
 
-    def _steps(self, plan: Plan, which: Pass) -> list[StepOps]:
-        steps = [StepOps() for _ in plan.timeline]
-        for op in plan.program(which):
+    def _steps(self, which: Pass) -> list[StepOps]:
+        steps = [StepOps() for _ in self._plan.timeline]
+        for op in self._plan.program(which):
             if not 0 <= op.step < len(steps):
                 raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {len(steps) - 1}")
             step = steps[op.step]
             if op.save is not None:
-                _check_again(op, plan, step)
+                self._check_again(op, step)
                 step.again.append(op)
             elif op.computes:
                 step.compute = op
@@ -121,38 +122,46 @@ class Program:
                 raise PlanError(f"step {index} of the plan has no computation")
         return steps
 
-    def _takers(self, plan: Plan, which: Pass, structure: Structure) -> dict[int, Op]:
+    def _check_again(self, op: Op, step: StepOps) -> None:
+        during = self.timeline.steps[op.step]
+        if op.kind != "forward" or during.kind == "forward" or op.block > during.block or step.compute is not None:
+            raise PlanError(
+                f"op {op.id} has save={op.save!r} and is the {op.kind} of block {op.block} in step {op.step}; a "
+                "forward runs again in a backward step, before its backward, and is of that block or an earlier one"
+            )
+
+    def _takers(self, which: Pass) -> dict[int, Op]:
         takers = {
             tensor: op
-            for op in plan.program(which)
+            for op in self._plan.program(which)
             if (op.payload == "grad" and op.rows != "others") or (op.uses_gradients and op.lane != "host")
             for tensor in self.tensors[op.id]
         }
-        for index, (name, param) in enumerate(structure.tensors):
+        for index, (name, param) in enumerate(self._structure.tensors):
             if param.requires_grad and index not in takers:
                 # It would never be updated.
                 raise PlanError(f"no op of the plan takes the gradient of weight {name}; plan again")
         return takers
 
-    def _of_last_block(self, plan: Plan, which: Pass) -> dict[int, int]:
-        sends = [op for op in plan.program(which) if op.payload == "grad" and op.rows == "others"]
+    def _of_last_block(self, which: Pass) -> dict[int, int]:
+        sends = [op for op in self._plan.program(which) if op.payload == "grad" and op.rows == "others"]
         return {tensor: op.id for op in sends for tensor in self.tensors[op.id]}
 
-    def _changes(self, plan: Plan) -> dict[tuple[int, bool], int]:
+    def _changes(self) -> dict[tuple[int, bool], int]:
         changes: dict[tuple[int, bool], int] = {}
-        for op in plan.program(plan.passes[-1]):
+        for op in self._plan.program(self._plan.passes[-1]):
             states = [payload == "state" for payload in writes(op, "host") if payload in ("weight", "state")]
             for key in itertools.product(self.tensors[op.id], states):
                 changes.setdefault(key, op.id)
         return changes
 
-    def _steady(self, plan: Plan, structure: Structure) -> set[int]:
+    def _steady(self) -> set[int]:
         # An offload without a release is a write-back: the device copy stays where it is.
         moves = [op for op in self.moves if op.payload == "weight"]
         moves = [op for op in moves if op.kind != "offload" or op.release_after is not None]
         moving = {tensor for op in moves for tensor in self.tensors[op.id]}
-        zero_copy = {op.block for op in plan.ops if op.zero_copy}
-        blocks = enumerate(structure.blocks)
+        zero_copy = {op.block for op in self._plan.ops if op.zero_copy}
+        blocks = enumerate(self._structure.blocks)
         return {index for index, block in blocks if index not in zero_copy and moving.isdisjoint(block.tensors)}
 
     def addresses(self, op: Op) -> tuple[int, int]:
@@ -164,20 +173,8 @@ class Program:
 
 def repeated(plan: Plan) -> set[int]:
     """Return the blocks that run a second time for their backward."""
-    return {index for index, option in enumerate(plan.options) if option not in RECORDED} | _recomputed(plan)
-
-
-def _recomputed(plan: Plan) -> set[int]:
-    return {op.block for op in plan.ops if op.save is not None}
-
-
-def _check_again(op: Op, plan: Plan, step: StepOps) -> None:
-    during = plan.timeline[op.step]
-    if op.kind != "forward" or during.kind == "forward" or op.block > during.block or step.compute is not None:
-        raise PlanError(
-            f"op {op.id} has save={op.save!r} and is the {op.kind} of block {op.block} in step {op.step}; a forward "
-            "runs again in a backward step, before its backward, and is of that block or an earlier one"
-        )
+    again = {op.block for op in plan.ops if op.save is not None}
+    return {index for index, option in enumerate(plan.options) if option not in RECORDED} | again
 
 
 def owners(blocks: Sequence[Sequence[int]]) -> dict[int, list[int]]:

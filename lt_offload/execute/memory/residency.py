@@ -18,6 +18,7 @@ from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.program import Program
+from lt_offload.schema.accesses import takes_room
 from lt_offload.schema.plan import Op
 
 Pair = tuple[Tensor, Tensor]
@@ -207,11 +208,11 @@ class Residency:
     def issue(self, op: Op) -> None:
         """Carry out a prefetch, offload or drop of weights, states or sums of gradients."""
         move = self._moves[op.id]
-        if op.kind == "prefetch":
+        if takes_room(op):
             for group, offset in zip(move.groups, move.offsets, strict=True):
                 self._attach(group, offset)
             move.transfer.fetch()
-        elif op.kind == "offload":
+        elif op.lane == "d2h":
             move.transfer.write_back()
             if op.release_after is not None:
                 for group in move.groups:

@@ -208,7 +208,7 @@ class Gradients:
         op = self._program.takers[self._which][weight.index]
         if grad is None:
             # No gradient in this micro-batch, but sums of others that are waiting for the update.
-            if op.kind == "update" and _filled(weight):
+            if op.updates and _filled(weight):
                 self._complete[op.id].append((weight, None))
             return
         if self.square_sums is not None and self._which == "updating" and not _filled(weight) and not self.arrivals:
@@ -363,7 +363,7 @@ class Gradients:
         """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
         if op.rows is not None:
             return self._use_rows(op, weights[0], urgency)
-        updating = op.kind == "update"
+        updating = op.updates
         if updating and self.arrivals is not None:
             self.updated += len(weights)
             return self.arrivals.update(op, weights, self._arrived, urgency, squares=self.square_sums is not None)
@@ -423,7 +423,7 @@ class Gradients:
 
     def _use_rows(self, op: Op, weight: Weight, urgency: int) -> Event:
         """Queue what the host does with the gradient of a part of a table; return its event."""
-        table, first, updating = self._tables[weight.index], op.rows == "others", op.kind == "update"
+        table, first, updating = self._tables[weight.index], op.rows == "others", op.updates
         total = weight.total
         if first:
             table.begun, table.filled = False, _filled(weight)
