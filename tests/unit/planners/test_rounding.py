@@ -39,15 +39,3 @@ def test_every_stretch_of_equal_blocks_gets_its_share() -> None:
     for option, share in enumerate(fractions[0]):
         counts = np.cumsum(chosen == option)
         assert np.all(np.abs(counts - share * np.arange(1, number + 1)) <= 2), (option, chosen)
-
-
-def test_errors_are_not_carried_between_different_kinds() -> None:
-    # Each kind alone would round its first block to option 1 and its second to option 0.
-    fractions = [[0.4, 0.6], [0.4, 0.6], [0.4, 0.6], [0.4, 0.6]]
-    held = [[0.0, 0.0]] * 4
-    assert round_options(fractions, held, ["a", "b", "a", "b"]) == (1, 1, 0, 0)
-    assert round_options(fractions, held, ["a", "a", "a", "a"]) == (1, 0, 1, 0)
-
-
-def test_small_errors_of_the_solver_do_not_matter() -> None:
-    assert round_options([[1 + 1e-9, -1e-9], [-1e-9, 1.0]], [[2.0, 1.0]] * 2, ["a", "a"]) == (0, 1)
