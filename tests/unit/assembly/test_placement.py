@@ -24,30 +24,6 @@ def steps_of(life: Lifetime, steps: int) -> set[int]:
     return set(range(life.start, steps)) | set(range(life.end + 1))
 
 
-def test_buffers_that_never_meet_share_a_range() -> None:
-    found = place([Lifetime(1000, 0, 1), Lifetime(1024, 2, 3), Lifetime(512, 1, 2)], 4)
-    assert found.offsets == (0, 0, 1024)
-    assert found.extent == 1536
-
-
-def test_a_lifetime_may_run_across_the_end() -> None:
-    crossing, inside, meeting = Lifetime(512, 3, 0), Lifetime(512, 1, 2), Lifetime(512, 0, 0)
-    found = place([crossing, inside, meeting], 4)
-    assert found.offsets[0] == found.offsets[1]
-    assert found.offsets[0] != found.offsets[2]
-    assert found.extent == 1024
-
-
-def test_what_always_lives_lies_below_the_rest() -> None:
-    found = place([Lifetime(600, 0, 0), Lifetime(1, 0, 3), Lifetime(512, 0, 3)], 4)
-    assert found.offsets == (1024, 0, 512)
-    assert found.extent == 2048
-
-
-def test_nothing_needs_nothing() -> None:
-    assert place([], 4).extent == 0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_lifetimes_never_overlap(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -61,26 +61,3 @@ def test_a_reserved_range_is_free_when_its_stay_has_to_come() -> None:
     assert ranges.find((7, 5), 6, 4, 8) == (0, 0.0)
     ranges.take((3, 4), 2, 3, 4)
     assert ranges.find((7, 5), 6, 4, 8) is None
-
-
-def test_what_has_been_gone_for_longest_is_taken_first() -> None:
-    ranges = ArenaRanges(12, "oldest")
-    for number, until in enumerate((3.0, 1.0, 2.0)):
-        ranges.take((number, 0), 4 * number, 4, 0)
-        ranges.leave(4 * number, 4, until)
-    ranges.advance(1, 0.5)
-    assert ranges.find((9, 1), 4, 1, 1) == (4, 1.0)
-    ranges.advance(1, 1.5)
-    assert ranges.find((9, 1), 4, 1, 1) == (4, 0.0)
-
-
-def test_round_and_round() -> None:
-    ranges = ArenaRanges(9, "next")
-    places = []
-    for step in range(4):
-        ranges.advance(step, 0.0)
-        found = ranges.find((0, step), 3, step, step)
-        assert found is not None
-        ranges.take((0, step), found[0], 3, step)
-        places.append(found[0])
-    assert places == [0, 3, 6, 0]

@@ -60,19 +60,6 @@ def test_the_arena_is_gone_with_the_device(optimizer: str, mode: str, fails: boo
     assert engine.stats.iterations == 3
 
 
-def test_of_forwards_without_gradients_as_well() -> None:
-    model = models.build("llama")
-    device = HostileDevice(engines.BUDGET)
-    engine = Engine(model, None, None, device)
-    engine.install()
-    slab = slab_of(device)
-    with engine.inference(), torch.no_grad():
-        model(**models.batch(model))
-    engine.close()
-    device.close()
-    assert slab() is None
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("option", ["keep", "recompute"])
 def test_what_blocks_have_saved_is_gone_with_the_graph_and_after_the_backward(option: str, parts: int) -> None:

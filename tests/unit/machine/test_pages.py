@@ -37,15 +37,6 @@ def test_tensors_of_one_size_do_not_lie_at_a_distance_of_a_power_of_two() -> Non
     assert 0 not in distances
 
 
-def test_touching_takes_the_memory_and_what_lies_before_it_takes_none() -> None:
-    map_pages(1)
-    before = _resident()
-    pages = map_pages(32 << 20)
-    assert _resident() - before < 1 << 20
-    pages.touch()
-    assert 32 << 20 <= _resident() - before < 33 << 20
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch has threads
 def test_a_child_sees_what_the_parent_writes_after_the_fork() -> None:
     """Registered memory must stay where it is: a private mapping would move when it is written."""
@@ -58,9 +49,3 @@ def test_a_child_sees_what_the_parent_writes_after_the_fork() -> None:
     value.fill_(7)
     os.write(answer, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def _resident() -> int:
-    """Return the shared memory of this process that is in RAM."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[2]) * mmap.PAGESIZE

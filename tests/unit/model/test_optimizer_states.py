@@ -34,13 +34,6 @@ def test_each_tensor_has_a_place_where_it_can_be_replaced() -> None:
     assert state[0.9].maxlen == 2
 
 
-def test_what_is_not_there_is_none() -> None:
-    state: dict[Any, Any] = {"sides": [torch.ones(2)], "step": 7}
-    assert [tensor_at(state, place) for place in ("mean", "step", ("sides", 1), ("step", 0), ("sides", 0, 0, 0))] == [
-        None
-    ] * 5
-
-
 def test_entries_of_no_parameter_are_told_from_states() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)

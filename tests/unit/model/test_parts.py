@@ -61,11 +61,6 @@ def test_a_bias_per_sample_and_head_is_cut_with_its_samples() -> None:
     assert len(odd[0][1]["alibi"]) == 11
 
 
-@pytest.mark.parametrize("args", [(torch.randn(1, 5, 2),), (), ("text",), (torch.tensor(3.0),)])
-def test_what_has_one_sample_or_none_is_not_cut(args: tuple[Any, ...]) -> None:
-    assert cut(args) is None
-
-
 def test_as_many_tokens_as_samples_are_told_apart_once_other_numbers_were_seen() -> None:
     cutter, positions = Cutter("layer", 2), torch.arange(4)
     with pytest.raises(UnsupportedError, match="4 samples of 4 tokens"):
@@ -111,17 +106,6 @@ def test_rows_that_nobody_gave_are_zero(given: Tensor) -> None:
     found = rows.result()
     assert found is not None
     assert torch.equal(found, torch.cat([torch.zeros(1, 3), given]))
-
-
-def test_outputs_are_put_together_by_their_structure() -> None:
-    outputs = Outputs(Cutter("layer", 2), [2, 1])
-    whole = {"x": torch.randn(3, 2), "more": (torch.randn(3), "same", None)}
-    for part, rows in enumerate((slice(0, 2), slice(2, 3))):
-        outputs.put(part, {"x": whole["x"][rows], "more": (whole["more"][0][rows], "same", None)})
-    found = outputs.result()
-    assert torch.equal(found["x"], whole["x"])
-    assert torch.equal(found["more"][0], whole["more"][0])
-    assert found["more"][1:] == ("same", None)
 
 
 @pytest.mark.parametrize(

@@ -96,17 +96,6 @@ def test_low_precision_follows_its_masters(dtype: torch.dtype) -> None:
         assert all(torch.equal(state[name], expected[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_small_steps_count() -> None:
-    found, plain = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
-    optimizer, other = AdamW([found], lr=1e-5), torch.optim.AdamW([plain], lr=1e-5, fused=True)
-    for _ in range(400):
-        found.grad = plain.grad = torch.ones_like(found)
-        optimizer.step()
-        other.step()
-    assert (plain == 1).all()
-    assert (found < 1).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.37, torch.tensor(0.37)])
 def test_scale_equals_scaling_first(dtype: torch.dtype, scale: float | Tensor) -> None:
@@ -160,16 +149,6 @@ def test_closure_and_parameters_without_gradient() -> None:
     assert (used < 1).all()
     assert (unused == 1).all()
     assert unused not in optimizer.state
-
-
-def test_autograd_notices_that_a_weight_has_changed() -> None:
-    weight = nn.Parameter(torch.ones(32))
-    optimizer = AdamW([weight])
-    loss = (weight**2).sum()
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def through_a_file(optimizer: torch.optim.Optimizer) -> Any:
@@ -305,21 +284,6 @@ def test_moments_of_fewer_bits(dtype: torch.dtype, kept: dict[str, Any]) -> None
     assert dtypes == ({torch.uint8, torch.float32} if kept is EIGHT else {torch.bfloat16})
 
 
-@pytest.mark.parametrize("kept", [EIGHT, HALF], ids=["8bit", "bfloat16"])
-@pytest.mark.parametrize("noisy", [False, True])
-def test_moments_of_fewer_bits_without_a_kernel(
-    kept: dict[str, Any], noisy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for compiled in (native.kernel(), None):
-        monkeypatch.setattr(native, "kernel", lambda compiled=compiled: compiled)
-        made = parameters(torch.bfloat16)
-        optimizer = AdamW(made, **SETTINGS, **kept, stochastic_rounding=noisy)
-        train(made, optimizer, range(3))
-        found.append(optimizer)
-    assert_same(*found)
-
-
 def test_second_moments_in_bfloat16_decrease() -> None:
     """By less than a last bit at a time: to nearest, as torch's AdamW on bfloat16 has it, they would stay."""
     ours, theirs = (nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)) for _ in range(2))
@@ -332,21 +296,6 @@ def test_second_moments_in_bfloat16_decrease() -> None:
     mine, stuck = (float(moment.double().mean()) / 1e-3 for moment in moments)
     assert mine == pytest.approx(0.999**299, rel=0.01)
     assert stuck == pytest.approx(1, rel=0.01)
-
-
-def test_groups_have_moments_of_their_own() -> None:
-    found = parameters(torch.float32)
-    groups = [{"params": found[:1]}, {"params": found[1:4], "state_dtype": "bfloat16"}]
-    optimizer = AdamW([*groups, {"params": found[4:], "state_dtype": "8bit"}], **SETTINGS)
-    train(found, optimizer, range(2))
-    dtypes = [optimizer.state[p]["exp_avg"].dtype for p in found]
-    assert dtypes == [torch.float32, *[torch.bfloat16] * 3, torch.uint8]
-    copies = parameters(torch.float32)
-    resumed = AdamW([{**group, "params": [copies.pop(0) for _ in group["params"]]} for group in optimizer.param_groups])
-    resumed.load_state_dict(through_a_file(optimizer))
-    assert [group["state_dtype"] for group in resumed.param_groups] == [None, "bfloat16", "8bit"]
-    for one, other in zip(optimizer.state.values(), resumed.state.values(), strict=True):
-        assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
 
 
 def test_settings_of_moments_that_cannot_be() -> None:
@@ -414,27 +363,6 @@ def test_resume(dtype: torch.dtype, settings: dict[str, Any], way: str, steps: i
     assert_same(resumed, expected)
 
 
-def test_hooks_of_loading_are_honoured() -> None:
-    found = parameters(torch.bfloat16)
-    optimizer = AdamW(found, **SETTINGS)
-    train(found, optimizer, range(1))
-    resumed = AdamW(parameters(torch.bfloat16))
-    seen: list[torch.dtype] = []
-
-    def reset(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-        state = {key: {**value, "exp_avg": value["exp_avg"] * 0} for key, value in given["state"].items()}
-        return {**given, "state": state}
-
-    first = resumed.param_groups[0]["params"][0]
-    resumed.register_load_state_dict_pre_hook(reset)
-    resumed.register_load_state_dict_post_hook(lambda _: seen.append(resumed.state[first]["master"].dtype))
-    for _ in range(2):
-        resumed.load_state_dict(optimizer.state_dict())
-    assert seen == [torch.float32] * 2
-    assert (resumed.state[first]["exp_avg"] == 0).all()
-    assert torch.equal(resumed.state[first]["master"], optimizer.state[found[0]]["master"])
-
-
 def test_checkpoints_of_torchs() -> None:
     theirs = parameters(torch.float32)
     reference = torch.optim.AdamW(theirs, fused=True, **SETTINGS)
@@ -493,10 +421,6 @@ def test_tensors_that_cannot_be() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="no sparse gradients"):
         AdamW(table.parameters()).step()
-
-
-def test_fused_is_taken_for_compatibility() -> None:
-    assert "fused" not in AdamW(parameters(torch.float32), fused=True).defaults
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

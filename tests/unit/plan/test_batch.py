@@ -18,7 +18,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from scripts.papers.offmate import PAPER, PaperProgram
 from tests.support.profiles.fixtures import GB, llama7b_b4
-from tests.support.profiles.small import READ, small_profile, with_zero_copy
+from tests.support.profiles.small import small_profile
 
 CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB), reach=3, **PAPER)
 """Figure 4's setting: everything that depends on the batch is proportional to it."""
@@ -45,19 +45,6 @@ def affine(blocks: int = 8, *, once: float = 2.0, each: float = 4.0) -> Callable
 # -- profiles at other sizes -----------------------------------------------------------------------------------------
 
 
-def test_one_profile_is_proportional() -> None:
-    profile = small_profile(3, launch_s=0.5)
-    found = scaled(profile, 6)
-    assert found.batch_size == 6
-    before, after = profile.blocks[1], found.blocks[1]
-    assert (after.input_bytes, after.output_bytes, after.launch_s) == (30, 30, 0.5)
-    assert after.option("keep").forward_s == pytest.approx(30.0)
-    assert after.option("offload").offload_bytes == 3 * before.option("offload").offload_bytes
-    assert found.tensors == profile.tensors
-    assert found.fingerprint == profile.fingerprint
-    assert scaled(profile, 2) == profile
-
-
 def test_two_profiles_give_a_line() -> None:
     at = affine()
     low, high = at(2), at(6)
@@ -81,15 +68,6 @@ def test_nothing_is_less_in_a_larger_batch() -> None:
     assert found.shared_bytes == 0, "and nothing is negative in a smaller one"
 
 
-def test_direct_access_is_interpolated_if_both_know_it() -> None:
-    profile = small_profile(2)
-    zero_copy = with_zero_copy(profile)
-    larger = replace(with_zero_copy(profile, replace(READ, forward_bytes=300, forward_s=4.0)), batch_size=4)
-    found = scaled(zero_copy, 3, larger).tensors[0].read(0)
-    assert (found.forward_bytes, found.forward_s, found.backward_s) == (200, 3.0, 3.0)
-    assert scaled(zero_copy, 3, replace(profile, batch_size=4)).tensors[0].zero_copy is None
-
-
 def test_options_that_only_one_size_has_are_left_out() -> None:
     low, high = small_profile(2), replace(small_profile(2), batch_size=4)
     fewer = replace(high, blocks=tuple(replace(block, options=block.options[:1]) for block in high.blocks))
@@ -103,11 +81,6 @@ def test_options_that_only_one_size_has_are_left_out() -> None:
 def test_published_scan(size: int, seconds: float) -> None:
     profile = llama7b_b4()
     assert lower_bound(scaled(profile, size), CONFIG, PaperProgram) / size == pytest.approx(seconds, rel=5e-3)
-
-
-def test_the_scan_ends_where_memory_ends() -> None:
-    with pytest.raises(InfeasibleError):
-        lower_bound(scaled(llama7b_b4(), 12), CONFIG, PaperProgram)
 
 
 # -- choice ----------------------------------------------------------------------------------------------------------
@@ -165,14 +138,6 @@ def test_of_equal_throughput_the_smallest_batch_is_taken() -> None:
     assert decision.batch_size < 100, "200 would be faster by a fraction of a percent"
 
 
-def test_the_plan_travels_as_json() -> None:
-    plan = choose_batch(affine(3), Settings(memory=6_000), most=2).plan
-    from lt_offload.schema.files import from_json, to_json
-
-    assert from_json(Plan, to_json(plan), source="test", schema=plan.schema) == plan
-    assert [point.batch_size for point in plan.batch_curve] == [1, 2]
-
-
 def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
     at = affine(4, once=20.0)
     asked = []
@@ -228,20 +193,6 @@ def test_only_some_sizes() -> None:
     assert choose_batch(affine(), Settings(memory=10**6), most=1).batch_size == 1
     with pytest.raises(ConfigError, match="no batch size to choose from"):
         choose_batch(affine(), Settings(memory=10**6), most=0)
-
-
-def test_profiles_are_asked_for_a_handful_of_sizes() -> None:
-    asked = []
-    at = affine(4)
-
-    def counted(size: int) -> Profile:
-        asked.append(size)
-        return at(size)
-
-    said: list[str] = []
-    choose_batch(counted, Settings(memory=9_000), most=1000, on_progress=said.append)
-    assert len(asked) == len(set(asked)) <= 12
-    assert "looking for the best batch size" in said
 
 
 @pytest.mark.parametrize("limit", [20, 100, 300])

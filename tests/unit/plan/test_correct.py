@@ -20,8 +20,8 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Span, Trace
 from tests.support.profiles.by_hand import built
-from tests.support.profiles.program_rules import random_profile
-from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_zero_copy
+from tests.support.profiles.program_rules import KINDS, random_profile
+from tests.support.profiles.small import changed, named, resident, small_profile, stays
 
 
 def scaled(
@@ -93,7 +93,6 @@ def as_measured(trace: Trace, plan: Plan) -> Trace:
     return replace(trace, source="measured", iteration_time=last - first, spans=tuple(spans))
 
 
-KINDS = ("plain", "tied", "half", "lora", "frozen start")
 TRUE: dict[str, Any] = {
     "h2d": 1.7,
     "d2h": 0.6,
@@ -134,19 +133,6 @@ def test_a_plan_keeps_its_durations_under_its_own_profile(seed: int, planner: st
     assert again.predicted.no_offload_s == plan.predicted.no_offload_s
     assert again.predicted.lower_bound_s <= plan.predicted.lower_bound_s * (1 + 1e-3)
     assert check(again, profile) == []
-
-
-def test_direct_reads_and_forwards_that_run_again_have_their_durations() -> None:
-    profile = with_zero_copy(small_profile(4))
-    decisions = changed(
-        resident(profile),
-        1,
-        TensorDecision(place="host", zero_copy=(1, 6), grad_zero_copy=True),
-    )
-    plan = built(decisions, profile)
-    assert any(op.zero_copy for op in plan.ops)
-    assert any(op.writes_gradients for op in plan.ops)
-    assert [op.seconds for op in timed(plan, profile).ops] == [op.seconds for op in plan.ops]
 
 
 # -- correction -------------------------------------------------------------------------------------------------------
@@ -199,34 +185,6 @@ def test_what_was_not_measured_stays() -> None:
     plan = built(resident(profile), profile)
     true = scaled(profile, h2d=5.0, d2h=5.0, host=5.0)
     assert correct(profile, plan, [simulate(timed(plan, true), true)]) == profile
-
-
-def test_direct_access_is_corrected_with_its_computation() -> None:
-    profile = with_zero_copy(small_profile(4))
-    decision = TensorDecision(place="host", zero_copy=(1, 6), grad_zero_copy=True)
-    plan = built(changed(resident(profile), 1, decision), profile)
-    true = replace(
-        profile,
-        tensors=tuple(
-            replace(
-                t,
-                zero_copy=t.zero_copy
-                and replace(
-                    t.zero_copy,
-                    grad_s=4.0,
-                    reads=tuple(replace(r, forward_s=8.0, backward_s=12.0) for r in t.zero_copy.reads),
-                ),
-            )
-            for t in profile.tensors
-        ),
-    )
-    measured = simulate(timed(plan, true), true)
-    found = correct(profile, plan, [measured])
-    assert timed(plan, found).predicted.iteration_s == pytest.approx(measured.iteration_time, rel=0.02)
-    assert found.tensors[1].zero_copy is not None
-    assert found.tensors[1].zero_copy.grad_s == pytest.approx(4.0)
-    assert found.tensors[1].zero_copy.reads[0].forward_s > 2.0
-    assert found.tensors[0].zero_copy == profile.tensors[0].zero_copy, "was not read"
 
 
 def test_one_disturbed_iteration_among_several_does_not_count() -> None:

@@ -105,15 +105,3 @@ def test_what_fuses_is_read_and_written_once() -> None:
         FUSED,
     ]
     assert kernels(new) == [([16, 128], 1), ([128, 128], 1)]
-
-
-def test_a_reduction_is_kept_and_what_is_cheap_is_made_again() -> None:
-    x, weight = torch.randn(8, 8), torch.randn(8, 8)
-
-    def run(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total, cheap = _aten.sum.dim_IntList(x, [-1], True), x.exp()
-        product = (cheap.t() @ weight).neg()
-        return product * cheap * total, product.view(4, 16)
-
-    # The first writes the sum and the exponentials; the second reads the sum, and makes nothing of it again.
-    assert kernels(fuse(traced(run, x, weight))) == [([64], 2), ([64], 2)]

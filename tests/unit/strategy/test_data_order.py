@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lt_offload.finetune.data.batches.loaders import ResumableLoader
 from lt_offload.finetune.data.batches.order import ResumableBatches
-from lt_offload.strategy.checkpoint.data_order import Repeatable, repeatable
+from lt_offload.strategy.checkpoint.data_order import repeatable
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -75,26 +75,6 @@ def test_the_rest_of_an_epoch_is_the_same(maker: str) -> None:
     assert all(torch.equal(next(again), batch) for batch in seen)
     assert all(torch.equal(left, right) for left, right in zip(again, rest, strict=True))
     assert len(rest) == 4
-
-
-def test_passes_of_a_short_loader_are_all_kept() -> None:
-    loader: Any = repeatable(DataLoader(range(4), batch_size=2, shuffle=True))
-    first = [batch.tolist() for _ in range(2) for batch in loader]
-    torch.rand(5)
-    again: Any = repeatable(DataLoader(range(4), batch_size=2, shuffle=True))
-    again.load_state_dict(loader.state_dict())
-    assert [batch.tolist() for _ in range(2) for batch in again] == first
-
-
-def test_a_loader_stays_what_it_is() -> None:
-    loader = DataLoader(range(4), batch_size=2)
-    made: Any = repeatable(loader)
-    assert isinstance(made, DataLoader)
-    assert isinstance(made, Repeatable)
-    assert made is not loader
-    assert type(loader) is DataLoader
-    assert (made.dataset, made.batch_size, len(made)) == (loader.dataset, 2, 2)
-    assert repeatable([1]) == [1]
 
 
 def test_a_loader_that_keeps_its_place_is_left_alone() -> None:

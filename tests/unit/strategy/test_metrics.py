@@ -72,11 +72,3 @@ def test_tokens_per_second_leave_validation_out_and_begin_anew_after_each_record
         metrics.on_train_batch_end(trainer(step), None, None, IDS, step)
         metrics.logged.append({})
     assert metrics.logged == [{"tokens_per_s": 2.0}, {"tokens_per_s": 2.0}, {"tokens_per_s": 2.0}, {}]
-
-
-def test_tokens_per_second_are_those_of_all_processes(clock: Clock) -> None:
-    metrics = Recording()
-    metrics.on_train_start(None, None)
-    clock.now += 5
-    metrics.on_train_batch_end(trainer(1, world_size=3), None, None, IDS, 0)
-    assert metrics.logged == [{"tokens_per_s": 6.0}]

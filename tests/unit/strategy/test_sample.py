@@ -11,7 +11,6 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
@@ -121,24 +120,6 @@ def test_collections_of_loaders() -> None:
 def test_no_batch() -> None:
     with pytest.raises(ConfigError, match="has no batch"):
         taken(DataLoader(TensorDataset(torch.empty(0)), batch_size=2))
-
-
-def test_lightnings_collection_gives_what_training_steps_see() -> None:
-    loaders = {"a": LOADERS["in order"](), "b": LOADERS["workers"]()}
-    assert flat(taken(CombinedLoader(loaders, "min_size"))) == flat(taken(loaders))
-
-
-def test_a_stream_that_cannot_be_copied_is_not_advanced() -> None:
-    class Once(IterableDataset[int]):
-        def __init__(self) -> None:
-            self.source = (i for i in range(3))
-
-        def __iter__(self) -> Iterator[int]:
-            return self.source
-
-    loader = DataLoader(Once(), batch_size=2)
-    assert flat(taken(loader)) == [0, 1]
-    assert flat(list(loader)) == [0, 1, 2]
 
 
 class Noisy(Dataset[Tensor]):

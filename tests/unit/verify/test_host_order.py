@@ -4,39 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan, deadlines
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.by_hand import built
-from tests.support.profiles.small import changed, resident, small_profile, stays
+from tests.support.profiles.small import all_on_the_host, with_op
 
 BLOCKS = 5
-LAST = 2 * BLOCKS - 1
 
 
-def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
-    """Every weight is updated on the host, ``seconds`` each, and fetched one step before its forward."""
-    profile = small_profile(BLOCKS)
-    optimizer = replace(profile.optimizer, host_bytes_per_s=1000 / seconds)
-    hardware = replace(profile.hardware, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
-    profile = replace(profile, optimizer=optimizer, hardware=hardware)
-    decisions = resident(profile)
-    for block in range(BLOCKS):
-        decisions = changed(decisions, block, TensorDecision(place="host", stays=stays((block, LAST - block))))
+def planned(seconds: float) -> tuple[Plan, Profile]:
+    """Every weight is fetched one step before its forward."""
+    profile, decisions = all_on_the_host(BLOCKS, seconds)
     return built(decisions, profile, lead=1, lag=1), profile
 
 
 def test_a_deadline_is_the_first_op_that_waits() -> None:
-    plan, _ = all_on_the_host(1.0)
+    plan, _ = planned(1.0)
     updates = {op.block: op.id for op in plan.ops if op.kind == "update"}
     fetches = {op.block: op.id for op in plan.ops if op.kind == "prefetch"}
     assert deadlines(plan.ops) == {updates[block]: fetches[block] + len(plan.ops) for block in range(BLOCKS)}
 
 
 def test_the_host_takes_the_update_that_is_needed_first() -> None:
-    plan, profile = all_on_the_host(45.0)
+    plan, profile = planned(45.0)
     assert check(plan, profile) == []
     spans = sorted(
         (span.start, plan.ops[span.op].block) for span in simulate(plan, profile).spans if span.lane == "host"
@@ -46,7 +38,7 @@ def test_the_host_takes_the_update_that_is_needed_first() -> None:
 
 
 def test_an_order_of_arrival_would_be_slower() -> None:
-    plan, profile = all_on_the_host(45.0)
+    plan, profile = planned(45.0)
     updates = [op.id for op in plan.ops if op.kind == "update"]
     chained = list(plan.ops)
     for earlier, later in zip(updates, updates[1:], strict=False):
@@ -57,13 +49,11 @@ def test_an_order_of_arrival_would_be_slower() -> None:
 
 
 def test_the_end_of_one_update_says_nothing_about_another() -> None:
-    plan, profile = all_on_the_host(1.0)
+    plan, profile = planned(1.0)
     updates = {op.block: op.id for op in plan.ops if op.kind == "update"}
     fetch = next(op for op in plan.ops if op.kind == "prefetch" and op.block == 3)
     # Block 2's gradient arrives later, so on a lane that kept the order its update would come after that of block 3.
     after = tuple(updates[2] if other == updates[3] else other for other in fetch.after)
     assert after != fetch.after
-    ops = list(plan.ops)
-    ops[fetch.id] = replace(fetch, after=after)
-    found = check(replace(plan, ops=tuple(ops)), profile)
+    found = check(with_op(plan, fetch, after=after), profile)
     assert any(f"op {fetch.id} " in line and f"op {updates[3]} " in line for line in found), found

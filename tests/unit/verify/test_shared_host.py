@@ -59,21 +59,6 @@ def test_equals_the_slow_simulation(seed: int) -> None:
     assert simulate(plan, profile).iteration_time == pytest.approx(iteration_s(plan, profile), rel=1e-9)
 
 
-def test_shares_that_fit_beside_each_other_cost_nothing() -> None:
-    alone = small_profile(5)
-    shared = replace(alone, contention=Contention(compute=0.2, h2d=0.3, d2h=0.2, host=0.3))
-    assert simulate(streamed(alone), alone).spans == simulate(streamed(shared), shared).spans
-
-
-def test_no_more_is_taken_than_there_is() -> None:
-    profile = small_profile(6)
-    plan = streamed(profile)
-    for share in (0.3, 0.6, 0.9):
-        shared = replace(profile, contention=Contention(compute=share, h2d=share, d2h=share, host=share))
-        busy = share * sum(op.seconds for op in plan.ops)
-        assert simulate(plan, shared).iteration_time >= busy * (1 - 1e-9)
-
-
 def test_a_plan_takes_as_long_as_the_machine_of_the_profile_needs() -> None:
     slow, fast = small_profile(5), small_profile(5, speed=1e6)
     plan = streamed(slow)

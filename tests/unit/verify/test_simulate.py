@@ -13,17 +13,10 @@ from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import Op, Plan
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_options
-
-
-def with_op(plan: Plan, op: Op, **fields: Any) -> Plan:
-    ops = list(plan.ops)
-    ops[op.id] = replace(op, **fields)
-    return replace(plan, ops=tuple(ops))
+from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_op
 
 
 def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
@@ -47,16 +40,6 @@ def test_a_copy_that_nothing_hides_is_waited_for() -> None:
     assert trace.busy("host") == pytest.approx(10)
 
 
-def test_a_copy_beside_a_computation_costs_nothing() -> None:
-    profile = small_profile(4)
-    # 5 s out beside the next backward, 10 s update, 10 s in beside the first forward: block 1 waits for the last bit.
-    decision = TensorDecision(place="host", stays=stays((1, 6)))
-    trace = simulate(built(changed(resident(profile), 1, decision), profile, lead=1, lag=1), profile)
-    assert trace.iteration_time == pytest.approx(4 * 30 + 3)
-    spans = {span.label: span for span in trace.spans}
-    assert spans["prefetch weight 1"].end <= spans["forward 1"].start
-
-
 def test_memory_is_counted_by_step() -> None:
     profile = small_profile(3)
     plan = built(resident(profile), profile)
@@ -77,40 +60,6 @@ def test_memory_is_counted_by_step() -> None:
     assert [size for _, size in trace.memory] == expected
     assert trace.device_peak == max(expected)
     assert trace.host_peak == 3 * (1000 + 2000)
-
-
-def test_offloaded_activations_count_until_they_have_left_and_from_when_they_are_fetched() -> None:
-    profile = small_profile(4)
-    decisions = with_options(resident(profile), "offload", "keep", "keep", "keep")
-    plans = [built(decisions, profile, activations={0: times}) for times in ((0, 7), (2, 5))]
-    sizes = [np.array([size for _, size in simulate(plan, profile).memory]) for plan in plans]
-    assert (sizes[1] - sizes[0]).tolist() == [0, 300, 300, 0, 0, 300, 300, 0]
-
-
-def test_host_memory_counts_what_travels() -> None:
-    profile = small_profile(3)
-    decisions = changed(resident(profile), 1, TensorDecision(place="host", stays=stays((1, 4))))
-    decisions = changed(decisions, 0, TensorDecision(place="paged"))
-    decisions = with_options(decisions, "offload", "keep", "keep")
-    # all weights and states; the gradient of the host's share at its place; activations
-    assert simulate(built(decisions, profile), profile).host_peak == 3 * (1000 + 2000) + 1024 + 300
-
-
-def test_collected_gradients_and_scratch() -> None:
-    small = small_profile(3)
-    big = replace(small.tensors[1], name="big", bytes=20 << 20, shape=(5 << 20,), state_bytes=0)
-    other = replace(small.tensors[1], name="other", bytes=17 << 20, state_bytes=0)
-    profile = replace(
-        small,
-        tensors=(*small.tensors, big, other),
-        optimizer=replace(small.optimizer, scratch_ratio=1.0),
-    )
-    plan = built(resident(profile), profile)
-    with_large = simulate(plan, profile).memory[4][1]
-    profile = small
-    without = simulate(built(resident(profile), profile), profile).memory[4][1] - 9216 + plan.arena_bytes
-    # The largest one with its scratch; the smaller large one is gone by then. The small one gets scratch, too.
-    assert with_large - without == 2 * (20 << 20) + 1000
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -168,15 +117,6 @@ def test_ops_wait_for_what_they_name_and_for_their_lane() -> None:
 def test_a_slow_launch_is_waited_for() -> None:
     profile = small_profile(3, launch_s=50.0, speed=1e9)
     assert simulate(built(resident(profile), profile), profile).iteration_time == pytest.approx(6 * 50)
-
-
-def test_more_bandwidth_never_hurts() -> None:
-    times = []
-    for speed in (0.1, 1.0, 10.0):
-        profile = small_profile(6, speed=speed)
-        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True)
-        times.append(simulate(built(decisions, profile, lead=1, lag=1), profile).iteration_time)
-    assert times == sorted(times, reverse=True)
 
 
 def test_deadlocks_name_the_ops() -> None:

@@ -103,16 +103,6 @@ def test_a_task_that_gives_up_ends_what_depends_on_it_and_is_not_the_error(opene
     assert log == []
 
 
-def test_an_error_is_raised_by_the_next_wait_for_anything(opened):
-    device = opened("thread")
-    bad = device.submit("host", fail)
-    while not bad.done():
-        time.sleep(0.001)
-    with pytest.raises(KeyError):
-        device.wait()
-    device.wait()
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_released_by_a_failed_task_can_be_used_again(opened, mode):
     device = opened(mode, poison=True)

@@ -86,28 +86,6 @@ def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device
     assert pool.nbytes == 4096
 
 
-def test_one_call_copies_them_all_and_each_is_counted(device: HostileDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    copy_all = device.copy_all
-
-    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        calls.append(len(targets))
-        copy_all(targets, sources)
-
-    monkeypatch.setattr(device, "copy_all", counted)
-    pool = HostPool(device)
-    with device.accounting():
-        tensors = saved()
-        before = device.memory()
-        offloader, moved = travel(device, pool, tensors)
-        assert device.memory() == before + 8 * 16 * 4 + 40 * 2 + 32 * 12 * 4
-        device.wait()
-        offloader.arrived(moved[0].storage)
-        offloader.close()
-        assert device.memory() == before
-    assert calls == [3, 3]
-
-
 def test_memory_for_many_is_held_against_the_budget(device: HostileDevice) -> None:
     parts = [(torch.Size([1 << 16]), torch.float32)] * 4
     with device.accounting():

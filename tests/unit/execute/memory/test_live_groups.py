@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from lt_offload.errors import OverBudget
-from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
-from lt_offload.execute.memory.tensors import States, Weight, add_in_order, carve
-from lt_offload.model.blocks import find_blocks
+from lt_offload.execute.memory.tensors import Weight, add_in_order, carve
 from lt_offload.plan.assembly.groups import group_tensors
 from lt_offload.plan.assembly.ops import Draft
 from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
-from tests.support import models, plans
 from tests.support.hostile.device import HostileDevice
 
 SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
@@ -147,59 +143,6 @@ def test_saving_one_tensor_writes_its_bytes_only(device: HostileDevice) -> None:
         file = io.BytesIO()
         torch.save(tensor, file)
         assert file.tell() < 4096
-
-
-def test_states_share_the_layout_of_the_arena(device: HostileDevice) -> None:
-    weights = weights_of()
-    rooms = tuple(aligned(2 * w.nbytes) for w in weights)
-    offsets = tuple(sum(rooms[:i]) for i in range(len(rooms)))
-    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets, payload="state")
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, state_bytes=rooms))
-    (group,) = [p for p in layout.all if isinstance(p.members[0], States)]
-    assert not group.filled
-    made = [{"step": torch.tensor(1.0), "m": torch.randn_like(w.host), "v": torch.randn_like(w.host)} for w in weights]
-    before = [{name: tensor.clone() for name, tensor in state.items()} for state in made]
-    for weight, state in zip(weights, made, strict=True):
-        weight.states.refresh(state)
-    group.attach(device.place(0, group.room))
-    event = Transfer(device, [group], label="fetch").fetch()
-    assert event is not None
-    assert len(coalesced([group])) == 1
-    device.wait(event)
-    for weight, state in zip(weights, before, strict=True):
-        assert all(torch.equal(view, state[name]) for name, view in weight.states.on_device.items())
-        assert len(weight.states.on_device) == 2
-
-    group.detach()
-    swapped = {"v": made[0]["v"], "m": made[0]["m"]}  # the same tensors, each in the other's place
-    weights[0].states.refresh(swapped)
-    assert all(torch.equal(swapped[name], before[0][name]) for name in swapped)
-    with pytest.raises(OverBudget, match="the plan has kept"):
-        weights[0].states.refresh({"m": torch.zeros(1000)})
-
-
-def test_copies_per_iteration_do_not_depend_on_the_number_of_tensors() -> None:
-    model = models.build("llama", layers=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    structure = find_blocks(model)
-    plan = plans.streamed(structure, optimizer, options=("keep",), places=("host",))
-    device = HostileDevice(1 << 26, "lazy", check=True)
-    engine = Engine(model, optimizer, plan, device, structure=structure)
-    copies = []
-    copy = device.copy
-    device.copy = lambda target, source: copies.append(1) or copy(target, source)  # type: ignore[method-assign,func-returns-value]
-    engine.install()
-    try:
-        for _ in range(2):
-            copies.clear()
-            with engine.iteration():
-                model(**models.batch(model)).loss.backward()
-        engine.drain()
-        moves = [o for o in plan.ops if o.lane in ("h2d", "d2h")]
-        assert len(copies) == len(moves)
-    finally:
-        engine.remove()
-        device.close()
 
 
 def test_places_are_added_up_in_their_order_piece_by_piece() -> None:

@@ -174,14 +174,3 @@ def test_states_are_in_the_order_of_the_parameters() -> None:
     order = {id(param): at for params in (twins.plain, twins.ours) for at, param in enumerate(params)}
     ours, plain = ([order[id(param)] for param in made.state] for made in (twins.other, twins.optimizer))
     assert ours == plain != sorted(plain)
-
-
-def test_a_group_that_was_added() -> None:
-    twins = Twins(FAST["adamw-fused"])
-    twins.update()
-    for optimizer, params in ((twins.optimizer, twins.plain), (twins.other, twins.ours)):
-        moved = optimizer.param_groups[0]["params"].pop()
-        assert moved is params[-1]
-        optimizer.add_param_group({"params": [moved], "lr": 0.5})
-    twins.update()
-    assert twins.equal()
