@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 
 from lt_offload.plan import explain, solve
-from lt_offload.plan.iteration.decisions import TensorDecision
+from lt_offload.plan.iteration.decisions import Recomputation, TensorDecision
 from lt_offload.schema.explain import OTHER_BITS, brief, headline
 from lt_offload.schema.plan import Alternative, Plan, Prediction
 from lt_offload.units import format_seconds
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.fixtures import llama7b_b4
-from tests.support.profiles.small import changed, resident, small_profile, stays, with_options
+from tests.support.profiles.small import chained, changed, resident, small_profile, stays, with_options, with_zero_copy
 
 
 def hand_made() -> Plan:
@@ -120,3 +120,28 @@ def test_a_notebook_shows_words() -> None:
     assert len(page) < 10_000
     assert "An iteration takes" in page
     ElementTree.fromstring(f"<div>{page}</div>")
+
+
+def test_the_table_says_what_runs_again_and_what_is_accessed_directly() -> None:
+    profile = with_zero_copy(chained(small_profile(4)))
+    first = TensorDecision(place="host", zero_copy=(0, 5, 6, 7), grad_zero_copy=True)
+    decisions = changed(resident(profile), 0, first)
+    decisions = with_options(decisions, "recompute", "discard", "discard", "keep")
+    recomputations = {
+        5: (
+            Recomputation(block=0, save="input"),
+            Recomputation(block=1, save="nothing"),
+            Recomputation(block=2, save="all"),
+        ),
+        6: (Recomputation(block=0, save="input"), Recomputation(block=1, save="input")),
+    }
+    text = explain(built(replace(decisions, recomputations=recomputations), profile))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 recompute, again 2x direct 600 B - direct 1 kB host 1" in lines
+    assert "1-2 discard, again 1-2x - - - device 1" in lines
+    words = " ".join(text.split())
+    assert "run again 5 forwards per iteration, 54 s" in words
+    assert "; 600 B read directly; 1 kB written directly" in words
+    for word in ("discard", "again", "direct"):
+        assert any(line.startswith(f"{word} ") and len(line) > 40 for line in lines), word
+    assert max(len(line) for line in text.splitlines()) <= 100

@@ -54,6 +54,21 @@ def test_tasks_are_outside_autograd_inference_autocast_and_dispatch_modes(opened
     assert seen == {"grad": False, "inference": False, "dtype": torch.float32, "modes": None}
 
 
+def test_the_most_urgent_update_runs_first(opened):
+    device = opened("thread")
+    log = []
+    gate = threading.Event()
+    first = device.submit("host", gate.wait, urgency=9)
+    late = device.submit("d2h", gate.wait)
+    for name, urgency in (("third", 3), ("first", 1), ("second", 2)):
+        device.submit("host", lambda name=name: log.append(name), urgency=urgency)
+    device.submit("host", lambda: log.append("zeroth"), urgency=0, after=[late, first])
+    gate.set()
+    device.drain()
+    assert sorted(log[:2]) in (["first", "zeroth"], ["first", "second"])
+    assert [name for name in log if name != "zeroth"] == ["first", "second", "third"]
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
