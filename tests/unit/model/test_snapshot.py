@@ -10,7 +10,6 @@ import random
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-import lt_offload
 from lt_offload.errors import UnsupportedError
 from lt_offload.model import snapshot
 from lt_offload.model.snapshot import untouched
-from tests.support import models
 
 COUNT = 1000
 SEEN: list[int] = []
@@ -229,21 +226,6 @@ def test_iterators_that_are_advanced_are_named(name: str) -> None:
         pass
 
 
-def test_files(tmp_path: Path) -> None:
-    path = tmp_path / "rows.txt"
-    path.write_text("a\nb\nc\n")
-    with path.open() as file:
-        holder = types.SimpleNamespace(file=file)
-        assert file.readline() == "a\n"
-        with untouched(holder=holder):
-            file.readline()
-        assert file.readline() == "b\n"
-    with path.open("a") as file:
-        holder = types.SimpleNamespace(file=file)
-        with pytest.raises(UnsupportedError, match=r"holder\.file changes"), untouched(holder=holder):
-            file.write("d\n")
-
-
 def test_weights_that_a_step_writes_to_are_named() -> None:
     module = nn.Linear(2, 2)
     holder = types.SimpleNamespace(model=module)
@@ -257,46 +239,6 @@ def test_more_than_can_be_searched_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.warns(UserWarning, match=r"more than 100 objects at and below holder\.far"), untouched(holder=holder):
         holder.near.append(2)
     assert holder.near == [1]
-
-
-class Counting(nn.Module):
-    """Stands where a layer's norm was: counts and draws from every generator there is."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.calls, self.seen = inner, 0, {"shapes": [(0,)]}
-        self.own = torch.Generator().manual_seed(3), random.Random(3), np.random.default_rng(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.seen["shapes"].append(tuple(x.shape))
-        torch.rand((), generator=self.own[0])
-        noise = self.own[1].random() + self.own[2].random() + random.random() + np.random.random()  # noqa: NPY002
-        return self.inner(x) + torch.rand(()) * noise * 1e-3
-
-    def state(self) -> Any:
-        torch_state, python, numpy = self.own
-        return self.calls, self.seen, torch_state.get_state().tolist(), python.getstate(), numpy.bit_generator.state
-
-
-def generators() -> Any:
-    name, keys, *rest = np.random.get_state()
-    return random.getstate(), (name, keys.tolist(), *rest), torch.random.get_rng_state().tolist()
-
-
-def counting() -> Any:
-    model = models.build("llama", layers=2)
-    layer = model.model.layers[0]
-    layer.input_layernorm = Counting(layer.input_layernorm)
-    return model, layer.input_layernorm
-
-
-def test_profiling_a_model_leaves_no_trace() -> None:
-    model, counter = counting()
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = counter.state(), generators()
-    lt_offload.profile(model, models.batch(model), optimizer=optimizer)
-    assert (counter.state(), generators()) == before
 
 
 class Objects(collections.OrderedDict):  # type: ignore[type-arg]

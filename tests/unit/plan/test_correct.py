@@ -14,7 +14,6 @@ from lt_offload.plan.correct import compare, correct, timed
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import smallest
 from lt_offload.plan.solve import solve
-from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -119,20 +118,6 @@ def planned(seed: int, planner: Any, share: float) -> tuple[Profile, Plan]:
     least = smallest(profile, [block.options for block in profile.blocks], host_update=True, host_budget=None)
     assert least is not None
     return profile, solve(profile, memory=int(share * least.device_bytes), planner=planner, time_limit=3)
-
-
-# -- durations of a plan ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("seed", "planner", "share"), cases())
-def test_a_plan_keeps_its_durations_under_its_own_profile(seed: int, planner: str, share: float) -> None:
-    profile, plan = planned(seed, planner, share)
-    again = timed(plan, profile)
-    assert [op.seconds for op in again.ops] == pytest.approx([op.seconds for op in plan.ops], rel=1e-12)
-    assert again.predicted.iteration_s == pytest.approx(plan.predicted.iteration_s)
-    assert again.predicted.no_offload_s == plan.predicted.no_offload_s
-    assert again.predicted.lower_bound_s <= plan.predicted.lower_bound_s * (1 + 1e-3)
-    assert check(again, profile) == []
 
 
 # -- correction -------------------------------------------------------------------------------------------------------
@@ -240,14 +225,6 @@ def test_waiting_for_a_copy_is_no_work() -> None:
     assert found.hardware.h2d_bytes_per_s == pytest.approx(100.0 * 10 / 14)
 
 
-def test_what_happens_between_computations_belongs_to_the_second() -> None:
-    profile = small_profile(3)
-    plan = host_plan(profile)
-    slow = CALM | {"2 forward 2": (24.0, 31.0)}
-    assert correct(profile, plan, [measured(plan, slow, 93.0)]) == profile
-    assert correct(profile, plan, [measured(plan, CALM, 99.0)]).blocks[0].option("keep").backward_s > 20.0
-
-
 def test_what_is_cut_at_an_end_of_the_iteration_is_not_measured() -> None:
     profile = small_profile(3)
     plan = host_plan(profile)
@@ -284,11 +261,3 @@ def test_a_lane_that_hardly_works_may_differ() -> None:
     found = compare(plan, profile, [replace(trace, iteration_time=simulate(plan, profile).iteration_time)])
     assert found.iteration_agrees
     assert not found.agrees, "it works for more than a tenth of the iteration"
-
-
-def test_waiting_that_no_lane_explains_is_called_so() -> None:
-    profile = small_profile(3)
-    plan = host_plan(profile)
-    trace = simulate(plan, profile)
-    found = compare(plan, profile, [replace(trace, iteration_time=2 * trace.iteration_time)])
-    assert "the rest is waiting" in found.sentence

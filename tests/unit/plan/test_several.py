@@ -19,7 +19,6 @@ from lt_offload.plan.iteration.durations import (
     exchange_s,
     gathered,
     network_s,
-    norm_s,
 )
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.several import check_cards, gain, one_of
@@ -89,28 +88,6 @@ def test_links_are_as_fast_as_their_part_of_the_root_and_of_the_memory() -> None
     assert one_of(machine(root=24e9), 2).contention.h2d == pytest.approx(2 * 12e9 / MEMORY)
 
 
-def test_the_adding_of_gradients_is_in_the_prediction() -> None:
-    profile = machine()
-    both = one_of(profile, 2, one_host_copy=False)
-    plan = plans(both, Settings(memory=420 * MB, delayed=True, planner="l2l"))
-    trained = {"host": 0, "device": 0}
-    for tensor, place in zip(both.tensors, plan.update_places, strict=True):
-        trained["host" if place == "host" else "device"] += tensor.bytes if place != "none" else 0
-    assert exchange_s(plan, profile) == 0.0
-    expected = trained["host"] * 2 * (5 + 11 / 2) / MEMORY + trained["device"] / 15e9
-    assert exchange_s(plan, both) == pytest.approx(expected)
-    alone = replace(both, processes=1)
-    more = simulate(plan, both).iteration_time - simulate(plan, alone).iteration_time
-    assert more == pytest.approx(expected + norm_s(plan, both) - norm_s(plan, alone))
-    assert norm_s(plan, both) == 0.0 < norm_s(plan, replace(both, added_up_first=True))
-    # With one host copy owners add up in their updates.
-    shared = replace(both, common_updates=True)
-    assert exchange_s(plan, shared) == pytest.approx(trained["device"] / 15e9)
-    measured = replace(both.hardware, exchange_bytes_per_s=1e9, device_exchange_bytes_per_s=2e9)
-    known = exchange_s(plan, replace(both, hardware=measured))
-    assert known == pytest.approx(trained["host"] / 1e9 + trained["device"] / 2e9)
-
-
 def machines(count: int) -> tuple[Profile, Plan]:
     profile = one_of(machine(layers=6), 2, count)
     return profile, plans(profile, Settings(memory=420 * MB, delayed=True, planner="l2l"))
@@ -154,20 +131,6 @@ def test_windows_send_their_sums_once() -> None:
     reduced = [op.id for op in plan.ops if op.kind == "reduce"]
     assert [span.op for span in simulate(plan, profile).spans if span.lane == "network"] == reduced
     assert {plan.counts[number] for number in reduced} == {1}
-
-
-def test_where_a_norm_decides_updates_wait_for_all_that_comes_back() -> None:
-    profile, plan = machines(2)
-    first = replace(profile, added_up_first=True)
-    clipped = plans(first, Settings(memory=420 * MB, delayed=True, planner="l2l"))
-    reduced = {op.id for op in clipped.ops if op.kind == "reduce"}
-    assert reduced == {op.id for op in plan.ops if op.kind == "reduce"}
-    waits = [reduced <= set(op.after) for op in clipped.ops if op.kind == "update"]
-    assert waits
-    assert all(waits)
-    assert not all(reduced <= set(op.after) for op in plan.ops if op.kind == "update")
-    assert check(clipped, first) == []
-    assert simulate(clipped, first).iteration_time > simulate(plan, first).iteration_time
 
 
 def test_the_check_finds_what_would_go_wrong_between_machines() -> None:

@@ -80,23 +80,6 @@ def test_no_plan_beats_the_bound_where_ram_is_short(seed: int, mode: dict[str, A
         assert bounds[0] <= plan.predicted.iteration_s * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("mode", [{"accumulate": 4}, {"delayed": True}])
-def test_the_bound_counts_what_gradients_and_updates_cost(mode: dict[str, Any]) -> None:
-    profile, settings = small_profile(), Settings(memory="1GB", **mode)
-    least = least_s(profile, settings)
-    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
-    rate = trained / least
-    slow = replace(profile.optimizer, host_bytes_per_s=rate / 5, host_speeds={}, device_bytes_per_s=rate / 20)
-    slowed = replace(profile, optimizer=slow)
-    # Updates take 5 times as long on the host, 20 times on the device: 4 times if each does its part.
-    assert least_s(slowed, settings) > 3.9 * least
-    assert least_s(slowed, settings) <= solve(slowed, memory="1GB", time_limit=5, **mode).predicted.iteration_s
-    link = replace(profile.hardware, d2h_bytes_per_s=rate / 10)
-    copied = replace(profile, hardware=link, optimizer=replace(slow, host_bytes_per_s=100 * rate))
-    # Each pass copies what the host is to update, 10 times as long if that is all of it.
-    assert least_s(copied, settings) > 6 * least
-
-
 @pytest.mark.parametrize("seed", [29, 215])
 def test_the_bound_of_a_model_that_is_frozen_at_first_is_one_for_copies_at_any_time(seed: int) -> None:
     """Its first blocks have no backward: steps near their uses may be empty, and copies are done elsewhere."""
@@ -121,24 +104,6 @@ def test_what_an_update_has_used_up_does_not_travel() -> None:
     copied = {which: {op.payload for op in plan.program(which) if op.kind == "offload"} for which in plan.passes}
     assert "sum" in copied["accumulating"] - copied["updating"]
     assert "state" in copied["updating"] - copied["accumulating"]
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_first_gradient_of_a_window_arrives_where_its_sum_is(mode: dict[str, Any]) -> None:
-    """It is the sum so far: the host adds in later passes only, and reads every gradient then."""
-    profile = small_profile()
-    plan = solve(profile, memory=8_000, planner="l2l", **mode)
-    assert "host" in plan.update_places
-    begins = [op for op in plan.program("beginning") if op.payload == "grad"]
-    assert all(map(plan.begins_sums, begins))
-    assert not [op for op in plan.program("beginning") if op.kind == "accumulate" and op.lane == "host"]
-    adding = plan.program("accumulating")
-    later = [t for op in adding if op.kind == "accumulate" and op.lane == "host" for t in plan.tensors(op)]
-    assert sorted(later) == sorted(t for op in begins for t in plan.tensors(op)) != []
-    assert not any(map(plan.begins_sums, adding))
-    count = mode.get("accumulate", 1) - (not plan.delayed)
-    assert {plan.counts[op.id] for op in begins} == {1}
-    assert {plan.counts[op.id] for op in adding if op.kind == "accumulate" and op.lane == "host"} == {count - 1}
 
 
 def test_no_update_that_waits_begins_before_the_last_gradient_is_there() -> None:

@@ -98,21 +98,6 @@ def test_the_program_equals_enumeration_and_nothing_beats_it(reads: bool) -> Non
     assert reads or np.mean(ratios["corrected"]) < np.mean(ratios["printed"])
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["reads are free", "reads take the link"])
-def test_the_program_equals_enumeration_with_several_weights_per_layer(reads: bool) -> None:
-    rng = np.random.default_rng(2)
-    cases = 0
-    while cases < 200:
-        layers = random_layers(rng, 4, reads=reads, weights=None)
-        if sum(len(layer.weights) for layer in layers) > 9:
-            continue
-        cases += 1
-        found = best_forward(layers, buckets=None)
-        best = min(seconds(layers, copied) for copied in all_decisions(layers))
-        assert forward(layers, found).seconds == pytest.approx(best)
-        assert seconds(layers, found) == pytest.approx(best)
-
-
 def test_buckets_cost_next_to_nothing_in_long_chains() -> None:
     rng = np.random.default_rng(3)
     for _ in range(5):

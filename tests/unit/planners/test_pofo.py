@@ -91,17 +91,6 @@ def test_plans_are_valid_at_every_budget_and_faster_with_more(link: float) -> No
     assert (times[0] > computed + 1) == (link < 100)  # the fastest link hides all its copies
 
 
-def test_forwards_run_again_where_the_link_is_slow() -> None:
-    profile = chained_profile(link=0.01)
-    # Other planners cannot use ``discard``, so it is not among the options that the switches leave.
-    allowed = tuple(tuple(o for o in block.options if o.name != "discard") for block in profile.blocks)
-    asked = request(profile, 1700, allowed=allowed)
-    best = propose_pofo(asked)[0].decisions
-    assert "discard" in options(best)
-    assert any(len(found) > 1 for found in best.recomputations.values())
-    assert not any(block.option(o).offload_bytes for block, o in zip(asked.profile.blocks, options(best), strict=True))
-
-
 def test_switches_are_respected() -> None:
     profile = chained_profile(link=10.0)
     mixed = seconds(request(profile, 2200))

@@ -69,27 +69,6 @@ def test_frozen_and_foreign_tensors_have_no_state() -> None:
     assert [sizes.state(p) for p in (mine, frozen, nn.Parameter(torch.ones(5)))] == [2 * mine.nbytes, 0, 0]
 
 
-class Python(Optimizer):
-    """Asks for numbers in its update and keeps odd state."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            if float(parameter.grad.norm()) > 0:
-                state = self.state[parameter]
-                state["sign"] = torch.zeros(parameter.shape, dtype=torch.int8)
-                state["count"] = 1
-                parameter.sub_(parameter.grad * self.param_groups[0]["lr"])
-
-
-def test_foreign_optimizers_are_asked_with_real_tensors() -> None:
-    parameter = nn.Parameter(torch.ones(10, 11))
-    assert UpdateSizes(Python([parameter]), CPU).state(parameter) == 112
-
-
 class Uneven(Optimizer):
     """Takes most in its fourth step, of matrices; some ask for a number, which fake tensors do not have."""
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -120,42 +117,6 @@ def test_collections_of_loaders() -> None:
 def test_no_batch() -> None:
     with pytest.raises(ConfigError, match="has no batch"):
         taken(DataLoader(TensorDataset(torch.empty(0)), batch_size=2))
-
-
-class Noisy(Dataset[Tensor]):
-    """Has generators of its own, counts, and reads a file from where it is."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.calls = file, 0
-        self.torch, self.numpy, self.python = generator(), np.random.default_rng(3), random.Random(3)
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.calls += 1
-        drawn = [torch.rand((), generator=self.torch).item(), self.numpy.random(), self.python.random()]
-        return torch.tensor([*drawn, self.calls, float(self.file.readline())])
-
-
-def test_a_dataset_that_draws_counts_and_reads_notices_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.txt"
-    path.write_text("\n".join(str(i) for i in range(100_000)))
-    collated: list[int] = []
-
-    def collate(rows: list[Tensor]) -> Tensor:
-        collated.append(len(rows))
-        return torch.stack(rows)
-
-    with path.open() as file, path.open() as other:
-        data, fresh = Noisy(file), Noisy(other)
-        assert file.readline() == other.readline()  # what Python has read ahead is forked, too
-        loader = DataLoader(data, batch_size=2, collate_fn=collate)
-        sample = taken(loader)
-        assert (data.calls, collated) == (0, [])
-        batches = list(loader)
-        assert torch.equal(sample, batches[0])
-        assert torch.equal(torch.cat(batches), torch.stack([fresh[i] for i in range(4)]))
 
 
 # -- through a Trainer ------------------------------------------------------------------------------------------------

@@ -16,15 +16,6 @@ from tests.unit.execute.device.conftest import KB, MODES
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def test_lanes_of_threads_overlap_with_each_other_and_with_the_caller(opened):
-    device = opened("thread")
-    meet = threading.Barrier(4, timeout=20)
-    for lane in ("h2d", "d2h", "host"):
-        device.submit(lane, meet.wait)
-    meet.wait()
-    device.drain()
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_long_chains_of_lanes_need_no_recursion(opened, mode):
     device = opened(mode)
@@ -116,20 +107,6 @@ def test_a_task_that_gives_up_ends_what_depends_on_it_and_is_not_the_error(opene
     assert device.failed
     assert waiting.done()
     assert log == []
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_memory_released_by_a_failed_task_can_be_used_again(opened, mode):
-    device = opened(mode, poison=True)
-    old = device.place(0, KB)
-    bad = device.submit("d2h", fail)
-    device.free(old, [bad])
-    with pytest.raises(KeyError):
-        device.drain()
-    new = device.place(0, KB)
-    view = new.view(torch.float32, (KB // 4,))
-    device.wait(device.submit("h2d", view.zero_, writes=[new]))
-    assert not view.any()
 
 
 @pytest.mark.parametrize("mode", MODES)
