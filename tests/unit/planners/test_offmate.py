@@ -155,16 +155,6 @@ def test_bound_and_solution_enclose_the_best_whole_options() -> None:
         assert best <= solution.iteration_s * (1 + 1e-6) <= solution.bound_s * 1.0101
 
 
-def test_branching_helps_where_rounding_is_not_good_enough() -> None:
-    profile = llama7b_b4(4)
-    config = paper(8.5)
-    rounded = solve_offmate(profile, replace(config, gap=1.0), PaperProgram)
-    branched = solve_offmate(profile, replace(config, gap=1e-6), PaperProgram)
-    assert branched.bound_s == pytest.approx(rounded.bound_s, rel=1e-6)
-    assert branched.iteration_s < rounded.iteration_s - 1e-4
-    assert violations(profile, config, branched, PaperProgram) == []
-
-
 def test_unlimited_memory_leaves_computation_and_update() -> None:
     profile = llama7b_b4(4)
     free = replace(profile, blocks=tuple(replace(block, launch_s=0.0) for block in profile.blocks))
@@ -196,34 +186,6 @@ def test_what_bounds_count_of_all_groups_together_raises_none(
 
 
 # Tied and frozen parameters, optimizers without states.
-
-
-def test_tied_parameters_are_there_for_every_use_and_updated_once() -> None:
-    profile = llama7b_b4(8, tied=True)
-    config = paper(6.5)
-    solution = solve_offmate(profile, config, PaperProgram)
-    tied = next(i for i, group in enumerate(solution.groups) if group.blocks == (0, 9))
-    flows = solution.flows[tied]
-    # 20 steps; the last backward is step 19, the forwards are steps 0 and 9, the first backward is step 10.
-    assert [tau for tau in (0, 1, 10, 11) if flows.resident[tau] != 1] == []
-    assert flows.host_share == 0
-    assert violations(profile, config, solution, PaperProgram) == []
-    assert no_offload_s(profile) == pytest.approx(no_offload_s(llama7b_b4(8)) - 32000 * 4096 * 4 / 16.6e9, rel=1e-6)
-
-
-def test_frozen_parameters_are_never_written_back() -> None:
-    profile = random_profile(np.random.default_rng(0), "lora")
-    config = OffmateConfig(budget_bytes=None)
-    config = replace(config, budget_bytes=smallest_budget(profile, config))
-    solution = solve_offmate(profile, config)
-    frozen = [flows for group, flows in zip(solution.groups, solution.flows, strict=True) if group.trainable_bytes == 0]
-    assert len(frozen) >= 1
-    for flows in frozen:
-        moved = flows.write_back.sum() + flows.grad_offload.sum() + flows.host_update.sum() + flows.state_resident.sum()
-        assert moved == flows.host_share == 0
-    assert sum(flows.prefetch.sum() for flows in frozen) > 0
-    for group, flows in zip(solution.groups, solution.flows, strict=True):
-        assert flows.write_back.sum() * group.bytes <= group.trainable_bytes * (1 + 1e-6)
 
 
 # What does not fit.

@@ -7,20 +7,12 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import lt_offload
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.host_reads import CACHE_BYTES, TILE, reads
+from lt_offload.profiling.host_reads import reads
 from tests.support import models
 
 
 def figures(module, *args):
     return {read.parameter: (read.forward_bytes, read.backward_bytes) for read in reads(module, args, module(*args))}
-
-
-@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (TILE, 1), (TILE + 1, 2), (3 * TILE, 3)])
-def test_a_large_matrix_is_read_once_per_tile(rows, passes):
-    linear = nn.Linear(1024, 2048, bias=False, device="meta")
-    assert linear.weight.nbytes > CACHE_BYTES
-    found = figures(linear, torch.zeros(rows, 1024, device="meta"))
-    assert found == {"weight": (passes * linear.weight.nbytes,) * 2}
 
 
 class Gated(nn.Module):
@@ -71,16 +63,6 @@ def test_every_tensor_of_every_family_is_known(family, lora):
     # Where it is tied, the projection reads all of it.
     assert len(others) == len(table.blocks) - 1
     assert all(read.forward_bytes == read.backward_bytes == table.bytes for read in others)
-
-
-@pytest.mark.slow
-def test_a_tied_table_has_figures_per_use():
-    options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
-    table = lt_offload.profile_config("smollm2-135m", **options).tensors[0]
-    assert len(table.blocks) == 2
-    lookup, product = (table.read(block) for block in table.blocks)
-    assert (lookup.forward_bytes, lookup.backward_bytes) == (4 * 512 * 576 * 2, 0)
-    assert product.forward_bytes == product.backward_bytes == 16 * table.bytes
 
 
 class Functional(nn.Module):

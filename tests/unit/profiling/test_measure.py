@@ -179,18 +179,6 @@ def test_tensors_and_states() -> None:
     assert not found.estimated
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_lora(family: str) -> None:
-    found = measured(models.build(family, lora=True))
-    frozen = [block for block in found.blocks if not block.has_backward]
-    assert [block.kind for block in frozen] == ["embedding"] + ["other"] * (family == "bloom")
-    assert all([o.name for o in block.options] == ["keep"] and block.options[0].saved_bytes == 0 for block in frozen)
-    assert all(t.trainable == ("lora" in t.name) and bool(t.state_bytes) == t.trainable for t in found.tensors)
-    first, second = layer(found, 0), layer(found, 1)
-    assert first.has_backward
-    assert first.option("keep").saved_bytes <= second.option("keep").saved_bytes  # nothing before it needs a gradient
-
-
 def test_blocks_with_other_flags_are_measured_apart() -> None:
     class Padded(nn.Linear):
         wide = False
@@ -298,18 +286,6 @@ def test_blocks_are_what_is_called_in_turn(order: tuple[int, ...]) -> None:
     first = next(tensor.name for tensor in found.tensors if "stack" in tensor.name)
     assert first.startswith(f"stack.{order[0]}.")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_what_comes_last_may_not_be_called() -> None:
-    model = Plain()
-    model.register_module("out", None)
-    model.forward = lambda ids: model.stack[1](model.stack[0](model.embed(ids))).mean()
-    found = measured(model, torch.zeros(3, 6, dtype=torch.long))
-    assert [(block.name, block.kind) for block in found.blocks] == [
-        ("embed", "embedding"),
-        ("stack.0", "layer"),
-        ("stack.1", "layer"),
-    ]
 
 
 @pytest.mark.parametrize(
