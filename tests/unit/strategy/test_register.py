@@ -104,7 +104,7 @@ CASES |= {
             "    L.Trainer(strategy=Mine(), accelerator='cpu')",
             "except ValueError as error:",
             "    show('Mine derives from lt_offload.OffmateStrategy' in str(error))",
-            '    show("strategy_class(\'pytorch_lightning\')" in str(error))',
+            "    show(\"strategy_class('pytorch_lightning')\" in str(error))",
         ],
         [[True], [True]],
     ),

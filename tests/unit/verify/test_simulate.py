@@ -1,4 +1,4 @@
-"""The simulator on cases that can be worked out by hand, and against what no plan can beat."""
+"""The simulator: by hand, against a slow one, with an urgent host and with lanes that share the host's memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,27 @@ from lt_offload.errors import PlanError
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import round_tensors
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, READ, WRITE, rates
 from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Plan, deadlines
+from lt_offload.schema.profile import Contention, Profile
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_op
+from tests.support.profiles.small import (
+    all_on_the_host,
+    chained,
+    changed,
+    named,
+    resident,
+    small_profile,
+    stays,
+    with_op,
+    with_zero_copy,
+)
+from tests.unit.verify.slow_simulation import iteration_s
 
 
 def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
@@ -163,3 +179,99 @@ def test_an_op_that_names_what_is_not_there(fields: dict[str, Any], message: str
     plan = built(resident(profile), profile)
     with pytest.raises(PlanError, match=message):
         simulate(with_op(plan, plan.ops[0], **fields), profile)
+
+
+BLOCKS = 5
+
+
+def planned(seconds: float) -> tuple[Plan, Profile]:
+    """Every weight is fetched one step before its forward."""
+    profile, decisions = all_on_the_host(BLOCKS, seconds)
+    return built(decisions, profile, lead=1, lag=1), profile
+
+
+def test_a_deadline_is_the_first_op_that_waits() -> None:
+    plan, _ = planned(1.0)
+    updates = {op.block: op.id for op in plan.ops if op.kind == "update"}
+    fetches = {op.block: op.id for op in plan.ops if op.kind == "prefetch"}
+    assert deadlines(plan.ops) == {updates[block]: fetches[block] + len(plan.ops) for block in range(BLOCKS)}
+
+
+def test_the_host_takes_the_update_that_is_needed_first() -> None:
+    plan, profile = planned(45.0)
+    assert check(plan, profile) == []
+    spans = sorted(
+        (span.start, plan.ops[span.op].block) for span in simulate(plan, profile).spans if span.lane == "host"
+    )
+    # Backwards take 20 s: while the host updates block 4, the gradients of 3 and 2 arrive. The first of all comes last.
+    assert [block for _, block in spans] == [4, 2, 0, 1, 3]
+
+
+def test_an_order_of_arrival_would_be_slower() -> None:
+    plan, profile = planned(45.0)
+    updates = [op.id for op in plan.ops if op.kind == "update"]
+    chained = list(plan.ops)
+    for earlier, later in zip(updates, updates[1:], strict=False):
+        chained[later] = replace(chained[later], after=(*chained[later].after, earlier))
+    in_order = replace(plan, ops=tuple(chained))
+    assert check(in_order, profile) == []
+    assert simulate(plan, profile).iteration_time < simulate(in_order, profile).iteration_time
+
+
+def test_the_end_of_one_update_says_nothing_about_another() -> None:
+    plan, profile = planned(1.0)
+    updates = {op.block: op.id for op in plan.ops if op.kind == "update"}
+    fetch = next(op for op in plan.ops if op.kind == "prefetch" and op.block == 3)
+    # Block 2's gradient arrives later, so on a lane that kept the order its update would come after that of block 3.
+    after = tuple(updates[2] if other == updates[3] else other for other in fetch.after)
+    assert after != fetch.after
+    found = check(with_op(plan, fetch, after=after), profile)
+    assert any(f"op {fetch.id} " in line and f"op {updates[3]} " in line for line in found), found
+
+
+def streamed(profile: Profile) -> Plan:
+    options = ("offload",) * len(profile.blocks)
+    return built(streaming_decisions(profile, options, host_update=True), profile, lead=1, lag=1)
+
+
+def mask(*lanes: int) -> int:
+    return sum(1 << lane for lane in lanes)
+
+
+def test_who_asks_for_little_gets_it_and_the_others_share_the_rest() -> None:
+    shared = Contention(h2d=0.25, d2h=0.2, host=0.9)
+    assert rates(shared, mask(COMPUTE, H2D, HOST)) == (1, 1, 0, pytest.approx(0.75 / 0.9), 0, 0, 0)
+    assert rates(shared, mask(H2D, D2H, HOST)) == (0, 1, 1, pytest.approx(0.55 / 0.9), 0, 0, 0)
+    both = Contention(compute=0.5, h2d=0.9, host=0.9)
+    third = pytest.approx(1 / 3 / 0.9)
+    assert rates(both, mask(COMPUTE, H2D, HOST)) == (pytest.approx(2 / 3), third, 0, third, 0, 0, 0)
+
+
+def test_what_computations_read_and_write_shares_the_links() -> None:
+    assert rates(Contention(), mask(COMPUTE, H2D, D2H, READ, WRITE)) == (1, 0.5, 0.5, 0, 0, 0.5, 0.5)
+    assert rates(Contention(h2d=0.8), mask(H2D, READ)) == (0, 0.5, 0, 0, 0, 0.5, 0)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_equals_the_slow_simulation(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = small_profile(int(rng.integers(2, 6)), launch_s=float(rng.choice([0.0, 3.0])), tied=bool(seed % 3 == 0))
+    profile = chained(with_zero_copy(profile))
+    shares = [float(rng.choice([0.0, rng.uniform(0.1, 1)])) for _ in range(4)]
+    contention = Contention(compute=shares[0], h2d=shares[1], d2h=shares[2], host=shares[3])
+    speeds = {name: float(rng.uniform(20, 400)) for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
+    profile = replace(
+        profile,
+        contention=contention,
+        hardware=replace(profile.hardware, **speeds),
+        optimizer=replace(profile.optimizer, host_bytes_per_s=float(rng.uniform(20, 400))),
+    )
+    plan = built(random_decisions(rng, profile), profile, lead=int(rng.integers(3)), lag=int(rng.integers(3)))
+    assert simulate(plan, profile).iteration_time == pytest.approx(iteration_s(plan, profile), rel=1e-9)
+
+
+def test_a_plan_takes_as_long_as_the_machine_of_the_profile_needs() -> None:
+    slow, fast = small_profile(5), small_profile(5, speed=1e6)
+    plan = streamed(slow)
+    assert simulate(plan, fast).iteration_time == simulate(streamed(fast), fast).iteration_time
+    assert simulate(plan, fast).iteration_time < simulate(plan, slow).iteration_time

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lt_offload.execute.memory.common import share_out
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
@@ -156,3 +159,11 @@ def test_places_are_added_up_in_their_order_piece_by_piece() -> None:
     assert found is places[0]
     assert torch.equal(found, expected)
     assert all(map(torch.equal, places[1:], before))
+
+
+@given(st.lists(st.integers(0, 1000)), st.integers(1, 5))
+def test_nobody_has_more_than_the_largest_tensor_above_others(sizes: list[int], count: int) -> None:
+    owners = share_out(sizes, count)
+    held = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(count)]
+    assert sum(held) == sum(sizes)
+    assert max(held) - min(held) <= max(sizes, default=0)
