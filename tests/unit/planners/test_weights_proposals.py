@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lt_offload.plan.assembly.just_in_time import Misfit
-from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.papers.weights import propose as proposing
 from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
@@ -93,18 +90,6 @@ def test_l2l_fetches_every_weight_twice() -> None:
     assert plan.options == ("recompute",) * 5
 
 
-def test_greedy_moves_more_the_less_memory_there_is() -> None:
-    profile = small_profile(8)
-    resident = []
-    for budget in (26_000, 22_000, 18_000, 14_000):
-        proposal = propose_greedy(request(profile, budget, host_update=False))[0]
-        counts = by_place(proposal.decisions)
-        assert set(counts) <= {"device", "paged"}
-        resident.append(counts["device"])
-    assert resident == sorted(resident, reverse=True)
-    assert resident[0] > resident[-1]
-
-
 def test_too_little_memory_or_ram() -> None:
     profile = small_profile(5)
     for propose, message in (
@@ -134,18 +119,3 @@ def test_a_large_model() -> None:
     assert 24 < times.pop("l2l") < 26
     # Without any offload it would be 11.88 s.
     assert 11.8 < min(times.values()) < 12.5
-
-
-def test_greedy_schedules_once_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduled: list[Sets] = []
-
-    def estimated_s(sets: Sets, asked: Request) -> float:
-        scheduled.append(sets)
-        return 1e9 - len(scheduled)
-
-    monkeypatch.setattr(proposing, "estimated_s", estimated_s)
-    asked = request(small_profile(8), 12_000)
-    propose_greedy(replace(asked, deadline=0.0))
-    assert len(scheduled) == 1
-    propose_greedy(asked)
-    assert len(scheduled) > 2

@@ -13,9 +13,8 @@ from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.check import check
-from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, READ, WRITE, rates
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import Plan, deadlines
+from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Contention, Profile
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.program_rules import random_profile
@@ -47,37 +46,6 @@ def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
     assert trace.source == "simulated"
 
 
-def test_a_copy_that_nothing_hides_is_waited_for() -> None:
-    profile = small_profile(3)
-    # The first block's weight is fetched in its own step, after the update on the host: 5 s out, 10 s update, 10 s in.
-    decision = TensorDecision(place="host", stays=stays((0, 5)))
-    trace = simulate(built(changed(resident(profile), 0, decision), profile), profile)
-    assert trace.iteration_time == pytest.approx(3 * 30 + 2 + 5 + 10 + 10)
-    assert trace.busy("host") == pytest.approx(10)
-
-
-def test_memory_is_counted_by_step() -> None:
-    profile = small_profile(3)
-    plan = built(resident(profile), profile)
-    trace = simulate(plan, profile)
-    arena = 3 * (1024 + 2048)
-    fixed = arena + 50 + 20
-    assert plan.arena_bytes == arena
-    held = 300 + 10  # saved, and the input of the blocks after the first
-    gradient = 1000
-    expected = [
-        fixed + 300 + 10 + 5,
-        fixed + 300 + (300 + 10 + 10) + 5,
-        fixed + 300 + held + (300 + 10) + 5,
-        fixed + 300 + held + 300 + 2 * 10 + 7 + gradient,
-        fixed + 300 + 300 + 2 * 10 + 10 + 7 + gradient,
-        fixed + 300 + 10 + 7 + gradient,
-    ]
-    assert [size for _, size in trace.memory] == expected
-    assert trace.device_peak == max(expected)
-    assert trace.host_peak == 3 * (1000 + 2000)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_infinite_links_leave_the_computations(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -100,39 +68,6 @@ def test_infinite_links_leave_the_computations(seed: int) -> None:
         t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place in ("device", "paged")
     ]
     assert trace.iteration_time == pytest.approx(seconds + sum(updated) / profile.optimizer.device_bytes_per_s)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = random_profile(rng, ("plain", "tied", "half", "lora", "frozen start")[seed % 5])
-    plan = built(round_tensors(random_solution(rng, profile), profile), profile)
-    trace = simulate(plan, profile)
-    for lane in ("compute", "h2d", "d2h", "host"):
-        work = sum(op.seconds for op in plan.ops if op.lane == lane)
-        assert trace.iteration_time >= work * (1 - 1e-9)
-    launches = sum(b.launch_s * (1 + b.has_backward) for b in profile.blocks)
-    assert trace.iteration_time >= launches * (1 - 1e-9)
-    assert all(span.start >= 0 and span.end >= span.start for span in trace.spans)
-    assert list(trace.memory) == sorted(trace.memory, key=lambda item: item[0])
-
-
-def test_ops_wait_for_what_they_name_and_for_their_lane() -> None:
-    profile = small_profile(5)
-    plan = built(streaming_decisions(profile, ("offload",) * 5, host_update=True), profile, lead=1, lag=1)
-    spans = {span.op: span for span in simulate(plan, profile).spans}
-    for op in plan.ops:
-        for other in op.after:
-            if op.id in spans and other in spans and other < op.id:
-                assert spans[other].end <= spans[op.id].start + 1e-9
-    for lane in ("compute", "h2d", "d2h", "host"):
-        queue = [spans[op.id] for op in plan.ops if op.lane == lane]
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(queue, queue[1:], strict=False))
-
-
-def test_a_slow_launch_is_waited_for() -> None:
-    profile = small_profile(3, launch_s=50.0, speed=1e9)
-    assert simulate(built(resident(profile), profile), profile).iteration_time == pytest.approx(6 * 50)
 
 
 def test_deadlocks_name_the_ops() -> None:
@@ -190,13 +125,6 @@ def planned(seconds: float) -> tuple[Plan, Profile]:
     return built(decisions, profile, lead=1, lag=1), profile
 
 
-def test_a_deadline_is_the_first_op_that_waits() -> None:
-    plan, _ = planned(1.0)
-    updates = {op.block: op.id for op in plan.ops if op.kind == "update"}
-    fetches = {op.block: op.id for op in plan.ops if op.kind == "prefetch"}
-    assert deadlines(plan.ops) == {updates[block]: fetches[block] + len(plan.ops) for block in range(BLOCKS)}
-
-
 def test_the_host_takes_the_update_that_is_needed_first() -> None:
     plan, profile = planned(45.0)
     assert check(plan, profile) == []
@@ -205,17 +133,6 @@ def test_the_host_takes_the_update_that_is_needed_first() -> None:
     )
     # Backwards take 20 s: while the host updates block 4, the gradients of 3 and 2 arrive. The first of all comes last.
     assert [block for _, block in spans] == [4, 2, 0, 1, 3]
-
-
-def test_an_order_of_arrival_would_be_slower() -> None:
-    plan, profile = planned(45.0)
-    updates = [op.id for op in plan.ops if op.kind == "update"]
-    chained = list(plan.ops)
-    for earlier, later in zip(updates, updates[1:], strict=False):
-        chained[later] = replace(chained[later], after=(*chained[later].after, earlier))
-    in_order = replace(plan, ops=tuple(chained))
-    assert check(in_order, profile) == []
-    assert simulate(plan, profile).iteration_time < simulate(in_order, profile).iteration_time
 
 
 def test_the_end_of_one_update_says_nothing_about_another() -> None:
@@ -232,24 +149,6 @@ def test_the_end_of_one_update_says_nothing_about_another() -> None:
 def streamed(profile: Profile) -> Plan:
     options = ("offload",) * len(profile.blocks)
     return built(streaming_decisions(profile, options, host_update=True), profile, lead=1, lag=1)
-
-
-def mask(*lanes: int) -> int:
-    return sum(1 << lane for lane in lanes)
-
-
-def test_who_asks_for_little_gets_it_and_the_others_share_the_rest() -> None:
-    shared = Contention(h2d=0.25, d2h=0.2, host=0.9)
-    assert rates(shared, mask(COMPUTE, H2D, HOST)) == (1, 1, 0, pytest.approx(0.75 / 0.9), 0, 0, 0)
-    assert rates(shared, mask(H2D, D2H, HOST)) == (0, 1, 1, pytest.approx(0.55 / 0.9), 0, 0, 0)
-    both = Contention(compute=0.5, h2d=0.9, host=0.9)
-    third = pytest.approx(1 / 3 / 0.9)
-    assert rates(both, mask(COMPUTE, H2D, HOST)) == (pytest.approx(2 / 3), third, 0, third, 0, 0, 0)
-
-
-def test_what_computations_read_and_write_shares_the_links() -> None:
-    assert rates(Contention(), mask(COMPUTE, H2D, D2H, READ, WRITE)) == (1, 0.5, 0.5, 0, 0, 0.5, 0.5)
-    assert rates(Contention(h2d=0.8), mask(H2D, READ)) == (0, 0.5, 0, 0, 0, 0.5, 0)
 
 
 @pytest.mark.parametrize("seed", range(24))

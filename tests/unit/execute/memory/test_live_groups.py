@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
 from lt_offload.execute.memory.tensors import Weight, add_in_order, carve
-from lt_offload.plan.assembly.groups import group_tensors
-from lt_offload.plan.assembly.ops import Draft
-from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
+from lt_offload.schema.plan import ALIGNMENT, TensorGroup
 from tests.support.hostile.device import HostileDevice
+from tests.support.profiles.by_hand import built
+from tests.support.profiles.small import resident, small_profile
 
 SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -34,48 +35,12 @@ def weights_of(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Weight]:
     return [Weight(i, f"w{i}", torch.nn.Parameter(tensor)) for i, tensor in enumerate(made)]
 
 
-def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...] = (), **fields: Any) -> Draft:
-    lane = "h2d" if kind == "prefetch" else "none" if kind == "drop" else "d2h"
-    return Draft(
-        **{"payload": "weight"} | fields,
-        id=id,
-        kind=kind,
-        step=0,
-        block=0,
-        lane=lane,
-        tensors=tensors,
-        offsets=offsets,
-    )
-
-
-def plan_of(weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)) -> Plan:
-    grouped = group_tensors(
-        ops,
-        {},
-        weight_bytes=[aligned(weight.nbytes) for weight in weights],
-        state_bytes=state_bytes,
-        first_block=[0] * len(weights),
-    )
-    return Plan(
-        fingerprint="",
-        model="",
-        planner="test",
-        batch_size=1,
-        sequence_length=1,
-        budget_bytes=1,
-        host_budget_bytes=1,
-        options=("keep",),
-        update_places=("device",) * len(SHAPES),
-        timeline=one_batch(1),
-        groups=grouped.groups,
-        initial=(),
-        ops=grouped.ops,
-        gradient_bytes=1 << 20,
-        arena_bytes=1 << 20,
-        predicted=Prediction(
-            iteration_s=1.0, lower_bound_s=1.0, no_offload_s=1.0, device_peak_bytes=1, host_peak_bytes=1
-        ),
-    )
+def apart(device: HostileDevice, weights: list[Weight]) -> list[LiveGroup]:
+    """A group for each of ``weights``."""
+    groups = (TensorGroup(payload="weight", tensors=(w.index,), sizes=(aligned(w.nbytes),)) for w in weights)
+    profile = small_profile(1)
+    plan = replace(built(resident(profile), profile), groups=tuple(groups), initial=(), ops=())
+    return list(Layout(device, weights, [weights], plan).all)
 
 
 @pytest.fixture
@@ -86,41 +51,26 @@ def device() -> Any:
     made.close()
 
 
-def offsets_of(weights: list[Weight], start: int = 0, gaps: tuple[int, ...] = ()) -> tuple[int, ...]:
-    found = []
-    for weight in weights:
-        start += ALIGNMENT if weight.index in gaps else 0
-        found.append(start)
-        start += aligned(weight.nbytes)
-    return tuple(found)
-
-
-def members(groups: list[LiveGroup]) -> list[list[int]]:
-    return [[member.index for member in group.members] for group in groups]
-
-
 @pytest.mark.parametrize("gaps", [(), (1,), (1, 3)])
 def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int, ...]) -> None:
-    """Dropped apart, so that there is a group for each, but fetched together."""
     weights = weights_of()
     before = [weight.host.clone() for weight in weights]
-    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights, gaps=gaps))
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
-    assert members(layout.all) == [[0], [1], [2], [3], [4]]
-    for group, offset in zip(layout.all, fetch.offsets, strict=True):
+    groups, offset = apart(device, weights), 0
+    for at, group in enumerate(groups):
+        offset += ALIGNMENT if at in gaps else 0
         group.attach(device.place(offset, group.room))
-    assert len(coalesced(layout.all)) == 1 + len(gaps)
-    transfer = Transfer(device, layout.all, label="fetch")
-    event = transfer.fetch()
+        offset += group.room
+    assert len(coalesced(groups)) == 1 + len(gaps)
+    event = Transfer(device, groups, label="fetch").fetch()
     assert event is not None
-    device.wait(event, reads=[group.buffer for group in layout.all if group.buffer is not None])
+    device.wait(event, reads=[group.buffer for group in groups if group.buffer is not None])
     assert all(torch.equal(w.view, x) for w, x in zip(weights, before, strict=True) if w.view is not None)
 
     for weight in weights[1:3]:
         assert weight.view is not None
         weight.view.add_(1)
         weight.group.changed_on_device()
-    event = Transfer(device, layout.all, label="back").write_back()
+    event = Transfer(device, groups, label="back").write_back()
     assert event is not None
     device.synchronize(event)
     for weight, old in zip(weights, before, strict=True):
@@ -129,10 +79,7 @@ def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int,
 
 
 def test_what_is_apart_on_the_host_is_not_one_range(device: HostileDevice) -> None:
-    weights = weights_of()
-    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights))
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
-    first, _, third, *_ = layout.all
+    first, _, third, *_ = apart(device, weights_of())
     first.attach(device.place(0, first.room))
     third.attach(device.place(first.room, third.room))
     assert [host.data_ptr() for host, _ in coalesced([first, third])] == [first.host.data_ptr(), third.host.data_ptr()]
