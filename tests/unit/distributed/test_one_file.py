@@ -69,15 +69,3 @@ def test_tensors_and_files_of_more_than_4_gib(tmp_path: Path, monkeypatch: pytes
     assert reader.get_record("data/1") == small
     with path.open("rb") as file:
         assert os.pread(file.fileno(), 1, reader.get_record_offset("data/0") + 2**32 + 99) == b"\7"
-
-
-@pytest.mark.parametrize("count", [2**31 - 1, 2**31, 2**32 - 1, 2**32])
-def test_bytes_begin_at_multiples_of_64_around_the_limits_of_the_format(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records = [Record(name, None, None, count) for name in ("data/0", "data/1")]
-    written(tmp_path / "large", monkeypatch, *records, Record("version", "3\n", None, 2))
-    reader = torch._C.PyTorchFileReader(str(tmp_path / "large"))
-    for record in records:
-        assert reader.get_record_offset(record.name) == record.offset
-        assert record.offset % archive.ALIGNMENT == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Settings, choose_batch, solve
-from lt_offload.plan.batch import choose
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
@@ -155,27 +153,6 @@ def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
     assert point.reason == "batch_size=6 is too much"
     assert point.samples_per_s is None
     assert "6 does not fit" in decision.why
-
-
-@pytest.mark.slow
-def test_a_size_that_was_measured_in_a_busy_moment_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    at, settings = affine(), Settings(memory=6000)
-    monkeypatch.setattr(choose._BatchSearch, "_late", lambda _: True)  # time is up after one plan
-    calm = choose_batch(at, settings, most=64)
-
-    def busy(size: int) -> Profile:
-        return affine(once=8.0, each=16.0)(size) if size == calm.batch_size else at(size)
-
-    found = choose_batch(busy, settings, most=64)
-    by_size = {point.batch_size: point for point in found.curve}
-    chosen, before = by_size[found.batch_size].samples_per_s, calm.plan.predicted.iteration_s / calm.batch_size
-    slow = by_size[calm.batch_size].samples_per_s
-    assert chosen is not None
-    assert slow is None or slow < chosen / 3, "it counts as it was measured"
-    assert chosen >= 0.95 / before
-    for point in found.curve:
-        expected = re.search(r"about ([\d.e+-]+) samples/s expected", point.reason)
-        assert max(point.samples_per_s or 0.0, float(expected[1]) if expected else 0.0) <= 1.03 * chosen, point
 
 
 def test_nothing_fits() -> None:

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lt_offload
 from lt_offload.errors import ConfigError, ModelError
 from lt_offload.finetune.module import LoraArgs, add_lora
-from lt_offload.profiling import from_config
 from lt_offload.profiling.flops import flops_per_token, product_flops_per_token
 from lt_offload.profiling.from_config import load_model_config, profile_config
 from lt_offload.profiling.hardware import load_hardware
@@ -66,29 +65,6 @@ def test_what_a_token_costs_is_counted_as_palm_does() -> None:
     staged = nn.Linear(3, 4)
     staged.config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=[3, 6], hidden_size=8)
     assert flops_per_token(staged, 12) == product_flops_per_token(staged)
-
-
-@pytest.mark.parametrize(
-    ("options", "config", "hidden"),
-    [
-        ({"batch_size": 1}, {}, True),
-        ({"padding": False}, {}, True),
-        ({}, {}, False),
-        ({"batch_size": 1, "packing": True, "padding": False}, {}, False),
-        ({"batch_size": 1}, {"sliding_window": 512}, False),
-    ],
-    ids=["one sequence", "never padded", "padded", "packed", "windows"],
-)
-def test_kernels_leave_out_what_a_causal_mask_hides_where_batches_need_no_other(
-    options: dict[str, Any], config: dict[str, Any], hidden: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mask that a model makes of fake tensors, whose numbers it cannot read, is not there with real ones."""
-    made = []
-    whole = from_config.Roofline
-    monkeypatch.setattr(from_config, "Roofline", lambda *a, **k: made.append(k) or whole(*a, **k))
-    mistral = models.build("mistral", max_position_embeddings=1024, **{"sliding_window": None} | config)
-    fake(mistral.config, sequence_length=512, **options)
-    assert made == [{"unmasked": hidden}]
 
 
 def layers_of_smollm2() -> Any:
