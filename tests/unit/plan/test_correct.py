@@ -20,7 +20,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Span, Trace
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.program_rules import KINDS, random_profile
-from tests.support.profiles.small import changed, named, resident, small_profile, stays
+from tests.support.profiles.small import READ, changed, named, resident, small_profile, stays, with_zero_copy
 
 
 def scaled(
@@ -172,6 +172,18 @@ def test_what_was_not_measured_stays() -> None:
     assert correct(profile, plan, [simulate(timed(plan, true), true)]) == profile
 
 
+def test_direct_access_is_corrected_with_its_computation() -> None:
+    profile = with_zero_copy(small_profile(4))
+    decision = TensorDecision(place="host", zero_copy=(1, 6), grad_zero_copy=True)
+    plan = built(changed(resident(profile), 1, decision), profile)
+    true = with_zero_copy(profile, replace(READ, forward_s=8.0, backward_s=12.0))
+    measured = simulate(timed(plan, true), true)
+    found = correct(profile, plan, [measured])
+    assert timed(plan, found).predicted.iteration_s == pytest.approx(measured.iteration_time, rel=0.02)
+    assert found.tensors[1].read(1).forward_s > READ.forward_s
+    assert found.tensors[0].zero_copy == profile.tensors[0].zero_copy, "was not read"
+
+
 def test_one_disturbed_iteration_among_several_does_not_count() -> None:
     profile = small_profile(4)
     plan = built(resident(profile), profile)
@@ -261,3 +273,11 @@ def test_a_lane_that_hardly_works_may_differ() -> None:
     found = compare(plan, profile, [replace(trace, iteration_time=simulate(plan, profile).iteration_time)])
     assert found.iteration_agrees
     assert not found.agrees, "it works for more than a tenth of the iteration"
+
+
+def test_waiting_that_no_lane_explains_is_called_so() -> None:
+    profile = small_profile(3)
+    plan = host_plan(profile)
+    trace = simulate(plan, profile)
+    found = compare(plan, profile, [replace(trace, iteration_time=2 * trace.iteration_time)])
+    assert "the rest is waiting" in found.sentence

@@ -155,6 +155,16 @@ def test_bound_and_solution_enclose_the_best_whole_options() -> None:
         assert best <= solution.iteration_s * (1 + 1e-6) <= solution.bound_s * 1.0101
 
 
+def test_branching_helps_where_rounding_is_not_good_enough() -> None:
+    profile = llama7b_b4(4)
+    config = paper(8.5)
+    rounded = solve_offmate(profile, replace(config, gap=1.0), PaperProgram)
+    branched = solve_offmate(profile, replace(config, gap=1e-6), PaperProgram)
+    assert branched.bound_s == pytest.approx(rounded.bound_s, rel=1e-6)
+    assert branched.iteration_s < rounded.iteration_s - 1e-4
+    assert violations(profile, config, branched, PaperProgram) == []
+
+
 def test_unlimited_memory_leaves_computation_and_update() -> None:
     profile = llama7b_b4(4)
     free = replace(profile, blocks=tuple(replace(block, launch_s=0.0) for block in profile.blocks))

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lt_offload.errors import OverBudget
 from lt_offload.execute.memory.common import share_out
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
-from lt_offload.execute.memory.tensors import Weight, add_in_order, carve
-from lt_offload.schema.plan import ALIGNMENT, TensorGroup
+from lt_offload.execute.memory.tensors import States, Weight, add_in_order, carve
+from lt_offload.schema.plan import ALIGNMENT, Payload, TensorGroup
 from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.small import resident, small_profile
@@ -35,12 +36,15 @@ def weights_of(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Weight]:
     return [Weight(i, f"w{i}", torch.nn.Parameter(tensor)) for i, tensor in enumerate(made)]
 
 
-def apart(device: HostileDevice, weights: list[Weight]) -> list[LiveGroup]:
-    """A group for each of ``weights``."""
-    groups = (TensorGroup(payload="weight", tensors=(w.index,), sizes=(aligned(w.nbytes),)) for w in weights)
+def apart(device: HostileDevice, weights: list[Weight], *, states: bool = False) -> list[LiveGroup]:
+    """A group for each of ``weights``, or for the two states of each."""
+    payload: Payload = "state" if states else "weight"
+    sizes = [aligned(weight.nbytes * (1 + states)) for weight in weights]
+    groups = (TensorGroup(payload=payload, tensors=(at,), sizes=(size,)) for at, size in enumerate(sizes))
     profile = small_profile(1)
     plan = replace(built(resident(profile), profile), groups=tuple(groups), initial=(), ops=())
-    return list(Layout(device, weights, [weights], plan).all)
+    found = Layout(device, weights, [weights], plan).all
+    return [group for group in found if isinstance(group.members[0], States) == states]
 
 
 @pytest.fixture
@@ -83,6 +87,25 @@ def test_what_is_apart_on_the_host_is_not_one_range(device: HostileDevice) -> No
     first.attach(device.place(0, first.room))
     third.attach(device.place(first.room, third.room))
     assert [host.data_ptr() for host, _ in coalesced([first, third])] == [first.host.data_ptr(), third.host.data_ptr()]
+
+
+def test_states_travel_as_they_are_and_none_grows_beyond_its_room(device: HostileDevice) -> None:
+    (weight,) = weights = weights_of(((16, 16),))
+    (group,) = apart(device, weights, states=True)
+    made = {"step": torch.tensor(1.0), "m": torch.randn(16, 16), "v": torch.randn(16, 16)}
+    before = {name: tensor.clone() for name, tensor in made.items()}
+    weight.states.refresh(made)
+    group.attach(device.place(0, group.room))
+    event = Transfer(device, [group], label="fetch").fetch()
+    assert event is not None
+    device.wait(event)
+    assert {name: torch.equal(view, before[name]) for name, view in weight.states.on_device.items()} == {
+        "m": True,
+        "v": True,
+    }
+    group.detach()
+    with pytest.raises(OverBudget, match="the plan has kept"):
+        weight.states.refresh({"m": torch.zeros(1000)})
 
 
 def test_saving_one_tensor_writes_its_bytes_only(device: HostileDevice) -> None:
