@@ -7,7 +7,6 @@ import functools
 import io
 import itertools
 import random
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -239,29 +238,3 @@ def test_more_than_can_be_searched_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.warns(UserWarning, match=r"more than 100 objects at and below holder\.far"), untouched(holder=holder):
         holder.near.append(2)
     assert holder.near == [1]
-
-
-class Objects(collections.OrderedDict):  # type: ignore[type-arg]
-    """As transformers' table of activations: holds classes, and gives objects of them."""
-
-    def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(key)()
-
-
-def test_registries_of_libraries_are_neither_asked_nor_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import MODEL_MAPPING
-
-    modules, registry = set(sys.modules), Objects(gelu=nn.GELU)
-    with untouched(mapping=MODEL_MAPPING, registry=registry):
-        pass
-    assert set(sys.modules) == modules
-    assert dict.get(registry, "gelu") is nn.GELU
-    monkeypatch.setattr(nn, "a_cache", [], raising=False)
-    monkeypatch.setattr(nn, "of_the_user", Shared(), raising=False)
-    holder = types.SimpleNamespace(library=nn.a_cache, own=nn.of_the_user)
-    nn.of_the_user.n = 1000
-    with untouched(holder=holder):
-        holder.library.append(1)
-        holder.own.n += 1
-    assert holder.library == [1]
-    assert holder.own.n == 1000

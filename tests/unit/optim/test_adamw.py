@@ -72,7 +72,7 @@ class Scheme:
 @pytest.mark.parametrize("maximize", [False, True])
 def test_equal_to_torchs_for_full_precision(dtype: torch.dtype, maximize: bool) -> None:
     mine, theirs = parameters(dtype), parameters(dtype)
-    ours = AdamW(mine, maximize=maximize, **SETTINGS)
+    ours = AdamW(mine, maximize=maximize, stochastic_rounding=maximize, **SETTINGS)  # which is for bfloat16 only
     reference = torch.optim.AdamW(theirs, maximize=maximize, fused=True, **SETTINGS)
     train(mine, ours, range(4))
     train(theirs, reference, range(4))
@@ -266,37 +266,6 @@ def test_moments_of_fewer_bits(dtype: torch.dtype, kept: dict[str, Any]) -> None
     assert dtypes == ({torch.uint8, torch.float32} if kept is EIGHT else {torch.bfloat16})
 
 
-def test_settings_of_moments_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="state_dtype='int8' is not offered; use 'bfloat16', '8bit' or None"):
-        AdamW(parameters(torch.float32), state_dtype="int8")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="min_8bit_size=256 must be more than a block, 256"):
-        AdamW(parameters(torch.float32), state_dtype="8bit", min_8bit_size=256)
-    with pytest.raises(ConfigError, match=r"state_dtype='8bit' is not for weights of torch\.float64"):
-        AdamW(parameters(torch.float64), state_dtype="8bit")
-    with pytest.raises(ConfigError, match="amsgrad=True is not offered"):
-        AdamW(parameters(torch.float32), state_dtype="8bit", amsgrad=True)
-    saved = AdamW(found := parameters(torch.float32), **EIGHT)
-    train(found, saved, range(1))
-    with pytest.raises(
-        ConfigError, match=r"has moments of torch\.uint8 for a weight of 2400 elements, whose moments are"
-    ):
-        AdamW(parameters(torch.float32)).load_state_dict(saved.state_dict())
-    full = AdamW(found := parameters(torch.float32))
-    train(found, full, range(1))
-    with pytest.raises(ConfigError, match=r"moments are torch\.uint8 with state_dtype='8bit' and min_8bit_size=300"):
-        AdamW(parameters(torch.float32), **EIGHT).load_state_dict(full.state_dict())
-
-
-def test_noise_is_for_bfloat16() -> None:
-    full, low = parameters(torch.float32), parameters(torch.bfloat16)
-    optimizer, reference = AdamW([*full, *low], **NOISY), AdamW(copies := parameters(torch.float32), **SETTINGS)
-    train(full, optimizer, range(2))
-    train(copies, reference, range(2))
-    assert all(torch.equal(p, q) for p, q in zip(full, copies, strict=True))
-    with pytest.raises(ConfigError, match=r"stochastic_rounding=True is for bfloat16 weights, not for torch\.float16"):
-        AdamW(parameters(torch.float16), stochastic_rounding=True)
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(
     ("dtype", "settings"),
@@ -344,6 +313,29 @@ def test_checkpoints_of_torchs() -> None:
     assert_same(ours, reference)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "saved", "settings", "message"),
+    [
+        (
+            torch.bfloat16,
+            {},
+            {"stochastic_rounding": True},
+            "fp32 masters for a weight .* with stochastic_rounding=True",
+        ),
+        (torch.bfloat16, {"stochastic_rounding": True}, {}, "no fp32 masters for .* with stochastic_rounding=False"),
+        (torch.float32, EIGHT, {}, r"has moments of torch\.uint8 for a weight of 2400 elements, whose moments are"),
+        (torch.float32, {}, EIGHT, r"are torch\.uint8 with state_dtype='8bit' and min_8bit_size=300"),
+    ],
+)
+def test_checkpoints_of_other_settings(
+    dtype: torch.dtype, saved: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    optimizer = AdamW(found := parameters(dtype), **saved)
+    train(found, optimizer, range(1))
+    with pytest.raises(ConfigError, match=message):
+        AdamW(parameters(dtype), **settings).load_state_dict(optimizer.state_dict())
+
+
 def test_checkpoints_that_do_not_fit() -> None:
     low, full = parameters(torch.bfloat16), parameters(torch.float32)
     theirs = torch.optim.AdamW(low, fused=True)
@@ -354,12 +346,6 @@ def test_checkpoints_that_do_not_fit() -> None:
     train(low, ours, range(1))
     with pytest.raises(ConfigError, match=r"fp32 masters for a weight that is torch\.float32 now"):
         AdamW(full).load_state_dict(ours.state_dict())
-    with pytest.raises(ConfigError, match=r"fp32 masters for a weight .* with stochastic_rounding=True"):
-        AdamW(low, stochastic_rounding=True).load_state_dict(ours.state_dict())
-    noisy = AdamW(low, stochastic_rounding=True)
-    train(low, noisy, range(1))
-    with pytest.raises(ConfigError, match=r"no fp32 masters for a weight .* with stochastic_rounding=False"):
-        AdamW(low).load_state_dict(noisy.state_dict())
     with pytest.raises(ConfigError, match="amsgrad=True is not offered"):
         AdamW(full).load_state_dict(torch.optim.AdamW(full, amsgrad=True).state_dict())
 
@@ -372,9 +358,9 @@ def test_checkpoints_that_do_not_fit() -> None:
         ({"lr": -1.0}, "lr=-1.0 must not be negative"),
         ({"lr": float("nan")}, "lr=nan must not be negative"),
         ({"lr": torch.ones(2)}, "lr has 2 elements"),
-        ({"eps": -1e-8}, "eps=-1e-08 must not be negative"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\) must be at least 0 and less than 1"),
+        ({"state_dtype": "int8"}, "state_dtype='int8' is not offered; use 'bfloat16', '8bit' or None"),
+        ({"state_dtype": "8bit", "min_8bit_size": 256}, "min_8bit_size=256 must be more than a block, 256"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -383,6 +369,10 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 
 def test_tensors_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"state_dtype='8bit' is not for weights of torch\.float64"):
+        AdamW(parameters(torch.float64), state_dtype="8bit")
+    with pytest.raises(ConfigError, match=r"stochastic_rounding=True is for bfloat16 weights, not for torch\.float16"):
+        AdamW(parameters(torch.float16), stochastic_rounding=True)
     with pytest.raises(ConfigError, match=r"dtype torch\.complex64: AdamW updates float tensors"):
         AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     table = nn.Embedding(4, 3, sparse=True)

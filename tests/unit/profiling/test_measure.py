@@ -135,18 +135,10 @@ def test_what_the_block_before_returns_need_not_be_saved(family: str, index: int
 def test_what_is_changed_between_blocks_has_to_be_saved() -> None:
     """In place, by a new tensor, or not at all."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x).relu()
-
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(4))
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layers[1](self.layers[0](x))
