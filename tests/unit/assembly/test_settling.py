@@ -17,10 +17,8 @@ from lt_offload.schema.accesses import IN_ARENA
 from lt_offload.schema.plan import InitialCopy, Op, Pass, TensorGroup
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.fixtures import tensor
-from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.program_rules import KINDS, random_profile
 from tests.support.profiles.small import small_profile
-
-KINDS = ("plain", "tied", "half", "lora", "frozen start")
 
 
 @dataclass
@@ -148,26 +146,6 @@ def test_what_shares_a_copy_with_an_update_stays_behind_and_what_nobody_displace
     (update_op,) = (op for op in found.ops if op.kind == "update")
     assert update_op.after == tuple(fetches)
     assert [op.id for op in found.ops] == list(range(len(found.ops)))
-
-
-def test_a_part_of_the_states_that_travel_together_counts_its_bytes() -> None:
-    """Two states leave together and come back; the place of one is taken meanwhile by the weight of an update."""
-    plan, profile = _by_hand(taken=True)
-    states = [TensorGroup(payload="state", tensors=(at,), sizes=(1536,)) for at in (0, 1)]
-    groups, numbers, places = (*plan.groups, *states), (4, 5), (0, 2048)
-    state: dict[str, Any] = {"payload": "state", "groups": numbers, "bytes": 2 * 1024}
-    update = [replace(op, id=op.id - 2, after=()) for op in plan.ops[3:6]]
-    ops = (
-        _op(0, "offload", 0, release_after=0, **state),
-        *(replace(op, offsets=(0, 1024) if op.offsets else ()) for op in update),
-        _op(4, "drop", 1, payload="weight", groups=(1,), bytes=512),
-        _op(5, "prefetch", 2, offsets=places, **state),
-    )
-    initial = tuple(InitialCopy(group=g, offset=at) for g, at in zip(numbers, places, strict=True))
-    plan = replace(plan, groups=groups, initial=initial, ops=tuple(replace(op, passes=_both()) for op in ops))
-    found = with_settling_pass(plan, profile).program("settling")
-    moved = [(op.kind, op.groups, op.bytes) for op in found if op.payload == "state"]
-    assert moved == [("offload", (4,), 1024), ("prefetch", (4,), 1024)]
 
 
 def test_what_an_update_has_changed_goes_to_the_host_where_other_passes_drop_it() -> None:
