@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lt_offload.compat.hugging_face import class_of_model, set_name
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.gguf import SMOLLM2, converted, converted_smollm2, is_gguf
-from lt_offload.finetune.weights.hub import in_words, safetensors_of, without_advice
-from lt_offload.finetune.weights.shards import lazy_tensors
+from lt_offload.finetune.weights.hub import in_words, lazy_tensors, safetensors_of, without_advice
 from lt_offload.finetune.weights.vocabulary import add_tokens
 from lt_offload.resources import is_dir, is_file, may_be_local, user_path
 

@@ -5,15 +5,36 @@ Validation is pydantic's: unknown keys, missing keys and wrong types are named w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from pydantic import ConfigDict
 
 from lt_offload.errors import PlanError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 T = TypeVar("T")
 MOST_NUMBER = 2**60
 """Numbers beyond this do not fit the planners' arithmetic."""
+
+
+class Strict:
+    """The base of data structures whose files have no other keys than their fields."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the place and the reason of the first fault, with the value where it is one."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"]) or "the document"
+    value = f", not {first['input']!r:.40}" if isinstance(first["input"], int | float) else ""
+    return f"{path}: {first['msg']}{value}"
 
 
 def to_json(obj: Any) -> str:
@@ -35,8 +56,6 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
     Raises:
         PlanError: if the text is not JSON, is of another schema version, or does not fit ``cls``.
     """
-    import json
-
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -58,9 +77,7 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
     try:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise PlanError(f"{source} is not a valid {cls.__name__} file: {path}: {first['msg']}") from None
+        raise PlanError(f"{source} is not a valid {cls.__name__} file: {first_fault(error)}") from None
 
 
 def save_json(obj: Any, path: str | Path) -> Path:
