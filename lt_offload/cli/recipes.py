@@ -87,11 +87,7 @@ def chain(recipe: Path) -> list[Path]:
 
 
 def for_gpu(files: Sequence[Path]) -> list[Path]:
-    """Return the files that apply after ``files`` on a GPU.
-
-    Raises:
-        ConfigError: if one of them is missing.
-    """
+    """Return the files that apply after ``files`` on a GPU; raises ``ConfigError`` if one of them is missing."""
     return [override for file in files for override in _named(file, "gpu")]
 
 

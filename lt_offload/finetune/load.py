@@ -236,11 +236,7 @@ def check_name(name: str, *, needs: str | None = "config.json") -> None:
 
 
 def set_dropout(config: PreTrainedConfig, value: float) -> None:
-    """Set every dropout probability of ``config``.
-
-    Raises:
-        ConfigError: if the architecture has none.
-    """
+    """Set every dropout probability of ``config``; raises ``ConfigError`` if the architecture has none."""
     present = [name for name in _DROPOUTS if hasattr(config, name)]
     if not present:
         raise ConfigError(f"model.dropout={value}: a {config.model_type} model has no dropout; set it to null")

@@ -21,8 +21,8 @@ from lt_offload.compat.lightning import adds_up, trainer_of
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_among, saved_config
-from lt_offload.finetune.data.batches.attention import check_packing
-from lt_offload.finetune.data.batches.updates import TOKENS
+from lt_offload.finetune.data.batches.loaders import TOKENS
+from lt_offload.finetune.data.batches.packing import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger

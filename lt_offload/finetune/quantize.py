@@ -28,11 +28,7 @@ _TRACES = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quant
 
 
 def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = False) -> None:
-    """Refuse settings with which a base of four bits cannot be trained.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Refuse settings with which a base of four bits cannot be trained; raises ``ConfigError`` naming the setting."""
     if quantize is None:
         return
     if quantize != "nf4":

@@ -143,11 +143,7 @@ class RunFolder:
 
 
 def read_run(path: str | Path) -> RunFolder:
-    """Return the parsed run folder ``path``.
-
-    Raises:
-        ConfigError: if it is not a run folder.
-    """
+    """Return the parsed run folder ``path``; raises ``ConfigError`` if it is not a run folder."""
     folder = user_path(path)
     if not is_dir(folder):
         why = "it is a file" if is_file(folder) else "there is no such folder"

@@ -44,11 +44,7 @@ def split(args: Sequence[str]) -> tuple[list[str], Flags]:
 
 
 def flags_of(args: Sequence[str]) -> Flags:
-    """Return the flags of a verb with a recipe.
-
-    Raises:
-        ConfigError: if there is a word that belongs to no flag.
-    """
+    """Return the flags of a verb with a recipe; raises ``ConfigError`` if there is a word that belongs to no flag."""
     words, flags = split(args)
     if words:
         raise ConfigError(f"unknown setting {words[0]!r}: settings are flags, such as --model.lr 1e-5")

@@ -75,11 +75,7 @@ class Columns:
 
 
 def check_columns(mapping: Mapping[str, str]) -> None:
-    """Check ``data.columns`` by itself.
-
-    Raises:
-        ConfigError: if a role is unknown, or two have one column.
-    """
+    """Check ``data.columns`` by itself; raises ``ConfigError`` if a role is unknown, or two have one column."""
     for role in mapping:
         if role not in ROLES:
             near = nearest(role, ROLES, most=1)

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lt_offload import __version__
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.streaming import Place, unchanged
+from lt_offload.finetune.data.batches.loaders import unchanged
+from lt_offload.finetune.data.batches.streaming import Place
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
 from lt_offload.finetune.data.rows import RowFault

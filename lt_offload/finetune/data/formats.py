@@ -170,11 +170,7 @@ class Encoder:
         return made
 
     def write(self, row: Row, layout: Columns) -> Written:
-        """Return a row as text.
-
-        Raises:
-            RowFault: if it has no text.
-        """
+        """Return a row as text; raises ``RowFault`` if it has no text."""
         if layout.format == "text":
             return self._plain("", layout.text(row, "text"))
         if layout.format == "completion" and not layout.of_messages:
@@ -194,11 +190,7 @@ class Encoder:
         return self._with_system(from_row(row, layout))
 
     def write_conversation(self, conversation: Conversation) -> Written:
-        """Return a conversation as the chat template writes it.
-
-        Raises:
-            RowFault: if it cannot.
-        """
+        """Return a conversation as the chat template writes it; raises ``RowFault`` if it cannot."""
         assert self.template is not None, "check() comes first"
         assert self.locator is not None
         notes = oddities(conversation)

@@ -19,21 +19,26 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.collate import Collate, padded_width
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
+from lt_offload.finetune.data.batches.loaders import (
+    TOKENS,
+    Collate,
+    ResumableLoader,
+    held_out,
+    held_out_loader,
+    padded_width,
+    sizes_for,
+    trained_tokens,
+)
 from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
 from lt_offload.finetune.data.batches.packing import Integers, Losses, Pack, Sequences, sequences_of
-from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.batches.streaming import (
     Place,
     StreamedBatches,
-    StreamLoader,
     batches_of,
     check_end,
     check_streaming,
 )
-from lt_offload.finetune.data.batches.updates import TOKENS, sizes_for, trained_tokens
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import MOST_NAMED, Preparation, Stream
@@ -221,7 +226,7 @@ class FineTuneData(LightningDataModule):
         self._begin: Place = (0, 0)
         self._said = False
         self._read: tuple[Documents, Documents | None] | None = None
-        self._loader: ResumableLoader | StreamLoader | None = None
+        self._loader: ResumableLoader | None = None
         self._resume_at: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
@@ -231,11 +236,7 @@ class FineTuneData(LightningDataModule):
             self._read = self.examples()
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise everything, once.
-
-        Raises:
-            ConfigError: if there is nothing to train on.
-        """
+        """Read and tokenise everything, once; raises ``ConfigError`` if there is nothing to train on."""
         if self._train is not None or self._streamed is not None:
             return
         self.check_paths()
@@ -415,7 +416,7 @@ class FineTuneData(LightningDataModule):
             sizes=sizes,
         )
 
-    def _stream_loader(self) -> StreamLoader:
+    def _stream_loader(self) -> ResumableLoader:
         assert self._streamed is not None, "setup() comes first"
         batches = StreamedBatches(
             self._streamed.read,
@@ -430,7 +431,7 @@ class FineTuneData(LightningDataModule):
             share=share_of(self.trainer),
         )
         count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
-        return StreamLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
+        return ResumableLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_offload.finetune.data.batches.collate import padded_width
 from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.loaders import padded_width
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import sequences_of
 from lt_offload.finetune.data.examples import MOST_NAMED

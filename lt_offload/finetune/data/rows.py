@@ -83,11 +83,7 @@ def kind_of(value: Any) -> str:
 
 
 def check_text(value: Any, name: str) -> str:
-    """Return ``value``, which must be a text that can be written as UTF-8.
-
-    Raises:
-        RowFault: if it is not.
-    """
+    """Return ``value``, which must be a text that can be written as UTF-8; raises ``RowFault`` if it is not."""
     if not isinstance(value, str):
         raise RowFault(f"{name} is {kind_of(value)}, not a text")
     if not value.isascii():

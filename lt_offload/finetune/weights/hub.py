@@ -168,10 +168,10 @@ def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
             ) from None
         of_file = {name: file.get_slice(name) for name in file.offset_keys()}
         for name, one in of_file.items():
-            if name.endswith(".weight") and one.get_dtype() not in _OF_WEIGHTS:
+            if name.endswith(".weight") and (kind := one.get_dtype()) not in _OF_WEIGHTS:
                 raise ConfigError(
-                    f"{path}: {name} is of dtype {one.get_dtype()}, not one of {', '.join(_OF_WEIGHTS)}; give the model "
-                    "that this one was quantized from"
+                    f"{path}: {name} is of dtype {kind}, not one of {', '.join(_OF_WEIGHTS)}; give the model that this "
+                    "one was quantized from"
                 )
         tensors |= of_file
     return tensors

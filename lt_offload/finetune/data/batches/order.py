@@ -67,7 +67,7 @@ class ResumableBatches(Sampler[list[int]]):
         self.silent = silent
         self.epoch = 0
         self.position = 0
-        """Batches that training in this process has taken in this epoch; the loader counts them."""
+        """Batches that training in this process has taken in this epoch."""
         self.moved = 0
         """Difference, in batches, between the position here and the saved one of another number of processes."""
         self._arranged_for = share.of
@@ -145,6 +145,10 @@ class ResumableBatches(Sampler[list[int]]):
         """Choose the order of the next epoch, unless the run goes on from a checkpoint, which holds the epoch."""
         if not self._counts:
             self.epoch = epoch
+
+    def take(self, _: object) -> None:
+        """Note that training has taken a batch."""
+        self.position += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in this epoch, and the settings that the order depends on."""

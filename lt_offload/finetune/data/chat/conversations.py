@@ -271,11 +271,7 @@ def _tools(row: Row, layout: Columns) -> list[Message] | None:
 
 
 def history(row: Row, layout: Columns) -> Sequence[Any]:
-    """Return the turns before an instruction.
-
-    Raises:
-        RowFault: if they are no list.
-    """
+    """Return the turns before an instruction; raises ``RowFault`` if they are no list."""
     value = layout.value(row, "history")
     if value is None or value == "":
         return []
