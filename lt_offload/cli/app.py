@@ -125,11 +125,7 @@ class App(LightningCLI):
             raise ConfigError(f"seed_everything={seed} is out of bounds; choose a number from 0 to {2**32 - 1}")
 
     def instantiate_classes(self) -> None:
-        """Make the module, the data module and the trainer; nothing is loaded yet.
-
-        Raises:
-            ConfigError: if one of them does not take its settings.
-        """
+        """Make the module, the data module and the trainer; ``ConfigError`` if one does not take its settings."""
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, OverflowError, ModuleNotFoundError) as error:  # jsonargparse words ours anew
@@ -143,10 +139,7 @@ class App(LightningCLI):
         """Let a verb that loads a checkpoint, and has none named, take the newest complete one of a run folder.
 
         With a recipe in place of a run folder the pretrained weights are used; a line says so if the recipe has been
-        trained.
-
-        Raises:
-            ConfigError: if a run folder has none.
+        trained. Raises ``ConfigError`` if a run folder has none.
         """
         if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
             return
@@ -214,13 +207,9 @@ class App(LightningCLI):
 
 
 def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
-    """Carry out ``verb`` with the settings of ``files`` and flags, and return the exit code.
+    """Carry out ``verb`` with the settings of ``files``, later ones first in rank, and flags; return the exit code.
 
-    Args:
-        verb: the one to carry out.
-        files: recipe and what it builds on, later ones override.
-        args: flags.
-        of_run: whether the recipe was named by the folder of a run, which then has the checkpoint, too.
+    ``of_run``: the recipe was named by the folder of a run, which then has the checkpoint, too.
     """
     messages.install()
     # A plan for a card that is named is one on a GPU, whatever this machine has.
@@ -262,8 +251,7 @@ def _check_precision(config: Namespace) -> None:
 def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
     """Return the folder ``root``, or that of the last run of ``recipe`` with a checkpoint, and its newest complete one.
 
-    Raises:
-        ConfigError: if there is no such checkpoint.
+    Raises ``ConfigError`` if there is no such checkpoint.
     """
     # The settings of a run stand in its folder: this run is meant, not the last one with the same name.
     if root is None and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():

@@ -22,11 +22,7 @@ _PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
 
 
 def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
-    """Return the arguments for the parser: ``files``, later ones first in rank, then the flags ``args``, with ``=``.
-
-    Raises:
-        ConfigError: if a file cannot be read.
-    """
+    """Return the arguments for the parser: ``files``, later ones first in rank, then the flags ``args``, with ``=``."""
     chain = [*files]
     for setting, piece in _PIECES.items():
         chain = _with_piece(chain, args, setting, piece)

@@ -13,15 +13,9 @@ from lt_offload.errors import ConfigError
 
 
 def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool:
-    """Return the loggers of a run.
+    """Return the loggers of a run: those that ``trainer.logger`` has ``chosen``, and the project ``wandb``, if any.
 
-    Args:
-        chosen: the setting ``trainer.logger``; None and True: the default ones.
-        folder: the run folder.
-        wandb: project on Weights & Biases; None: none.
-
-    Raises:
-        ConfigError: if its package is not installed, or all logging is switched off.
+    Raises ``ConfigError`` if its package is not installed, or all logging is switched off.
     """
     if chosen in (None, True):
         wanted: list[Logger] = [

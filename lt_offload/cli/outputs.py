@@ -11,12 +11,9 @@ from lt_offload.resources import is_dir, user_path
 
 
 def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
-    """Raise ``ConfigError`` unless a file can be written at ``path``.
+    """Raise ``ConfigError``, which names ``setting``, unless a file can be written at ``path``.
 
-    Args:
-        path: the file.
-        setting: name of its flag or setting, for the error.
-        make: whether its folder will be made where there is none.
+    ``make``: its folder will be made where there is none.
     """
     target = user_path(path)
     if is_dir(target):
@@ -32,11 +29,7 @@ def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
 
 
 def make_folder(path: str | Path, setting: str) -> Path:
-    """Make the folder ``path`` where there is none, and return it.
-
-    Raises:
-        ConfigError: if nothing can be written there.
-    """
+    """Make the folder ``path`` where there is none, and return it; ``ConfigError`` if nothing can be written there."""
     target = user_path(path)
     try:
         target.mkdir(parents=True, exist_ok=True)

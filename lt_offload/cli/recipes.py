@@ -44,8 +44,7 @@ def shipped() -> dict[str, Path]:
 def find(recipe: str) -> Path:
     """Return the file of ``recipe``: a path, the name of a shipped one, or a run folder; a path wins.
 
-    Raises:
-        ConfigError: if there is none; names the closest ones.
+    Raises ``ConfigError`` if there is none; it names the closest ones.
     """
     path = user_path(recipe)
     if is_file(path):
@@ -80,8 +79,7 @@ def is_run(recipe: str | Path) -> bool:
 def chain(recipe: Path) -> list[Path]:
     """Return the files that make up ``recipe``, in the order in which they apply: bases first, the recipe last.
 
-    Raises:
-        ConfigError: if a base is missing or builds on itself.
+    Raises ``ConfigError`` if a base is missing or builds on itself.
     """
     return _expand(recipe, ())
 
@@ -116,11 +114,7 @@ def _locate(name: str, child: Path, key: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the settings in ``path`` as they are written there.
-
-    Raises:
-        ConfigError: if it is no mapping of settings in YAML.
-    """
+    """Return the settings in ``path`` as they are written there; ``ConfigError`` if it is no mapping of settings."""
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also of a file that is no text

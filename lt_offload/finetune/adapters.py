@@ -82,13 +82,8 @@ def check_lora(args: LoraArgs) -> None:
 def add_lora(model: nn.Module, args: LoraArgs, *, planned: bool = False) -> nn.Module:
     """Return ``model`` with new adapters, everything else frozen; where its tensors are on meta, theirs are, too.
 
-    Args:
-        model: a Hugging Face model.
-        args: the adapters.
-        planned: the tensors of ``model`` are on meta, and it is only planned; the usual adapters then need no peft.
-
-    Raises:
-        ConfigError: if peft is not installed, no layer has one of the names, or no bias is there to be trained.
+    With ``planned`` the tensors are on meta, and the usual adapters need no peft. Raises ``ConfigError`` if peft is not
+    installed, no layer has one of the names, or no bias is there to be trained.
     """
     what = f"model.lora.target_modules={args.target_modules!r}"
     # A plan is made where peft may not be installed: then layers of the same shapes take the place of its own.
@@ -111,8 +106,7 @@ def add_lora(model: nn.Module, args: LoraArgs, *, planned: bool = False) -> nn.M
 def add_saved(model: nn.Module, folder: str) -> nn.Module:
     """Return ``model`` with the adapters in ``folder``, as peft's ``save_pretrained`` writes them, to be trained on.
 
-    Raises:
-        ConfigError: if they cannot be read, or are those of another model.
+    Raises ``ConfigError`` if they cannot be read, or are those of another model.
     """
     peft = _peft("model.adapter")
     path = check_saved(folder)
@@ -145,11 +139,7 @@ def add_saved(model: nn.Module, folder: str) -> nn.Module:
 
 
 def saved_config(folder: str) -> LoraConfig:
-    """Return the configuration of the adapters in ``folder``.
-
-    Raises:
-        ConfigError: if they are adapters of another kind, or not adapters.
-    """
+    """Return the configuration of the adapters in ``folder``; ``ConfigError`` if they are of another kind, or none."""
     peft = _peft("model.adapter")
     path = check_saved(folder)
     what = f"model.adapter={folder!r}"
@@ -179,11 +169,7 @@ def saved_among(folder: str, modules: Sequence[str]) -> list[str]:
 
 
 def check_saved(folder: str) -> Path:
-    """Return the path of a ``folder`` with adapters as peft writes them.
-
-    Raises:
-        ConfigError: if it is no such folder.
-    """
+    """Return the path of a ``folder`` with adapters as peft writes them; ``ConfigError`` if it is no such folder."""
     path = user_path(folder)
     if not is_dir(path):
         raise ConfigError(f"model.adapter={folder!r} is not a folder; give one that peft's save_pretrained() wrote")

@@ -115,11 +115,7 @@ def check_form(format: Format, *, merge: bool, quantize: Bits | None) -> None:
 
 
 def check_target(folder: str | Path, format: Format = "hf") -> Path:
-    """Return ``folder``, which can be written to.
-
-    Raises:
-        ConfigError: if the folder has something in it, or cannot be made.
-    """
+    """Return ``folder``, which can be written to; ``ConfigError`` if it has something in it, or cannot be made."""
     target = user_path(folder)
     if format != "gguf" and target.suffix == ".gguf":
         raise ConfigError(

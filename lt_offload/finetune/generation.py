@@ -66,8 +66,7 @@ def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
 def room_for_answer(config: Any, tokens: int, max_new_tokens: int) -> int:
     """Return the number of tokens that may follow a prompt of ``tokens``: the setting, or the rest of the context.
 
-    Raises:
-        ConfigError: if it leaves none.
+    Raises ``ConfigError`` if it leaves none.
     """
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None:

@@ -79,12 +79,8 @@ def check_kernels(kernels: Kernels | None, *, compiled: bool) -> None:
 def use_liger(model: Any, device: str | None) -> None:
     """Let the norms and gated MLPs of ``model``, a Hugging Face model, compute with Liger's kernels.
 
-    Args:
-        model: the model.
-        device: type of the device on which layers run, if that is known.
-
-    Raises:
-        ConfigError: without a GPU or the package, or if there are none for this model.
+    ``device`` is the type of the device on which layers run, if that is known. Raises ``ConfigError`` without a GPU or
+    the package, or if there are none for this model.
     """
     use_functions(model, liger_functions(device))
 
@@ -92,8 +88,7 @@ def use_liger(model: Any, device: str | None) -> None:
 def plan_liger(model: Any) -> None:
     """Let ``model``, on meta, compute with stand-ins for Liger's kernels, so that it can be planned.
 
-    Raises:
-        ConfigError: if there are none for this model.
+    Raises ``ConfigError`` if there are none for this model.
     """
     gated = PlannedGated.apply
     use_functions(model, Functions(norm=PlannedNorm.apply, silu=gated, gelu=gated))
@@ -174,8 +169,7 @@ def _joint_mlp(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tenso
 def compile_layers(model: nn.Module) -> None:
     """Let every layer of ``model`` be compiled at its first call, in place: names of parameters do not change.
 
-    Raises:
-        ConfigError: if a part of the compiler is not installed.
+    Raises ``ConfigError`` if a part of the compiler is not installed.
     """
     check_compiler()
     for block in find_blocks(model).blocks:

@@ -38,8 +38,7 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
 def load_config(name: str, architecture: str | None = None) -> PreTrainedConfig:
     """Return the configuration of model ``name``, or of ``architecture``: a JSON file or the name of a shipped one.
 
-    Raises:
-        ConfigError: if there is no such model or file.
+    Raises ``ConfigError`` if there is no such model or file.
     """
     from transformers import AutoConfig
 
@@ -185,11 +184,7 @@ def check_attention(attention: Attention) -> None:
 
 
 def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model ``name``, with ``new_tokens`` behind its own.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Return the tokenizer of model ``name``, with ``new_tokens`` behind its own; ``ConfigError`` if there is none."""
     from transformers import AutoTokenizer
 
     with in_words(name):
@@ -202,8 +197,7 @@ def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedToken
 def locate(name: str, *, needs: str | None = "config.json") -> str:
     """Return the place of ``name`` for Hugging Face: a folder, which must hold ``needs``, or a name on the hub.
 
-    Raises:
-        ConfigError: if ``name`` is a path and there is no model at it.
+    Raises ``ConfigError`` if ``name`` is a path and there is no model at it.
     """
     if name == SMOLLM2:
         return str(converted_smollm2())

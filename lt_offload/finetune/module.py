@@ -215,9 +215,8 @@ class FineTune(LightningModule):
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
 
-        Raises:
-            ConfigError: if sequences are longer than the model's context, the tokenizer lacks a new token or is another
-                model's, or the model cannot keep packed documents apart.
+        Raises ``ConfigError`` if sequences are longer than the model's context, the tokenizer lacks a new token or is
+        another model's, or the model cannot keep packed documents apart.
         """
         data = getattr(self.trainer, "datamodule", None)
         if data is None or self.model is not None:

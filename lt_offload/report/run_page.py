@@ -46,12 +46,7 @@ _HEIGHT = 190
 
 
 def write_run_report(folder: str | Path, gains: Sequence[Gain] = ()) -> Path:
-    """Write ``report.html`` into the run folder ``folder`` and return its path.
-
-    Args:
-        folder: the run folder.
-        gains: what more of each lane would buy.
-    """
+    """Write ``report.html`` into the run folder ``folder`` and return its path; ``gains``: what more would buy."""
     run = read_run(folder)
     plan, profile = run.plan, run.profile
     title, about, planned = run.model, run.name, []

@@ -45,16 +45,9 @@ def to_json(obj: Any) -> str:
 
 
 def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T:
-    """Return an instance of the dataclass ``cls`` from JSON.
+    """Return an instance of the dataclass ``cls`` from JSON; errors name the ``source``.
 
-    Args:
-        cls: dataclass with a field ``schema``.
-        text: the JSON document.
-        source: where it comes from, for errors.
-        schema: the schema version this release reads.
-
-    Raises:
-        PlanError: if the text is not JSON, is of another schema version, or does not fit ``cls``.
+    Raises ``PlanError`` if the text is not JSON, is of another version than ``schema``, or does not fit ``cls``.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -106,16 +99,10 @@ def load_json(
     schema: int,
     problems: Callable[[T], Iterator[str]] | None = None,
 ) -> T:
-    """Read an instance of ``cls`` from ``path``.
+    """Read an instance of ``cls``, of the version ``schema``, from ``path``.
 
-    Args:
-        cls: dataclass with a field ``schema``.
-        path: the file.
-        schema: the schema version this release reads.
-        problems: says what is wrong with an instance beyond its types.
-
-    Raises:
-        PlanError: if the file is missing or is not a valid ``cls`` of this schema version.
+    Raises ``PlanError`` if the file is missing, is no valid ``cls`` of this version, or has one of the ``problems``
+    beyond its types.
     """
     try:
         text = Path(path).read_bytes()

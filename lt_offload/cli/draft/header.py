@@ -65,13 +65,9 @@ def header(
 ) -> list[str]:
     """Return the lines of the comment.
 
-    Args:
-        title: the model, and the way it is trained; may have the RAM of an earlier plan at its end.
-        recipe: its name, or its file.
-        hardware: the machine of the plan, as ``--hardware`` takes it; None: this one.
-        figures: of the plan.
-        flags: of the command that runs it.
-        made: date of the plan, and version.
+    ``title`` is the model and the way it is trained, and may have the RAM of an earlier plan at its end; ``hardware``
+    the machine of the plan, as ``--hardware`` takes it (None: this one); ``made`` the date of the plan, and the
+    version.
     """
     step, enough = format_seconds(figures.iteration_s), format_seconds(figures.no_offload_s)
     device, host = format_bytes(figures.device_peak_bytes), format_bytes(figures.host_peak_bytes)

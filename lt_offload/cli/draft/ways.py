@@ -120,9 +120,8 @@ class Drafts:
     def ways(self, method: str) -> list[WayToTrain]:
         """Return every way with ``method``, at the longest sequences with which one fits.
 
-        Raises:
-            InfeasibleError: if none fits.
-            Exception: the first one's, if none is possible, however much memory there is.
+        Raises ``InfeasibleError`` if none fits, and the first one's error if none is possible, however much memory
+        there is.
         """
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
@@ -169,8 +168,7 @@ class Drafts:
     def choose(self, ways: Sequence[WayToTrain]) -> tuple[list[WayToTrain], WayToTrain]:
         """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
 
-        Raises:
-            Exception: the best one's, if no way with a rough plan works.
+        Raises the best one's error if no way with a rough plan works.
         """
         left, errors = [*ways], list[Exception]()
         # A plan at a glance may be of a profile that was scaled. If
@@ -185,11 +183,7 @@ class Drafts:
         raise errors[0]
 
     def final(self, way: WayToTrain) -> WayToTrain:
-        """Return ``way`` with the plan of the very recipe that will be written.
-
-        Raises:
-            OffloadError: if the way does not work, in spite of its rough plan.
-        """
+        """Return ``way`` with the plan of the very recipe that will be written, or raise why there is none."""
         status(f"planning {way.method.title} at length")
         # Scaling does not know what a model refuses, as to take batches
         # in parts: then batches come one after the other.

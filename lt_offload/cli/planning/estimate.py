@@ -32,13 +32,9 @@ def estimate(
     batch_size: int | None = None,
     micro_batches: int | None = None,
 ) -> Profile:
-    """Return the profile of the app's model on ``hardware``, without weights.
+    """Return the profile of the app's model on ``hardware`` (None: this machine), without weights.
 
-    Args:
-        app: the settings.
-        hardware: None: this machine.
-        batch_size: None: the settings'.
-        micro_batches: parts of a batch; None: the strategy's.
+    Batch size and parts of a batch are the settings' where they are None.
     """
     parts = micro_batches or parts_of(app)
     assert parts != "auto"
@@ -69,8 +65,7 @@ def estimate(
 def configuration(app: App) -> PreTrainedConfig:
     """Return the configuration of the app's model with the settings that change it.
 
-    Raises:
-        ConfigError: if there is none without the hub, or a setting does not suit it.
+    Raises ``ConfigError`` if there is none without the hub, or a setting does not suit it.
     """
     module, data = app.model, app.datamodule
     config = load.load_config(module.name, module.architecture)

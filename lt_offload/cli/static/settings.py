@@ -58,16 +58,7 @@ def of_call(verb: Verb) -> list[str]:
 
 
 def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
-    """Look for settings that do not exist, in ``files`` and in the flags ``args``.
-
-    Args:
-        files: recipe and what it builds on.
-        args: flags.
-        verb: its own flags are settings, too.
-
-    Raises:
-        ConfigError: names the first one, and those that may have been meant.
-    """
+    """Raise ``ConfigError`` for the first setting in ``files`` and flags that does not exist; it names near ones."""
     flags = flags_of(args)
     more = [Path(text) for name, text in flags if name == "config" and text is not None and is_file(text)]
     # The class of the strategy decides whether settings below it can be known, so it is looked for first.
@@ -152,8 +143,8 @@ def unknown(key: str, known: Sequence[str], where: str = "") -> str:
 def parse(verb: Verb, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words and the flags of ``args`` as the function of ``verb``, which needs no recipe, takes them.
 
-    Raises:
-        ConfigError: if there are too many or too few words, or a flag is unknown, lacks its value or has a wrong one.
+    Raises ``ConfigError`` if there are too many or too few words, or a flag is unknown, lacks its value or has a wrong
+    one.
     """
     known, usage = entries(verb.name), page(verb.name).partition("\n")[0].removeprefix("usage: ")
     words, flags = split(args)

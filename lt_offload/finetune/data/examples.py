@@ -105,8 +105,7 @@ class Preparation:
     def examples(self, sources: Sequence[Source]) -> Documents:
         """Return the examples of all ``sources``.
 
-        Raises:
-            ConfigError: if one cannot be read, or has rows that cannot be used, unless they are skipped.
+        Raises ``ConfigError`` if one cannot be read, or has rows that cannot be used, unless they are skipped.
         """
         from datasets import concatenate_datasets
 
@@ -117,8 +116,7 @@ class Preparation:
     def layout(self, source: Source, *, streaming: bool = True) -> Columns:
         """Return the columns of ``source`` by their roles, from its first rows.
 
-        Raises:
-            ConfigError: if its columns are of no known format, or settings do not fit it.
+        Raises ``ConfigError`` if its columns are of no known format, or settings do not fit it.
         """
         names, first = source.first(streaming=streaming)
         layout = find_columns(self.format, self.columns, names, first, source.said)
@@ -265,17 +263,9 @@ class Stream:
 
 
 def report_bad(named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool) -> None:
-    """Report rows that cannot be used.
+    """Report ``number`` rows of ``count`` (None: not known) that cannot be used, with the ``named`` first ones.
 
-    Args:
-        named: the first of them, by file and row, with their faults.
-        number: of them.
-        count: of all rows, None if that is not known.
-        source: of the rows.
-        skip: whether they are left out.
-
-    Raises:
-        ConfigError: unless they are left out, or if none is left.
+    Raises ``ConfigError`` unless they are left out (``skip``), or if none is left.
     """
     more = "; ..." if number > len(named) else ""
     rows = f"{number:,} of {count:,} rows" if count is not None else "a row"

@@ -112,11 +112,7 @@ class Encoder:
         self.closes_itself = _closes_itself(tokenizer)
 
     def check(self, layout: Columns) -> None:
-        """Compare the settings with the format of the data.
-
-        Raises:
-            ConfigError: if a setting has no place in it, or a chat template is needed.
-        """
+        """Raise ``ConfigError`` if a setting has no place in the format of the data, or a chat template is needed."""
         strings = layout.format == "completion" and not layout.of_messages
         if layout.format == "text" or strings:
             what = "plain text" if layout.format == "text" else "a prompt and a completion that are texts"
@@ -148,12 +144,7 @@ class Encoder:
         return tokens
 
     def encode(self, rows: Sequence[Row | RowFault], layout: Columns) -> list[Example | RowFault]:
-        """Return an example for each row, or the fault of a row that cannot be used.
-
-        Args:
-            rows: of one data set; faults are handed on.
-            layout: columns of their parts.
-        """
+        """Return an example for each row, or the fault of a row that cannot be used; faults are handed on."""
         made: list[Any] = []
         for row in rows:
             try:
@@ -179,11 +170,7 @@ class Encoder:
         return self._alpaca(row, layout) if conversation is None else self.write_conversation(conversation)
 
     def conversation(self, row: Row, layout: Columns) -> Conversation | None:
-        """Return the messages of a row, with ``data.system``; None if no chat template writes it.
-
-        Raises:
-            RowFault: if it has none.
-        """
+        """Return the messages of a row, with ``data.system``; None if no chat template writes it."""
         strings = layout.format == "completion" and not layout.of_messages
         if layout.format == "text" or strings or (layout.format == "alpaca" and self.template is None):
             return None
@@ -205,8 +192,7 @@ class Encoder:
     ) -> list[int]:
         """Return the tokens of a conversation, with ``ask`` up to where the assistant goes on.
 
-        Raises:
-            ConfigError: if there is no chat template, or it refuses the conversation.
+        Raises ``ConfigError`` if there is no chat template, or it refuses the conversation.
         """
         if self.template is None:
             raise ConfigError(

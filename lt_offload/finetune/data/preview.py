@@ -44,11 +44,7 @@ class DataPreview:
 
 
 def look_at(data: FineTuneData) -> DataPreview:
-    """Return a preview of ``data``; of streamed data, of the first rows.
-
-    Raises:
-        ConfigError: if the data cannot be used.
-    """
+    """Return a preview of ``data``, of streamed data of the first rows; ``ConfigError`` if they cannot be used."""
     said: list[str] = []
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
@@ -63,13 +59,9 @@ def look_at(data: FineTuneData) -> DataPreview:
 
 
 def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
-    """Yield the parts of ``preview`` for a console of rich.
+    """Yield the parts of ``preview`` for a console of rich, with so many ``samples`` from beginning to end of the data.
 
-    Args:
-        data: the settings.
-        preview: the findings.
-        samples: examples to show, from the beginning to the end of the data.
-        color: whether colour shows the learned parts; if not, they stand between « and ».
+    Learned parts have a ``color``, or stand between « and ».
     """
     from rich.text import Text
 

@@ -22,11 +22,7 @@ class Peak:
 def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> Peak | None:
     """Return the rated peak of ``count`` devices like ``device``; None where it is not known, as for a CPU.
 
-    Args:
-        device: the device of the blocks.
-        precision: the Trainer's, e.g. ``bf16-mixed``.
-        dtype: of the weights.
-        count: of devices that train together.
+    ``precision`` is the Trainer's, e.g. ``bf16-mixed``, and ``dtype`` that of the weights.
     """
     computes: Any = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else dtype
     if device.type != "cuda":

@@ -101,11 +101,7 @@ class RunSummary(Callback):
         """Write the end of this part of the run, and the report; return the report's path.
 
         Nothing is written about a run that has not begun to train, and only the first of several processes writes.
-        After an error this raises none of its own.
-
-        Args:
-            trainer: of the run.
-            error: the one that ended it early.
+        After an ``error`` that ended the run early this raises none of its own.
         """
         if self.folder is None or self.first_step is None or not trainer.is_global_zero:
             return None

@@ -16,10 +16,8 @@ def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: 
     """Train only the parameters of ``model`` that ``train_only`` names, or all, without those that ``freeze`` names.
 
     A name is that of a parameter or of a module that it is in, with ``*`` for anything, or a regular expression that
-    matches all of it. A tensor that has several names (tied embeddings) is meant by each of them.
-
-    Raises:
-        ConfigError: if a pattern names nothing, or nothing is left to be trained.
+    matches all of it. A tensor that has several names (tied embeddings) is meant by each of them. Raises
+    ``ConfigError`` if a pattern names nothing, or nothing is left to be trained.
     """
     if train_only:
         chosen = _matching(model, train_only, "train_only")

@@ -27,8 +27,7 @@ def is_gguf(path: Path) -> bool:
 def converted_smollm2() -> Path:
     """Return a folder with SmolLM2-135M-Instruct as Hugging Face writes it; converts it the first time.
 
-    Raises:
-        ConfigError: if the package that carries the weights, or the one that reads them, is not installed.
+    Raises ``ConfigError`` if the package that carries the weights, or the one that reads them, is not installed.
     """
     spec = find_spec(_SMOLLM2_PACKAGE)
     if spec is None or spec.origin is None:
@@ -42,8 +41,7 @@ def converted_smollm2() -> Path:
 def converted(source: Path) -> Path:
     """Return a folder with the model in the GGUF file ``source``; converts it the first time, and when it has changed.
 
-    Raises:
-        ConfigError: if it is no such file, or the package that reads them is not installed.
+    Raises ``ConfigError`` if it is no such file, or the package that reads them is not installed.
     """
     with source.open("rb") as file:
         if file.read(4) != _MAGIC:

@@ -110,8 +110,7 @@ def _cache() -> str:
 def safetensors_of(where: str) -> list[Path]:
     """Return the safetensors files of the model at ``where``, downloaded if it is a name; none if it has other files.
 
-    Raises:
-        ConfigError: if a file that its index names is missing.
+    Raises ``ConfigError`` if a file that its index names is missing.
     """
     single = _file(where, SINGLE)
     if single is not None:
@@ -153,10 +152,8 @@ def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
 
     transformers itself maps such files into memory, and lets weights be pages of them where the dtype is the same. That
     costs all of its time later, page by page, where a profile measures; the pages count as free memory although weights
-    that are trained take them; and a file that somebody writes to changes the model.
-
-    Raises:
-        ConfigError: if a file is damaged or cut short, or holds weights that are no floating-point numbers.
+    that are trained take them; and a file that somebody writes to changes the model. Raises ``ConfigError`` if a file
+    is damaged or cut short, or holds weights that are no floating-point numbers.
     """
     tensors: dict[str, Any] = {}
     for path in files:

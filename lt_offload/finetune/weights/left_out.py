@@ -67,14 +67,9 @@ def leave_out(
     name: str,
     optimizers: Iterable[Optimizer],
 ) -> None:
-    """Take the unchanged tensors of ``base`` out of ``checkpoint``, and note which.
+    """Take the unchanged tensors of ``base`` (:func:`frozen_base`) out of ``checkpoint``, and note which.
 
-    Args:
-        checkpoint: with a state dictionary of its own.
-        model: with the adapters.
-        base: see :func:`frozen_base`.
-        name: of the model.
-        optimizers: tensors that they train, or have trained, stay in the checkpoint.
+    Tensors that ``optimizers`` train, or have trained, stay in it.
     """
     state = checkpoint["state_dict"]
     # Parameters that an optimizer holds count as trained: a callback may have trained
@@ -97,8 +92,8 @@ def leave_out(
 def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> MutableMapping[str, Tensor]:
     """Return the state dictionary of ``checkpoint`` with the left-out tensors of ``model``; no copies are made.
 
-    Raises:
-        ConfigError: if the tensors of ``model``, which is called ``name``, differ; on meta only shapes are compared.
+    Raises ``ConfigError`` if the tensors of ``model``, which is called ``name``, differ; on meta only shapes are
+    compared.
     """
     state: MutableMapping[str, Tensor] = checkpoint["state_dict"]
     if KEY not in checkpoint:

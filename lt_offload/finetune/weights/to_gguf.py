@@ -81,17 +81,11 @@ def check_writable(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def write_gguf(model: Any, tokenizer: PreTrainedTokenizerBase, path: Path, *, quantize: Bits | None = None) -> None:
-    """Write ``model``, whose weights are of one dtype, and ``tokenizer`` to ``path``; vectors are written in float32.
+    """Write ``model``, which :func:`check_writable` accepts and whose weights are of one dtype, and ``tokenizer``.
 
-    Args:
-        model: a Hugging Face model, which :func:`check_writable` accepts.
-        tokenizer: the one it was trained with.
-        path: the file.
-        quantize: write matrices in 8 bits, each 32 numbers of a row with a scale in float16. Those with rows that are
-            no multiple of 32 stay as they are.
-
-    Raises:
-        ConfigError: if one of the model's tensors has no place in such a file, or the tokenizer has too many tokens.
+    Vectors are written in float32. ``quantize`` writes matrices in 8 bits, each 32 numbers of a row with a scale in
+    float16; those with rows that are no multiple of 32 stay as they are. Raises ``ConfigError`` if one of the model's
+    tensors has no place in such a file, or the tokenizer has too many tokens.
     """
     gguf, config, family = _gguf(), model.config, FAMILIES[model.config.model_type]
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
@@ -269,8 +263,7 @@ def _content(tokenizer: Any) -> dict[str, Any]:
 def _splitting(tokenizer: Any) -> str:
     """Return llama.cpp's name for the way in which ``tokenizer`` splits text; ``default``: SentencePiece's.
 
-    Raises:
-        ConfigError: if it is not known here.
+    Raises ``ConfigError`` if it is not known here.
     """
     content = _content(tokenizer)
     first = content.get("pre_tokenizer") or {}

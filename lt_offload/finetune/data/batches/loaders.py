@@ -199,14 +199,8 @@ def held_out(
 ) -> tuple[Integers, Integers]:
     """Return the trained and the held-out ones of ``count`` rows, both in the order of the data.
 
-    Args:
-        count: rows in all.
-        share: of them that is held out; at least one row, unless it is 0.
-        rows: number that is held out, instead.
-        seed: draws them at random; None: they are the last ones.
-
-    Raises:
-        ConfigError: if there are fewer rows than are to be held out.
+    A ``share`` is held out, at least one row unless it is 0, or a number of ``rows``: the last ones, or those that
+    ``seed`` draws. Raises ``ConfigError`` if there are fewer.
     """
     few = max(round(count * share), 1 if share else 0) if rows is None else rows
     if few > count:

@@ -160,8 +160,7 @@ class ResumableBatches(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, by as many processes or by others.
 
-        Raises:
-            ConfigError: if the data, the batch size or the seed differ, so that another order would follow.
+        Raises ``ConfigError`` if the data, the batch size or the seed differ, so that another order would follow.
         """
         if "position" not in state:
             raise ConfigError("the checkpoint is of a run with data.streaming=true; continue it with that setting")

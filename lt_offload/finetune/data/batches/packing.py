@@ -207,14 +207,7 @@ class Sequences(Dataset[Row]):
 
 
 def sequences_of(documents: Documents, selected: Integers, length: int, pack: Pack) -> tuple[Sequences, Losses]:
-    """Return the ``selected`` documents as rows of at most ``length`` tokens, and the losses.
-
-    Args:
-        documents: source of the tokens.
-        selected: numbers of documents.
-        length: of a full row.
-        pack: ``data.pack``.
-    """
+    """Return the ``selected`` documents as rows of at most ``length`` tokens, by ``data.pack``, and the losses."""
     if pack == "wrapped":
         return wrapped(documents, selected, length), Losses()
     pieces, losses = pieces_of(documents, selected, length)
@@ -260,17 +253,7 @@ def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
 
 
 def check_packing(config: Any, *, max_length: int, attention: str | None = None, batch_size: int = 1) -> None:
-    """Check that a model keeps packed documents apart.
-
-    Args:
-        config: the model's.
-        max_length: tokens of a row.
-        attention: implementation of attention, if one is chosen.
-        batch_size: rows of a batch.
-
-    Raises:
-        ConfigError: if it does not, or if nobody has tried.
-    """
+    """Raise ``ConfigError`` if a model of ``config`` does not keep packed documents apart, or nobody has tried."""
     way_out = (
         "set data.pack=false (data.group_by_length=true keeps padding small), or data.pack=wrapped for running text, "
         "where documents may read each other"

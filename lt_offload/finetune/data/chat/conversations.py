@@ -94,8 +94,7 @@ def says_something(message: Message) -> bool:
 def from_row(row: Row, layout: Columns) -> Conversation:
     """Return the conversation in a row of messages, of a prompt and a completion, or of an instruction.
 
-    Raises:
-        RowFault: if it has none.
+    Raises ``RowFault`` if it has none.
     """
     context = 0
     if layout.format == "alpaca":
@@ -130,15 +129,10 @@ def _of_instruction(row: Row, layout: Columns) -> list[Message]:
 
 
 def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = None) -> list[Message]:
-    """Return messages in OpenAI's form from those of OpenAI or ShareGPT.
+    """Return messages in OpenAI's form from ``value``, a list of those of OpenAI or ShareGPT, or JSON of one.
 
-    Args:
-        value: a list, or JSON of one.
-        column: its name, for errors.
-        keys: names of the keys that hold ``role`` and ``content``, if they are none of the usual ones.
-
-    Raises:
-        RowFault: if a message is none.
+    ``keys`` names the keys that hold ``role`` and ``content``, if they are none of the usual ones, and ``column`` the
+    place in errors. Raises ``RowFault`` if a message is none.
     """
     if isinstance(value, str):
         value = _json(value, column)

@@ -49,8 +49,7 @@ class Locator:
     def locate(self, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
         """Return the text of ``conversation``, and the spans of the assistant's messages ``turns`` in it.
 
-        Raises:
-            RowFault: if the template refuses it, leaves out a message, or cannot be understood.
+        Raises ``RowFault`` if the template refuses it, leaves out a message, or cannot be understood.
         """
         messages = conversation.messages
         try:
