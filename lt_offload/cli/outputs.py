@@ -1,9 +1,10 @@
-"""Checks that files and folders can be written, before anything slow."""
+"""Outputs of verbs: tables in the terminal, and files and folders, which are tried before anything slow."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
@@ -41,3 +42,19 @@ def make_folder(path: str | Path, setting: str) -> Path:
             f"{setting}={str(path)!r} cannot be written: {error.strerror}; choose another folder"
         ) from None
     return target
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, words: bool = False) -> None:
+    """Print a table that is at most ``width`` columns wide; the last column is of ``words``, not of figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for at, title in enumerate(head):
+        left = at == 0 or (words and at == len(head) - 1)
+        table.add_column(Text(title), justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(highlight=False, width=width).print(table)

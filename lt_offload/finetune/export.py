@@ -18,8 +18,8 @@ from lt_offload.compat.hugging_face import untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.load import base_of
 from lt_offload.finetune.quantize import dequantized
+from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.hub import explain_full_disk
-from lt_offload.finetune.weights.to_gguf import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.vocabulary import has_grown
 from lt_offload.model.quantized import packed_layers
 from lt_offload.replacing import replacing

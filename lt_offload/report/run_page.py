@@ -16,8 +16,7 @@ from lt_offload.plan.what_if import Gain
 from lt_offload.report import plan_page
 from lt_offload.report.compare import described
 from lt_offload.report.page import LIMIT, drawn, section, table, thinned, write_page
-from lt_offload.report.processes import told
-from lt_offload.report.runs import RunFolder, RunSample, read_run
+from lt_offload.report.runs import RunFolder, RunSample, read_run, told
 from lt_offload.schema.lanes import shown
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lt_offload.cli.figures import print_table
+from lt_offload.cli.outputs import print_table
 from lt_offload.cli.planning.estimate import estimate, model_name, on_machine, settings_of, solver
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lt_offload.finetune.progress import ProgressLine
-from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.metrics import RunClock
 from lt_offload.report.runs import SAMPLES, RunSample, without_later
 
 TOKENS = 24

@@ -5,29 +5,33 @@ Works with any strategy; one that has a plan, a profile and a trace is compared 
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import platform
 import resource
 import socket
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lt_offload import __version__
 from lt_offload.errors import named
 from lt_offload.finetune.processes import several
-from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.environment import write_environment
-from lt_offload.finetune.run.metrics import RunMetrics
+from lt_offload.finetune.run.metrics import RunClock, RunMetrics
 from lt_offload.finetune.run.samples import Samples, is_whole
-from lt_offload.report.processes import ProcessTimes, told
-from lt_offload.report.runs import RunPart, write_part
+from lt_offload.profiling.hardware import total_host_bytes
+from lt_offload.report.runs import ENVIRONMENT, ProcessTimes, RunPart, told, write_part
 from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -269,3 +273,42 @@ def _short(path: str) -> str:
 
 def _ends(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return losses if len(losses) < 2 else [losses[0], losses[-1]]
+
+
+_PACKAGES = (
+    "torch", "lightning", "transformers", "datasets", "tokenizers", "safetensors", "peft", "bitsandbytes", "numpy",
+)  # fmt: skip
+
+
+def environment() -> dict[str, object]:
+    """Return the versions of the libraries, and the properties of the machine."""
+    facts: dict[str, object] = {"lt_offload": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts |= {"cuda": torch.version.cuda, "gpu": card.name, "gpu_bytes": card.total_memory}
+        facts["gpu_capability"] = f"{card.major}.{card.minor}"
+    facts["system"] = f"{platform.system()} {platform.release()}"
+    facts["processor"] = _processor()
+    facts["cores"] = os.cpu_count()
+    facts["threads"] = torch.get_num_threads()
+    facts["ram_bytes"] = total_host_bytes()
+    return facts
+
+
+def write_environment(folder: Path) -> None:
+    """Write :func:`environment` into a run folder."""
+    (folder / ENVIRONMENT).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

@@ -15,7 +15,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.progress import ProgressLine, fitted
-from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.metrics import RunClock
 from lt_offload.finetune.run.samples import Samples
 from tests.support import tiny
 

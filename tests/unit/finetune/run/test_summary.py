@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.run.environment import environment
-from lt_offload.finetune.run.summary import RunSummary, print_summary, run_gains, write_report
+from lt_offload.finetune.run.summary import RunSummary, environment, print_summary, run_gains, write_report
 from lt_offload.plan import Settings, make_plan, solve
 from lt_offload.report.runs import read_parts
 from lt_offload.schema.plan import Plan
