@@ -31,8 +31,8 @@ from lt_offload.finetune.processes import several
 from lt_offload.finetune.run.metrics import RunClock, RunMetrics
 from lt_offload.finetune.run.samples import Samples, is_whole
 from lt_offload.profiling.hardware import total_host_bytes
-from lt_offload.report.runs import ENVIRONMENT, ProcessTimes, RunPart, told, write_part
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.report.compare import described
+from lt_offload.report.runs import ENVIRONMENT, ProcessTimes, RunPart, read_run, told, write_part
 
 if TYPE_CHECKING:
     from lt_offload.plan.what_if import Gain
@@ -46,7 +46,7 @@ _MOST_PATIENCE = 40.0
 _LEAST_PATIENCE = 2.0
 """... and not at all with fewer seconds than that for each of its plans."""
 _WIDTH = 80
-_LABEL = 15
+_LABEL = 30
 
 
 class RunSummary(Callback):
@@ -149,12 +149,9 @@ class RunSummary(Callback):
         )
 
     def facts(self, trainer: Trainer) -> dict[str, str]:
-        """Return the facts about the finished run, for people, by their titles."""
-        plan: Plan | None = getattr(trainer.strategy, "plan", None)
-        seconds, peaks = self.clock.seconds, dict(self.metrics.peaks)
-        if "host_peak_bytes" in peaks and trainer.strategy.root_device.type == "cuda":  # else the device is in RAM, too
-            peaks["host_peak_bytes"] = max(peaks["host_peak_bytes"], process_peak())
-        facts = {"steps": f"{trainer.global_step}, {format_seconds(seconds['steps'] + seconds['between'])} of training"}
+        """Return the figures of the finished run, as its page has them, by their titles."""
+        assert self.folder is not None
+        facts = described(read_run(self.folder))
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
             if self.processes:
@@ -163,25 +160,11 @@ class RunSummary(Callback):
             facts["loss"] = f"{self.broken}: the weights are of no use"
         elif first := self.metrics.loss.first:
             facts["loss"] = f"not finite at step {first}, finite at the end"
-        if self.losses:
-            facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
-        if self.metrics.tokens and self.clock.training > 0:
-            facts["speed"] = f"{self.metrics.tokens / self.clock.training:.4g} tokens/s"
-        if len(self.clock.steps):
-            step = self.clock.medians().get("iteration_s", self.step_time)
-            planned = f" (planned: {format_seconds(plan.predicted.iteration_s)})" if plan is not None else ""
-            facts["step time"] = format_seconds(step) + planned
-        if plan is not None:
+        plan: Plan | None = getattr(trainer.strategy, "plan", None)
+        if plan is not None and (plan.accumulate > 1 or plan.batch_curve):
             batches = f"{plan.accumulate} micro-batches of " if plan.accumulate > 1 else ""
             chosen = f", chosen from {len(plan.batch_curve)} sizes" if plan.batch_curve else ""
-            if batches or chosen:
-                facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"
-        budgets = (0, 0) if plan is None else (plan.budget_bytes, plan.host_budget_bytes)
-        names = ("device memory", "device_peak_bytes"), ("RAM", "host_peak_bytes")
-        for (name, key), budget in zip(names, budgets, strict=True):
-            if key in peaks:
-                allowed = f" of {format_bytes(budget)} allowed" if budget else " at most"
-                facts[name] = f"{format_bytes(peaks[key])}{allowed}"
+            facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"
         return facts
 
     @property
@@ -190,11 +173,6 @@ class RunSummary(Callback):
         if not self.metrics.loss.is_finite:
             return f"not finite since step {self.metrics.loss.first}"
         return None if not self.losses or math.isfinite(self.losses[-1][1]) else "not finite on held-out data"
-
-    @property
-    def step_time(self) -> float:
-        """The median step."""
-        return self.clock.medians().get("step_s", 0.0)
 
 
 def process_peak() -> int:
@@ -269,10 +247,6 @@ def _short(path: str) -> str:
         return str(Path(path).resolve().relative_to(Path.cwd().resolve()))
     except ValueError:
         return path
-
-
-def _ends(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    return losses if len(losses) < 2 else [losses[0], losses[-1]]
 
 
 _PACKAGES = (
