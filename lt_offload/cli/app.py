@@ -25,7 +25,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lt_offload.cli import messages, recipes
-from lt_offload.cli.progress import quiet, say
 from lt_offload.cli.recipes import compose
 from lt_offload.cli.static.settings import joined, unknown
 from lt_offload.cli.table import Verb
@@ -34,6 +33,7 @@ from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.processes import end_others, is_first, let_the_first_speak
 from lt_offload.finetune.run.summary import RunSummary
+from lt_offload.finetune.terminal import quiet, say
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
 from lt_offload.strategy.several.processes import Processes

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lt_offload.cli.progress import say, status
 from lt_offload.compat.hugging_face import set_attention
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import check_data
+from lt_offload.finetune.terminal import say, status
 from lt_offload.plan import make_plan
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.what_if import Solver

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lt_offload.cli.outputs import print_table
 from lt_offload.cli.planning.estimate import estimate, model_name, on_machine, settings_of, solver
-from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.finetune.terminal import clear, status
 from lt_offload.plan.several import check_cards, one_of
 from lt_offload.plan.sweep import HEAD, SweepPoint, SweepRange, run_sweep, save_sweep
 from lt_offload.plan.what_if import Solver
