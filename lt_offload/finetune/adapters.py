@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -192,7 +191,9 @@ def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
         # peft trains a copy of each module to save: a copy of one of two tied embeddings alone would part them.
         config.ensure_weight_tying = bool(config.modules_to_save)
     try:
-        with _quietly():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers with a name that is going away
+            warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # folders move
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except (ValueError, re.error) as error:
         raise ConfigError(f"{what}: {first_line(error)}") from error
@@ -221,14 +222,6 @@ def _peft(setting: str) -> Any:
     except ImportError:
         raise ConfigError(f"{setting} needs the package peft: pip install peft") from None
     return peft
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers with a name that is going away
-        warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # folders move
-        yield
 
 
 def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> None:
@@ -264,17 +257,18 @@ def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[in
     for pattern in patterns:
         ids = {id(parameter) for name, parameter in named if _matches(name, pattern)}
         if not ids:
-            names = [name for name, _ in named]
+            near = nearest(pattern, sorted({part for name, _ in named for part in _parts(name)}), cutoff=0.3, most=1)
             raise ConfigError(
-                f"model.{setting}={list(patterns)!r}: no parameter is called {pattern!r}; "
-                f"{_nearest(pattern, names)}; a pattern is a name, a name with *, or a regular expression for all of it"
+                f"model.{setting}={list(patterns)!r}: no parameter is called {pattern!r}; the nearest is "
+                f"{near[0] if near else named[0][0]!r}; a pattern is a name, a name with *, or a regular expression "
+                "for all of it"
             )
         chosen |= ids
     return chosen
 
 
 def _matches(name: str, pattern: str) -> bool:
-    if any(fnmatchcase(part, pattern) for part in (name, *_above(name))):
+    if any(fnmatchcase(part, pattern) for part in _parts(name)):
         return True
     try:
         return re.fullmatch(pattern, name) is not None
@@ -282,13 +276,7 @@ def _matches(name: str, pattern: str) -> bool:
         return False
 
 
-def _above(name: str) -> Iterable[str]:
-    """Yield the modules that the parameter ``name`` is in."""
+def _parts(name: str) -> list[str]:
+    """Return the modules that the parameter ``name`` is in, and itself."""
     parts = name.split(".")
-    return (".".join(parts[:n]) for n in range(1, len(parts)))
-
-
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    candidates = sorted({part for name in names for part in (name, *_above(name))})
-    near = nearest(pattern, candidates, cutoff=0.3, most=1)
-    return f"the nearest is {near[0] if near else names[0]!r}"
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]

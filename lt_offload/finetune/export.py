@@ -86,7 +86,7 @@ def export(
         return target
     if format == "gguf":
         check_writable(base_of(whole).config, tokenizer)
-    with _plain(whole), _stopping_at(ends, whole):
+    with _to_generate(whole, ends):
         # This comes before adapters are merged: a merge into four bits would round away most of what was learned.
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
@@ -152,30 +152,20 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _plain(model: Any) -> Iterator[None]:
-    """Let the configuration allow a cache in generation within the context, as before training."""
-    before = model.config.use_cache
-    model.config.use_cache = True
-    try:
-        yield
-    finally:
-        model.config.use_cache = before
-
-
-@contextmanager
-def _stopping_at(ends: Sequence[int], model: Any) -> Iterator[None]:
-    """Let the generation settings say that answers end at ``ends``, too."""
-    settings = getattr(model, "generation_config", None)
+def _to_generate(model: Any, ends: Sequence[int]) -> Iterator[None]:
+    """Let the settings allow a cache in generation, as before training, and say that answers end at ``ends``, too."""
+    settings, cached = getattr(model, "generation_config", None), model.config.use_cache
     before = getattr(settings, "eos_token_id", None)
     known = [] if before is None else [before] if isinstance(before, int) else list(before)
-    if settings is None or set(ends) <= set(known):
-        yield
-        return
-    settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
+    model.config.use_cache = True
+    if settings is not None and not set(ends) <= set(known):
+        settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
     try:
         yield
     finally:
-        settings.eos_token_id = before
+        model.config.use_cache = cached
+        if settings is not None:
+            settings.eos_token_id = before
 
 
 def _embeddings_changed(model: Any) -> bool:

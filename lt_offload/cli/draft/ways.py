@@ -14,7 +14,7 @@ import yaml
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
 from lt_offload.cli.draft.model import NamedModel
-from lt_offload.cli.planning.estimate import estimate
+from lt_offload.cli.planning import estimate
 from lt_offload.cli.verbs.plan import plan
 from lt_offload.errors import InfeasibleError, OffloadError, UnsupportedError, named
 from lt_offload.finetune.terminal import keeping_quiet, status

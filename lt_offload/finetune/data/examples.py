@@ -50,13 +50,6 @@ class Encoded(IterableDataset["list[Placed] | ConfigError"]):
 
     Each of several workers reads all rows and makes every so-many-th batch. A file that cannot be read is an item, as
     an exception would come from a worker in the words of the worker's loader.
-
-    Args:
-        encoder: makes the tokens.
-        layout: columns of the rows by their roles.
-        source: of the rows.
-        streaming: whether no file may be read as a whole.
-        start: number of rows in front that are left out.
     """
 
     def __init__(self, encoder: Encoder, layout: Columns, source: Source, *, streaming: bool, start: int = 0) -> None:
@@ -82,17 +75,7 @@ class Encoded(IterableDataset["list[Placed] | ConfigError"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """The settings and steps that make examples of sources.
-
-    Args:
-        encoder: makes the tokens.
-        format: ``data.format``.
-        columns: ``data.columns``.
-        skip_bad_rows: leave out unusable rows with a warning, instead of refusing them.
-        cache_dir: folder of the cache; null for that of the user.
-        num_proc: processes; null for this one, whose tokenizer has threads.
-        say: prints one line for the user.
-    """
+    """The settings, called as in recipes, and the steps that make examples of sources."""
 
     encoder: Encoder
     format: FormatChoice
@@ -101,6 +84,7 @@ class Preparation:
     cache_dir: str | None = None
     num_proc: int | None = None
     say: Callable[[str], None] = _log.info
+    """Prints one line for the user."""
 
     def examples(self, sources: Sequence[Source]) -> Documents:
         """Return the examples of all ``sources``.

@@ -76,17 +76,9 @@ class Written:
 
 
 class Encoder:
-    """A converter of rows into examples.
+    """A converter of rows into examples, by the settings of data of these names.
 
-    Args:
-        tokenizer: a fast one.
-        template: chat template; None if there is none.
-        train_on: part of a conversation that is learned.
-        system: system message of conversations that have none.
-        explicit_template: whether the user has named ``template``, and it is not just the tokenizer's.
-
-    Raises:
-        ConfigError: if the tokenizer cannot say which characters a token stands for.
+    ``explicit_template``: the user has named ``template``, and it is not just the tokenizer's.
     """
 
     def __init__(

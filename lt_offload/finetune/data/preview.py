@@ -30,17 +30,13 @@ LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPreview:
-    """Findings about training data.
-
-    Args:
-        said: interpretation of each source.
-        documents: tokenised rows.
-        whole: whether these are all rows.
-    """
+    """Findings about training data."""
 
     said: Sequence[str]
+    """Interpretation of each source."""
     documents: Documents
     whole: bool = True
+    """True if these are all rows."""
 
 
 def look_at(data: FineTuneData) -> DataPreview:

@@ -27,10 +27,6 @@ class Samples(Callback):
 
     The most likely token is taken each time. Nothing about training changes: random states and the modes of modules are
     put back. All processes take part, and the first one writes.
-
-    Args:
-        clock: of the run.
-        folder: of ``samples.jsonl``; None: nothing is written.
     """
 
     def __init__(self, clock: RunClock, folder: Path | None = None) -> None:

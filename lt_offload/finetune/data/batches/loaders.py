@@ -44,11 +44,6 @@ class Collate:
 
     Packed rows are not masked, so that models find the documents by ``position_ids``, which begin again with each. The
     rest of a row is a document of its own. Other rows are padded on the right, and masked there. Neither has a loss.
-
-    Args:
-        pad_id: token in the rest of a row.
-        length: of a full row.
-        pack: ``data.pack``.
     """
 
     def __init__(self, pad_id: int, length: int, pack: Pack) -> None:
@@ -129,13 +124,9 @@ class ResumableLoader:
     an update of which the tokens are counted. It is no DataLoader, as Lightning would put an order of its own into one
     where there are several processes.
 
-    Args:
-        dataset: rows; or batches that are streamed, each with its position, and that are their own order.
-        batch_sampler: the order of rows.
-        collate_fn: makes a batch of rows.
-        num_workers: processes that prepare batches.
-        sizes: of updates, whose tokens are counted; None: they are not.
-        count: number of streamed batches that Lightning shall take for an epoch; the next one goes on where it ends.
+    The data set is rows, of which ``batch_sampler`` is the order, or streamed batches, each with its position, that are
+    their own order, and of which Lightning shall take ``count`` for an epoch; the next one goes on where it ends. With
+    the ``sizes`` of updates their tokens are counted.
     """
 
     def __init__(

@@ -32,17 +32,10 @@ class ResumableBatches(Sampler[list[int]]):
     rows that no process has taken yet are shared out anew, so that none comes twice or not at all. Batches are counted
     as if the epoch had been divided among these processes from its beginning.
 
-    Args:
-        count: rows.
-        batch_size: rows of a batch.
-        seed: of the order.
-        lengths: of the rows, if batches shall have rows of like lengths.
-        tokens: of all rows, to notice other data when a run goes on.
-        share: the batches of this process.
-        reshuffled: whether epochs have orders of their own; if false, all have that of the first.
-        silent: whether a process without a batch at the end takes one without loss, a row with a number below 0 (see
-            :class:`Silenced`), so that all take as many. If not, they share the rows that are left, and leave them out
-            where these are fewer than processes.
+    With ``lengths`` batches have rows of like lengths. The number of all ``tokens`` shows other data where a run goes
+    on. Without ``reshuffled`` all epochs have the order of the first. With ``silent`` a process without a batch at the
+    end takes one without loss, a row with a number below 0 (see :class:`Silenced`), so that all take as many. Without
+    it they share the rows that are left, and leave them out where these are fewer than processes.
     """
 
     def __init__(

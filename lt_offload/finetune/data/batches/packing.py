@@ -154,11 +154,8 @@ def best_fit(lengths: Integers, capacity: int) -> list[list[int]]:
 class Sequences(Dataset[Row]):
     """Rows of pieces, put together when they are asked for: item ``i`` is ``(ids, labels, positions)``.
 
-    Args:
-        documents: source of the tokens.
-        pieces: in the order of the rows.
-        ends: number of pieces up to the end of each row.
-        apart: whether a piece begins anew: with position 0, and with a token that is not predicted from the one before.
+    Row ``i`` has the pieces up to number ``ends[i]``. Those that are ``apart`` begin anew: with position 0, and with a
+    token that is not predicted from the one before.
     """
 
     def __init__(self, documents: Documents, pieces: Pieces, ends: Integers, *, apart: bool) -> None:

@@ -35,17 +35,9 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
     All processes read everything and take their share of the batches. The position is that after the last of their
     batches, so that a run may go on with any number of processes.
 
-    Args:
-        read: yields the examples from a place on, each with the place after it.
-        begin: place of the first training data; examples before it are held out.
-        buffer: examples of a stretch.
-        batch_size: sequences of a batch.
-        sequences: puts the documents of a stretch into sequences.
-        collate: makes a batch of sequences.
-        seed: of the order within stretches, which is another one in each pass over the data.
-        name: of the data, for errors.
-        settings: other settings that decide about the batches, by name.
-        share: the batches of this process.
+    ``read`` yields the examples from a place on, each with the place after it; ``begin`` is that of the first training
+    data. ``sequences`` are made of the documents of a stretch, ``buffer`` examples, and other ``settings`` decide about
+    them, too. The order within stretches, of ``seed``, is another one in each pass.
     """
 
     def __init__(

@@ -36,28 +36,18 @@ _TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """The ability of a template to write about functions.
-
-    Args:
-        tools: True if it writes descriptions of functions.
-        calls: form of the arguments in calls, ``object`` or ``text``; None if it writes no calls.
-        results: True if it writes messages with the role ``tool``.
-    """
+    """The ability of a template to write descriptions of functions, calls, and messages with the role ``tool``."""
 
     tools: bool
     calls: Literal["object", "text"] | None
+    """Form of the arguments in calls; None if it writes no calls."""
     results: bool
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it writes.
+    """A chat template in Jinja, and ``tool_text`` for conversations with tools, where that is another one.
 
-    Args:
-        name: its name in messages.
-        text: in Jinja.
-        special: names and texts of the tokenizer's special tokens.
-        tokens: texts that are one token each wherever they stand.
-        tool_text: template for conversations with tools, where it is another one.
+    ``special`` tokens are the tokenizer's by their names; ``tokens`` are texts that are one token wherever they stand.
     """
 
     def __init__(
