@@ -49,6 +49,11 @@ class Columns:
     of_messages: bool = False
 
     @property
+    def of_texts(self) -> bool:
+        """True for texts that no chat template writes: plain ones, or prompts and completions."""
+        return self.format == "text" or (self.format == "completion" and not self.of_messages)
+
+    @property
     def said(self) -> str:
         """Format and columns in a few words."""
         return f"{self.format} (column{'s' if len(self.columns) > 1 else ''} {', '.join(self.columns.values())})"

@@ -130,7 +130,7 @@ class Preparation:
         said = f"{source.said}: {rows} as {layout.said}"
         if format == "text":
             return f"{said}; every token is learned"
-        plain = template is None or (format == "completion" and not layout.of_messages)
+        plain = template is None or layout.of_texts
         by = "no chat template" if plain or template is None else f"chat template: {template.name}"
         learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
         said = f"{said}; {by}; learned: {learned}"
@@ -182,20 +182,24 @@ class Preparation:
                     yield {"ids": made.ids, "labels": made.labels, "place": place, "fault": None, "notes": made.notes}
 
     def _fingerprint(self, source: Source, layout: Columns) -> str:
-        encoder = self.encoder
-        template = encoder.template
+        import tokenizers
+        import transformers
+
+        encoder, template, here = self.encoder, self.encoder.template, Path(__file__).parent
+        # The code that makes tokens of rows; batches/ arranges them only.
+        code = [file.read_bytes() for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")])]
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
         # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
         # are told by size and time.
         of_tables = () if source.files else source.tables
         parts: list[Any] = [
-            __version__, code_fingerprint(), source.kind, of_files,
+            __version__, transformers.__version__, tokenizers.__version__, source.kind, of_files,
             [opened(False)._fingerprint for _, opened in of_tables],
-            tokenizer_fingerprint(encoder.tokenizer),
+            type(encoder.tokenizer).__name__, encoder.tokenizer.backend_tokenizer.to_str(),
             None if template is None else (template.name, template.text, template.tool_text, template.special),
             asdict(layout), encoder.train_on, encoder.system, encoder.explicit_template,
         ]  # fmt: skip
-        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+        return hashlib.sha256(b"".join([json.dumps(parts, default=str).encode(), *code])).hexdigest()[:32]
 
 
 class Stream:
@@ -259,25 +263,6 @@ def report_bad(named: Sequence[str], number: int, count: int | None, source: Sou
     if number == count:
         raise ConfigError(f"{problem}; data.skip_bad_rows=true leaves none: choose data.format and data.columns")
     _log.warning("%s; they are left out", problem)
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a fingerprint of a tokenizer: equal ones make the same tokens."""
-    inner = tokenizer.backend_tokenizer
-    return hashlib.sha256(inner.to_str().encode(errors="surrogatepass")).hexdigest() + type(tokenizer).__name__
-
-
-def code_fingerprint() -> str:
-    """Return a fingerprint of the code that makes tokens from rows, and of the libraries that it calls."""
-    import tokenizers
-    import transformers
-
-    digest = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
-    here = Path(__file__).parent
-    # batches/ is left out: it arranges tokens in rows, and does not change them.
-    for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _unusable(root: Path, error: OSError | ValueError) -> ConfigError:

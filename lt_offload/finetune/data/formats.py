@@ -105,19 +105,17 @@ class Encoder:
 
     def check(self, layout: Columns) -> None:
         """Raise ``ConfigError`` if a setting has no place in the format of the data, or a chat template is needed."""
-        strings = layout.format == "completion" and not layout.of_messages
-        if layout.format == "text" or strings:
-            what = "plain text" if layout.format == "text" else "a prompt and a completion that are texts"
-            hint = "; set it to null"
-            if strings:
+        if layout.of_texts:
+            what, hint = "plain text", "; set it to null"
+            if layout.format == "completion":
+                what = "a prompt and a completion that are texts"
                 hint += f", or make conversations of them: {as_conversations(layout)}"
             for name, is_set in (("template", self.explicit_template), ("system", self.system is not None)):
                 if is_set:
                     raise ConfigError(f"data.{name} has no place in data.format={layout.format}: it is {what}{hint}")
         if layout.format == "text" and self.train_on == "last":
             raise ConfigError("data.train_on=last: data.format=text has no answers; set it to responses")
-        chat = layout.format == "chat" or (layout.format == "completion" and not strings)
-        if chat and self.template is None:
+        if not layout.of_texts and layout.format != "alpaca" and self.template is None:
             raise ConfigError(
                 f"data.format={layout.format} needs a chat template, and this tokenizer has none; choose one, for "
                 "example --data.template chatml (or the one that the model was trained with)"
@@ -156,15 +154,14 @@ class Encoder:
         """Return a row as text; raises ``RowFault`` if it has no text."""
         if layout.format == "text":
             return self._plain("", layout.text(row, "text"))
-        if layout.format == "completion" and not layout.of_messages:
+        if layout.of_texts:
             return self._plain(layout.text(row, "prompt"), layout.text(row, "completion"))
         conversation = self.conversation(row, layout)
         return self._alpaca(row, layout) if conversation is None else self.write_conversation(conversation)
 
     def conversation(self, row: Row, layout: Columns) -> Conversation | None:
         """Return the messages of a row, with ``data.system``; None if no chat template writes it."""
-        strings = layout.format == "completion" and not layout.of_messages
-        if layout.format == "text" or strings or (layout.format == "alpaca" and self.template is None):
+        if layout.of_texts or (layout.format == "alpaca" and self.template is None):
             return None
         return self._with_system(from_row(row, layout))
 

@@ -373,8 +373,7 @@ class FineTuneData(LightningDataModule):
                     f"{error}; how a prompt is written depends on the data with data.format={self.format}: set it to "
                     "text, alpaca or chat to do without them"
                 ) from None
-            layout = self.preparation.layout(source)
-            return layout.format in ("alpaca", "chat") or (layout.format == "completion" and layout.of_messages)
+            return not self.preparation.layout(source).of_texts
         return self.format in ("alpaca", "chat")
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
@@ -536,8 +535,7 @@ class FineTuneData(LightningDataModule):
     def _of_stretch(self, documents: Documents) -> Sequences:
         """Return the documents of a stretch as sequences; warn of losses the first time."""
         rows, losses = sequences_of(documents, np.arange(len(documents)), self.max_length, self.pack)
-        if not self._said:
-            self._said = self._say(losses, "data.path", f"the {len(documents)} examples read first, as of later ones")
+        self._said = self._said or self._say(losses, "data.path", f"the {len(documents)} first rows, as of later ones")
         return rows
 
     def _say(self, losses: Losses, setting: str, of: str) -> bool:

@@ -130,20 +130,15 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     """
     if path == PYDOC:
         return [_pydoc(setting)]
-    return [_source(item, subset, split, setting) for item in _listed(path, setting)]
-
-
-def _listed(path: str | Sequence[str], setting: str) -> list[str]:
     items = [path] if isinstance(path, str) else list(path)
-    if not items:
-        raise ConfigError(f"{setting}={path!r} names no data; give a file, a folder or a name on the hub")
-    if not all(items):
-        raise ConfigError(f"{setting}='' names no data; give a file, a folder or a name on the hub")
+    if not all(items) or not items:
+        given = "''" if items else repr(path)
+        raise ConfigError(f"{setting}={given} names no data; give a file, a folder or a name on the hub")
     if PYDOC in items:
         raise ConfigError(f"{setting}: {PYDOC} cannot be one of several; write {setting}={PYDOC}, or leave it out")
     if doubled := [item for item in items if items.count(item) > 1]:
         raise ConfigError(f"{setting} names {doubled[0]!r} twice; remove one of them")
-    return items
+    return [_source(item, subset, split, setting) for item in items]
 
 
 def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
