@@ -11,14 +11,17 @@ from typing import Any
 from unittest.mock import patch
 
 from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
-from lt_offload.plan import check
+from lt_offload.plan import Settings, check
 from lt_offload.plan.assembly import just_in_time as schedules
 from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
+from lt_offload.plan.assembly.ops import ONE_BATCH
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate import search
+from lt_offload.plan.windows import for_windows, with_sums
+from lt_offload.schema.plan import ADDING, Pass
 
 NO_LIMIT_S = 1e5
 """A time limit that never ends a search, so that a busy machine finds the same plans."""
@@ -72,19 +75,28 @@ def floor_bytes(profile: Profile) -> int:
     raise AssertionError("one byte cannot be enough")
 
 
-def scheduled(name: str, decisions: Decisions, profile: Profile) -> Plan:
+def scheduled(name: str, decisions: Decisions, profile: Profile, passes: tuple[Pass, ...] = ONE_BATCH) -> Plan:
     """Return the plan of ``decisions`` that has room for what a step needs and for what the next one does."""
     sets = Sets(decisions, profile)
     found = just_in_time(sets, profile, sets.room_needed + sets.least_arena)
     assert not isinstance(found, Misfit), f"{name} needs {found.bytes} more bytes"
     room, ram = profile.hardware.device_bytes, profile.hardware.host_bytes
-    return build(found, profile, planner=name, budget_bytes=room, host_budget_bytes=ram)
+    return build(found, profile, planner=name, budget_bytes=room, host_budget_bytes=ram, passes=passes)
 
 
-def stream_all(profile: Profile) -> Plan:
-    """Return the plan in which every weight travels and the host updates all, one step ahead; activations are kept."""
-    options = ("keep",) * len(profile.blocks)
-    plan = scheduled("stream all", streaming_decisions(profile, options, host_update=True), profile)
+def stream_all(profile: Profile, window: int = 1) -> Plan:
+    """Return the plan in which every weight travels and the host updates all, one step ahead; activations are kept.
+
+    ``window``: micro-batches per update.
+    """
+    name, options = "stream all", ("keep",) * len(profile.blocks)
+    if window > 1:
+        summed = with_sums(profile, window)
+        decisions = streaming_decisions(summed, options, host_update=True)
+        plan = scheduled(name, decisions, summed, (*ADDING, "updating"))
+        plan = for_windows(plan, profile, Settings(accumulate=window))
+    else:
+        plan = scheduled(name, streaming_decisions(profile, options, host_update=True), profile)
     trace = simulate(plan, profile)
     predicted = replace(
         plan.predicted,

@@ -157,7 +157,7 @@ class Replanning:
 
 def follow(settings: Settings, profile: Profile) -> Replanning | None:
     """Return the correction for a run that was planned with ``settings``; None for windows, whose plans stay."""
-    return None if has_windows(settings) else Replanning(settings, profile)
+    return None if has_windows(profile, settings) else Replanning(settings, profile)
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:

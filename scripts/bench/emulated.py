@@ -182,9 +182,6 @@ def plan_orders(model: str, shape: list[int], folder: str, parts: int, link: int
     import torch
 
     import lt_offload
-    from lt_offload.plan import Settings
-    from lt_offload.plan.assembly.window import with_sums
-    from lt_offload.plan.windows import for_windows
 
     torch.manual_seed(0)
     module = _module(model, folder)
@@ -196,10 +193,7 @@ def plan_orders(model: str, shape: list[int], folder: str, parts: int, link: int
         profile = lt_offload.profile(module.model, batch, optimizer=optimizer, micro_batches=count)
         machine = replace(profile.hardware, h2d_bytes_per_s=float(link), d2h_bytes_per_s=float(link))
         profile = replace(profile, hardware=machine)
-        if count > 1:
-            plan = stream_all(profile)
-        else:
-            plan = for_windows(stream_all(with_sums(profile, parts)), profile, Settings(accumulate=parts))
+        plan = stream_all(profile, 1 if count > 1 else parts)
         plan.save(Path(folder) / f"{case}.json")
         predicted[case] = plan.predicted.iteration_s
     return predicted

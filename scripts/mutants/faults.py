@@ -9,7 +9,7 @@ from scripts.mutants.processes import IN_PROCESSES
 from scripts.mutants.tables import IN_TWO_PARTS
 
 CHECK, ORDERING = "plan/verify/check.py", "plan/verify/ordering.py"
-GROUPS, COPIES, OPS, WINDOW = (f"plan/assembly/{name}.py" for name in ("groups", "copies", "ops", "window"))
+GROUPS, COPIES, OPS, LINK = (f"plan/assembly/{name}.py" for name in ("groups", "copies", "ops", "link"))
 RESIDENCY, LIVE, HOST_TASK, ACTIVATIONS, SNAPSHOTS, STREAMING = (
     f"execute/memory/{name}.py"
     for name in ("residency", "live_group", "host_task", "activations", "snapshots", "streaming")
@@ -88,32 +88,32 @@ PLANNING = (
     mutant(
         "nobody waits for a gradient that the backward writes",
         OPS,
-        "            self.computed[step] = out\n",
+        "            self.computed[step] = (out,)\n",
         "",
         PLANS,
         "parity/engine/test_zero_copy_plans.py",
     ),
     mutant(
         "an update does not wait for the sum of the last pass",
-        WINDOW,
-        "after |= {op.id - 1}",
-        "pass",
+        LINK,
+        'users = e.users if op.kind == "accumulate" else e.adds',
+        'users = e.users if op.kind == "accumulate" else lambda t: ()',
         PLANNED_WINDOWS,
         WINDOWS,
     ),
     mutant(
         "an update does not wait for its weight where nothing computes",
-        WINDOW,
-        "return {fetch for t in tensors for fetch in self._fetches[t]}",
-        "return set()",
+        LINK,
+        'waits.update(*(e.fetches[copy] for t in op.tensors for copy in e.copies_of["weight", t]))',
+        "pass",
         PLANNED_WINDOWS,
         CLIPPED_WINDOWS,
     ),
     mutant(
         "sums are copied to the host when they have been used",
-        WINDOW,
-        'yield from self._some(op, sums, "sum", only=_ADDING)',
-        'yield from self._some(op, sums, "sum")',
+        OPS,
+        'self._move("offload", step, "sum", copies, ADDING)',
+        'self._move("offload", step, "sum", copies, self.every)',
         PLANNED_WINDOWS,
     ),
 )
@@ -574,9 +574,9 @@ HEADS = (
 
 EQUIVALENT = (
     (
-        WINDOW,
-        "after |= {op.id, op.id + 1}",
-        "after |= {op.id}",
+        LINK,
+        'users = e.users if op.kind == "accumulate" else e.adds',
+        "users = e.adds",
         "what adds waits for a copy of gradients, which waits for the update that has read its place on the host, and "
         "for the adding of the pass before",
     ),

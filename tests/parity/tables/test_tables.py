@@ -16,12 +16,12 @@ from torch import nn
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.optim import AdamW
-from lt_offload.plan.assembly.window import windowed, with_sums
+from lt_offload.plan.iteration.durations import timed
 from lt_offload.plan.rows import as_head, split, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
 from lt_offload.plan.verify.check import check
-from lt_offload.plan.windows import for_one
+from lt_offload.plan.windows import for_one, with_sums
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import Op, Plan, PlannerName
@@ -108,7 +108,7 @@ def in_two_parts(case: Case, window: int = 1) -> Plan:
     head = as_head(with_sums(found, window) if window > 1 else found, table)
     low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
     made = make_plan(head, for_one(Settings(planner="greedy", memory=int(1.1 * low))))
-    plan = split(windowed(made, as_head(found, table), window) if window > 1 else made, found, table)
+    plan = split(timed(replace(made, window=window), as_head(found, table)), found, table)
     assert plan is not None
     return plan
 
