@@ -20,11 +20,9 @@ from lt_offload.schema.accesses import IN_ARENA
 from lt_offload.schema.plan import ADDING, Pass
 from lt_offload.schema.profile import Profile, ReadProfile
 from tests.support.profiles.by_hand import timetable
-from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.program_rules import KINDS, random_profile
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import HUGE, chained, changed, resident, small_profile, stays, with_zero_copy
-
-KINDS = ("plain", "tied", "half", "lora", "frozen start")
 
 
 @dataclass
