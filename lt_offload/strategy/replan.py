@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,14 +176,14 @@ def steps_left(trainer: Any) -> float:
 
 
 @contextmanager
-def planning(trainer: Any) -> Iterator[None]:
-    """Tell callbacks of ``trainer`` that keep time, or wait for steps to end, that it plans within the context."""
-    for callback in trainer.callbacks:
+def planning(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Tell ``callbacks`` that keep time, or wait for steps to end, that the run is planned within the context."""
+    for callback in callbacks:
         getattr(callback, "on_planning_start", _nothing)()
     try:
         yield
     finally:
-        for callback in trainer.callbacks:
+        for callback in callbacks:
             getattr(callback, "on_planning_end", _nothing)()
 
 

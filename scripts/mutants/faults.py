@@ -27,7 +27,7 @@ REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
 HEAD, PARTS, SAVING = "model/head.py", "model/parts.py", "model/saving.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
 PACKING, LOSS, ROWS = "finetune/data/batches/packing.py", "finetune/loss.py", "finetune/data/rows.py"
-BATCHES, RUN = "hf/batches.py", "hf/run.py"
+RUN, FIRST_PLAN = "hf/run.py", "strategy/first/planning.py"
 GROWING, HANDOVER = "strategy/first/growing.py", "execute/training/handover.py"
 
 VERIFY, PLANS = "unit/verify", "unit/assembly"
@@ -503,19 +503,18 @@ AROUND = (
         "unit/finetune/data/test_rows.py",
     ),
     mutant(
-        "a Trainer whose steps are measured aside is planned for its first batch",
-        BATCHES,
-        "return max([first, *of_rows(loader, train_batch_size(trainer))], key=Size.of)",
-        "return first",
+        "an evaluation stays beside the training where there is no room",
+        RUN,
+        "return took is not None and took <=",
+        "return took is not None or took <=",
         "parity/hf/test_trainer.py",
-        "unit/hf",
     ),
     mutant(
         "a larger batch does not lead to another plan",
-        RUN,
-        "        return change or next(",
-        "        return change if change else None and next(",
-        "unit/hf/test_planning.py",
+        FIRST_PLAN,
+        "return self.growth.outgrown(self.plan, batch, padded)",
+        "return None",
+        "parity/callbacks/test_growing.py",
     ),
     mutant(
         "a plan for the batch that came last has no room for those before",
@@ -534,10 +533,9 @@ AROUND = (
     mutant(
         "a Trainer that trains again keeps its plan",
         RUN,
-        "self.plan = self.profile = self._structure = None",
-        "self._structure = None",
+        "        self._forget_plan(self.run_before)\n",
+        "",
         "parity/hf/test_trainer.py",
-        "unit/hf",
     ),
 )
 

@@ -14,7 +14,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import lt_offload
-from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.errors import ConfigError
+from lt_offload.hf.run import Run
 from lt_offload.strategy.first.survey import FirstIteration
 from scripts.hf import cases
 from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
@@ -104,17 +105,37 @@ def test_with_a_larger_batch_that_is_given_a_step_is_measured_aside(tmp_path: Pa
     assert again.offmate.plan == found.offmate.plan
 
 
-@pytest.mark.slow
-def test_the_evaluation_that_is_measured_keeps_to_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is free is taken only where the budget is too small for a step of it."""
-    taken: list[int] = []
-    monkeypatch.setattr("lt_offload.hf.evaluation.free_memory", lambda device: taken.append(1) or 10**9)
-    make = cases.HF["eval_strategy, compute_metrics"]
-    train(make, tmp_path, lt_offload.hf_trainer(memory="1MB", planner="stream"))
-    assert not taken
-    with pytest.raises(InfeasibleError):
-        train(make, tmp_path, lt_offload.hf_trainer(memory="100kB", planner="stream"))
-    assert taken
+class Noting(cases.OwnLoss):  # type: ignore[misc]
+    """Notes how often a step of an evaluation runs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.steps = 0
+        super().__init__(*args, **options)
+
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        self.steps += 1
+        return super().prediction_step(*args, **options)
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_an_evaluation_has_the_place_of_the_training_until_it_is_known_to_fit_beside(
+    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step of it is run before."""
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    make = cases.plain(kind=Noting, _eval_dataset=cases.rows(9, seed=5), **settings)
+    plain = train(make, tmp_path / "plain")
+    has_room, asked = Run._has_room, list[bool]()
+
+    def noted(run: Run, data: Any) -> bool:
+        asked.append(has_room(run, data))
+        return room and asked[-1]
+
+    monkeypatch.setattr(Run, "_has_room", noted)
+    found = train(make, tmp_path / "ours", lt_offload.hf_trainer(memory="200kB", planner="stream"))
+    assert Outcome.of(plain).differs(Outcome.of(found)) == []
+    assert found.steps == plain.steps
+    assert asked == [False] + [True] * (len(asked) - 1)
 
 
 def files(folder: Path) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lt_offload import ConfigError, InfeasibleError, OffmateStrategy
 from lt_offload.errors import CheckpointError
+from lt_offload.execute import installed
 from lt_offload.execute.memory import snapshots
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import offmate
 from lt_offload.strategy.checkpoint import archive, files, hooks
 from lt_offload.strategy.checkpoint.writer import Writer
 from tests import sampling
@@ -188,7 +188,7 @@ def test_whatever_changes_first_and_in_whatever_order(
     mode: Any, room: str, tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooks, "available_host_bytes", lambda: 2 * ROOM[room])
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, mode, check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, mode, check=True))
     both(Forced, tmp_path, late, Editing)
 
 
@@ -196,7 +196,7 @@ def test_a_validation_that_clears_the_device_says_so_too(
     tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooks, "available_host_bytes", lambda: 1 << 31)
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
     monkeypatch.setattr(Forced, "places", ("device",))
     both(Forced, tmp_path, late, steps=(1, 4), val_check_interval=2)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
-from lt_offload.strategy import offmate
+from lt_offload.execute import installed
 from tests import sampling
 from tests.parity.models.test_models import batches, made
 from tests.support.hostile.device import HostileDevice
@@ -24,7 +24,7 @@ from tests.support.trainers import Run, budgets, differences, fit, seeded_module
 @pytest.fixture(autouse=True)
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 SETTINGS: list[dict[str, Any]] = [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}]

@@ -27,12 +27,12 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import offmate
 from lt_offload.strategy.metrics import Metrics
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
@@ -56,7 +56,7 @@ NAMESPACES = (lightning.pytorch, pytorch_lightning)
 @pytest.fixture
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 # -- one fit ----------------------------------------------------------------------------------------------------------

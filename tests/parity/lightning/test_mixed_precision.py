@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lt_offload
 from lt_offload import InfeasibleError, OffmateStrategy
-from lt_offload.strategy import offmate
+from lt_offload.execute import installed
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.budgets import BUDGETS, planning
@@ -37,7 +37,7 @@ def mixed(strategy: Any, options: dict[str, Any], **settings: Any) -> Run:
 
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_every_option_and_place_equals_stock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
     stock = mixed("auto", options)
     assert differences(stock, mixed(Forced(), options)) == []
     assert not torch.equal(stock.module.losses[0], fit("auto", seeded_module(**options)).module.losses[0])

@@ -18,7 +18,8 @@ from torch.utils.data import default_collate
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, InfeasibleError, PlanError
-from lt_offload.strategy import offmate, windows
+from lt_offload.execute import installed
+from lt_offload.strategy import windows
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Module, Run, Tokens, budgets, differences, fit, seeded_module, trainer
@@ -27,7 +28,7 @@ from tests.support.trainers import Module, Run, Tokens, budgets, differences, fi
 @pytest.fixture(autouse=True)
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 class Padded(Module):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import UnsupportedError
+from lt_offload.execute import installed
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import offmate as lifecycle
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
 from tests.support.profiles import budgets
@@ -90,7 +90,7 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run copies and updates as late as possible, and check the order of every access."""
     profile = profiled()
     measured(monkeypatch, lambda *_: profile)
-    monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 # -- what is accessed -------------------------------------------------------------------------------------------------
