@@ -8,8 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from lt_offload.cli.progress import clear, quiet, status, wrapped
 from lt_offload.finetune.processes import is_first
+from lt_offload.finetune.terminal import clear, quiet, status, wrapped
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TOLD = (

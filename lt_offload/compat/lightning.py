@@ -14,8 +14,6 @@ BATCH_NORM = "_BatchNorm"
 """Torch's class below every batch norm, which limits know by name, as they load no torch."""
 OWNERS = ("_trainer", "_fabric")
 """Attributes in which a module keeps the object that trains it, which no step changes."""
-LOOP = "_Loop"
-"""The class of loops, whose objects belong to the Trainer and no training step changes."""
 CLIP_GRADIENTS, AFTER_CLOSURE = "_clip_gradients", "_after_closure"
 """Methods of the precision plugin that clip, and that call the hooks before the optimizer's step."""
 SCRIPT_LAUNCHER = "_SubprocessScriptLauncher"

@@ -19,8 +19,7 @@ LossAverage = Literal["tokens", "batches"]
 def mean_over(model: nn.Module, tokens: Tensor) -> Iterator[None]:
     """Let the loss of ``model`` be the sum of its tokens' losses over ``tokens``, a number of more than its own.
 
-    Raises:
-        UnsupportedError: if the model does not compute its loss by the function of transformers that can do so.
+    Raises ``UnsupportedError`` if the model does not compute its loss by the function of transformers that can do so.
     """
     from transformers import PreTrainedModel
 

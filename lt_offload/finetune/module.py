@@ -20,9 +20,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from lt_offload.compat.lightning import adds_up, trainer_of
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_among, saved_config
-from lt_offload.finetune.data.batches.attention import check_packing
-from lt_offload.finetune.data.batches.updates import TOKENS
+from lt_offload.finetune.adapters import (
+    LoraArgs,
+    add_lora,
+    add_saved,
+    check_lora,
+    choose_trained,
+    saved_among,
+    saved_config,
+)
+from lt_offload.finetune.data.batches.loaders import TOKENS
+from lt_offload.finetune.data.batches.packing import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger
@@ -37,7 +45,6 @@ from lt_offload.finetune.optimizers import (
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import as_written, refuse_unused
-from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
 from lt_offload.finetune.weights.vocabulary import check_rows, check_tokens, has_grown, names_of_embeddings, resize
 
@@ -215,9 +222,8 @@ class FineTune(LightningModule):
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
 
-        Raises:
-            ConfigError: if sequences are longer than the model's context, the tokenizer lacks a new token or is another
-                model's, or the model cannot keep packed documents apart.
+        Raises ``ConfigError`` if sequences are longer than the model's context, the tokenizer lacks a new token or is
+        another model's, or the model cannot keep packed documents apart.
         """
         data = getattr(self.trainer, "datamodule", None)
         if data is None or self.model is not None:
@@ -278,7 +284,7 @@ class FineTune(LightningModule):
         self._grow(model, self.init)
         if self.kernels is not None:
             plan_liger(model)
-        return self._adapt(model, planned=True)
+        return self._adapt(model)
 
     def _grow(self, model: Any, init: load.Init) -> None:
         tokens = self.count_tokens()
@@ -291,10 +297,10 @@ class FineTune(LightningModule):
             tokens, where = self.count_tokens() or 0, self.tokenizer or self.name
             check_rows(rows, tokens, added=len(self.new_tokens), tokenizer=where)
 
-    def _adapt(self, model: nn.Module, *, planned: bool = False) -> nn.Module:
+    def _adapt(self, model: nn.Module) -> nn.Module:
         if self.lora is not None:
             self._tell_untrained(model, self.lora.modules_to_save, "set")
-            model = add_lora(model, self.lora, planned=planned)
+            model = add_lora(model, self.lora)
         if self.adapter is not None:
             saved = saved_config(self.adapter)
             if self.quantize is not None and saved.use_dora:

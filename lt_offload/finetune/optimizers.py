@@ -34,10 +34,7 @@ def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, 
 def check_states(optimizer: OptimizerName, state_dtype: str | None, trained: str) -> None:
     """Raise ``ConfigError`` for moments of fewer bits that are not offered, or that would update plain bfloat16.
 
-    Args:
-        optimizer: its name.
-        state_dtype: of the moments, if it is set.
-        trained: dtype of the updates: ``float32`` for masters, adapters, and stochastic rounding.
+    ``trained`` is the dtype of the updates: ``float32`` for masters, adapters, and stochastic rounding.
     """
     if state_dtype is not None and optimizer != "adamw":
         raise ConfigError(f"model.state_dtype={state_dtype} is not offered with model.optimizer={optimizer}; use adamw")

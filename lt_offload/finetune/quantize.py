@@ -28,11 +28,7 @@ _TRACES = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quant
 
 
 def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = False) -> None:
-    """Refuse settings with which a base of four bits cannot be trained.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Refuse settings with which a base of four bits cannot be trained; raises ``ConfigError`` naming the setting."""
     if quantize is None:
         return
     if quantize != "nf4":
@@ -52,11 +48,7 @@ def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = 
 
 
 def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> None:
-    """Refuse weights that are stored quantized, unless it is as NF4 and the settings say so.
-
-    Raises:
-        ConfigError: naming how they are stored.
-    """
+    """Raise ``ConfigError`` for weights that are stored quantized, unless it is as NF4 and the settings say so."""
     stored: Any = getattr(config, "quantization_config", None)
     if stored is None:
         return
@@ -83,15 +75,9 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Let ``model`` have its layers in four bits, and all else in ``dtype``, in which it then computes; return it.
 
     One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more, as
-    pages that were read are dropped. A GPU does the work, if there is one; the result is on the host. Layers
-    of four bits stay as they are.
-
-    Args:
-        model: a Hugging Face model, its weights on the host, in any dtype.
-        dtype: of everything else, and of the computations.
-
-    Raises:
-        ConfigError: if there is nothing to quantize, or a weight has rows that are no multiple of a block.
+    pages that were read are dropped. A GPU does the work, if there is one; the result is on the host. Layers of four
+    bits stay as they are. Raises ``ConfigError`` if there is nothing to quantize, or a weight has rows that are no
+    multiple of a block.
     """
     bnb = bitsandbytes()
     worker = torch.device("cuda" if torch.cuda.is_available() else "cpu")

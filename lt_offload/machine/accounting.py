@@ -92,11 +92,7 @@ class Account(TorchDispatchMode):
                 self._timeline = [(charge.serial, charge.nbytes) for charge in self._live.values()]
 
     def charge(self, *tensors: torch.Tensor) -> None:
-        """Charge tensors that exist already and stay as long as they live.
-
-        Raises:
-            OverBudget: if that would pass the limit.
-        """
+        """Charge tensors that exist already and stay as long as they live."""
         for tensor in tensors_in(tensors):
             self._charge(tensor.untyped_storage(), free=False, cause=tensor)
 
@@ -150,7 +146,8 @@ class Account(TorchDispatchMode):
         """Run the operation and charge its results."""
         known = _MAKES.get(id(func))
         if known is None:
-            known = _MAKES[id(func)] = _makes_storages(func), func, workspace(func), calls_others(func)
+            makes = any(result.alias_info is None for result in schema_of(func).returns)
+            known = _MAKES[id(func)] = makes, func, workspace(func), calls_others(func)
         run = func if not known[3] else partial(called_unseen, func)
         out = run(*args, **kwargs) if kwargs else run(*args)
         if known[0]:
@@ -227,11 +224,6 @@ class Account(TorchDispatchMode):
             self._current -= charge.nbytes
             if self._timeline is not None and charge.nbytes:
                 self._timeline.append((charge.serial, -charge.nbytes))
-
-
-def _makes_storages(func: Any) -> bool:
-    """Return whether the operation may return anything but its arguments and views of them."""
-    return any(result.alias_info is None for result in schema_of(func).returns)
 
 
 def _operands(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:

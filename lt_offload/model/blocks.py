@@ -104,12 +104,7 @@ def as_called(model: nn.Module, blocks: Sequence[Block | BlockProfile]) -> Struc
 
 
 class CalledOtherwise(ModelError):
-    """The model calls its blocks in another order than they are registered in, or not all of them.
-
-    Args:
-        message: for people.
-        blocks: those that it calls; empty if no layer is among them.
-    """
+    """The model calls ``blocks`` in another order than they are registered in, or not all; perhaps no layer at all."""
 
     def __init__(self, message: str, blocks: Sequence[Block]) -> None:
         super().__init__(message)

@@ -23,16 +23,6 @@ from lt_offload.schema.profile import COLLECTED_BELOW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FirstRun:
-    """A block's first run, as far as it tells whether another one gives the same."""
-
-    draws: list[Tensor]
-    """States of the generators before it ran, by :meth:`Call.draws`."""
-    sums: list[int]
-    """Sums of its outputs' bits."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
     """Device memory that remembering the state of a block's modules takes, for a second run that is to see it."""
 
@@ -68,8 +58,6 @@ class Call:
     """The state of its modules as it has seen it, which others may have changed since; empty if that is not known."""
     state: list[StateBytes] = field(default_factory=list)
     """Memory that remembering the state of its modules takes for a second run, if that is known."""
-    given: list[FirstRun] = field(default_factory=list)
-    """Its draws and results, if they would be the same again unless something changes that nobody can know."""
     rehearsed: list[Tensor] = field(default_factory=list)
     """States of the generators that every trial of its costs begins with, if the block draws something."""
     cutter: Cutter | None = None
@@ -214,12 +202,7 @@ def is_entry_node(node: Any) -> bool:
 
 
 def edges(roots: Iterable[Any], *, outer: bool = False) -> Iterator[tuple[Any, int]]:
-    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node.
-
-    Args:
-        roots: nodes.
-        outer: do not go on behind the nodes of blocks.
-    """
+    """Yield every edge of the graph below ``roots``, as node and number; ``outer``: not behind the nodes of blocks."""
     seen: dict[int, Any] = {}  # keeps the nodes alive: the identity of one that is gone may be another's
     waiting = [node for node in roots if node is not None]
     while waiting:

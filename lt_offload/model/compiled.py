@@ -33,7 +33,11 @@ def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
 
     ``blocks`` is the name of what holds its layers, if the user has given one.
     """
-    compiled = {module: name or type(model).__name__ for name, module in model.named_modules() if _is_touched(module)}
+    compiled = {
+        module: name or type(model).__name__
+        for name, module in model.named_modules()
+        if is_compiled(module) or hasattr(module, WRAPPED_MODULE) or compiler_context(module) is not None  # Lightning's
+    }
     if not compiled:
         return None
     try:
@@ -53,11 +57,6 @@ def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
             if config[option]:
                 return f"torch.compile of {name} with {option}"
     return None
-
-
-def _is_touched(module: nn.Module) -> bool:
-    context = compiler_context(module)  # Lightning's
-    return is_compiled(module) or hasattr(module, WRAPPED_MODULE) or context is not None
 
 
 def uncompiled(module: nn.Module) -> Forward:

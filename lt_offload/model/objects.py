@@ -163,52 +163,6 @@ def is_library(module: str | None) -> bool:
     return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
 
 
-_NO_STATE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, type(None), str, int, float, bool)
-_places: dict[int, tuple[dict[str, Any], str]] = {}
-"""Objects that global variables of libraries hold, and where."""
-_size = (0, 0)
-
-
-def look_again() -> None:
-    """Have :func:`belongs_to_a_library` know the modules and global variables of this moment."""
-    global _size
-    modules = [
-        (name, variables)
-        for name, module in list(sys.modules.items())
-        if name != "builtins" and (variables := attributes_of(module)) is not None  # builtins._ is the user's
-    ]
-    size = len(modules), sum(len(variables) for _, variables in modules)
-    if size != _size:
-        _size = size
-        _places.clear()
-        for module, variables in modules:
-            if is_library(module):
-                held = list(variables.items())
-                _places.update({id(value): (variables, name) for name, value in held if type(value) not in _NO_STATE})
-
-
-def belongs_to_a_library(thing: Any) -> bool:
-    """Return whether ``thing`` is an object of a library, kept in a global variable there: a registry, or a cache.
-
-    An object that a library has made for a user is the user's.
-    """
-    place = _places.get(id(thing))
-    return place is not None and place[0].get(place[1]) is thing and is_library(module_of(type(thing)))
-
-
-def is_part_of_a_library(function: types.FunctionType) -> bool:
-    """Return whether ``function`` is found in its module by its name, or in a class there, and that is a library's."""
-    if not is_library(function.__module__):
-        return False
-    first, *rest = function.__qualname__.split(".")
-    member: Any = (attributes_of(sys.modules.get(function.__module__)) or {}).get(first)
-    for name in rest:
-        member = own(member).get(name) if issubclass(type(member), type) else None
-    if type(member) in (staticmethod, classmethod):
-        member = member.__func__
-    return function is (member.fget if type(member) is property else member)
-
-
 # -- what holds others -----------------------------------------------------------------------------------------------
 
 Kind = Literal["container", "tuple", "settings"]
@@ -255,8 +209,6 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
             continue
         seen[id(value)] = value
         kind = kinds(type(value))
-        if id(value) in _places and belongs_to_a_library(value):
-            continue
         places = [value] if kind != "settings" else []
         attributes = None if kind == "tuple" or type(value) in _READ else attributes_of(value)
         if attributes or (kind == "settings" and attributes is not None):

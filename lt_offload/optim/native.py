@@ -84,11 +84,7 @@ class _Maps(ctypes.Structure):
 
 
 class Kernel:
-    """The compiled kernel.
-
-    Args:
-        library: its file.
-    """
+    """The compiled kernel."""
 
     def __init__(self, library: Path) -> None:
         self._run = ctypes.CDLL(str(library)).lt_offload_adamw  # lets go of the interpreter lock while it runs
@@ -243,7 +239,8 @@ def kernel() -> Kernel | None:
     try:
         compiled = Kernel(build())
     except (OSError, subprocess.SubprocessError) as error:
-        reason = _reason(error)
+        lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
+        reason = lines[0].strip() if lines else str(error)
     else:
         if agrees(compiled):
             return compiled
@@ -252,22 +249,8 @@ def kernel() -> Kernel | None:
     return None
 
 
-def _reason(error: Exception) -> str:
-    output = getattr(error, "stderr", None)
-    lines = [line for line in (output or "").splitlines() if "error" in line]
-    return lines[0].strip() if lines else str(error)
-
-
 def build(folder: Path | None = None, source: Path | None = None) -> Path:
-    """Compile the kernel unless that has been done before, and return its file.
-
-    Args:
-        folder: where to keep it; None: the user's cache.
-        source: another kernel to compile in the same way; None: AdamW.
-
-    Raises:
-        OSError, subprocess.SubprocessError: if there is no compiler, or it fails.
-    """
+    """Compile the kernel of AdamW, or another ``source``, unless it is in the cache or ``folder``; return its file."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler here (install g++)")

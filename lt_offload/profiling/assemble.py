@@ -75,6 +75,17 @@ def assemble(
     structure = measured.structure
     batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
+    # Each counts by the seconds that it takes.
+    spans = [
+        (cost.scatter, option.forward_s + option.backward_s) for cost in measured.costs for option in cost.options[:1]
+    ]
+    seconds = sum(span for _, span in spans)
+    # Host copies of all tensors, once they are page-locked, take page tables on the device. Wherever a tensor is
+    # updated, its weight has a host copy, and either its states have one, too, or its gradient.
+    tables = (
+        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
+        for _, p in structure.tensors
+    )
     between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
     return Profile(
         model=_base_name(model),
@@ -94,34 +105,16 @@ def assemble(
         + storage_bytes(model.buffers())
         # What lies outside the blocks stays on the device with its gradient and its states.
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.state(p) for _, p in structure.rest),
-        page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
+        page_table_bytes=sum(tables) if gpu else 0,
         slack_bytes=max(
             LEAST_SLACK if gpu else 0, *(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss))
         ),
         slack_share=ALLOCATOR_SLACK if gpu else 0.0,
         forwards=measured.captured.forwards,
         deferred_forwards=measured.captured.deferred,
-        scatter=_scatter(measured.costs),
+        scatter=sum(scatter * span for scatter, span in spans) / seconds if seconds > 0 else 0.0,
         flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
-    )
-
-
-def _scatter(costs: Sequence[BlockCost]) -> float:
-    """Return the mean scatter of blocks, each counted by the seconds that it takes."""
-    seconds = [(cost.scatter, option.forward_s + option.backward_s) for cost in costs for option in cost.options[:1]]
-    total = sum(s for _, s in seconds)
-    return sum(scatter * s for scatter, s in seconds) / total if total > 0 else 0.0
-
-
-def _page_tables(structure: Structure, sizes: UpdateSizes) -> int:
-    """Return the device memory that the host copies of all tensors take once they are page-locked.
-
-    Wherever a tensor is updated: its weight has a host copy, and either its states have one, too, or its gradient.
-    """
-    return sum(
-        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
-        for _, p in structure.tensors
     )
 
 
@@ -169,11 +162,14 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
         options = [_with_tail(option, cost.output_bytes, tail, grad) if last else option for option in cost.options]
         chained = captured.chained[index]
-        once = captured.once[index] or cost.once
+        once = captured.once[index]
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
         with_loss = [option for cost in measured.with_loss for option in cost.options] if last else []
-        options += [_with_after(option, captured.after) for option in with_loss]
+        if captured.after.forward_peak:  # computations behind the model's own loss
+            charged = [(_with_tail(option, 0, captured.after, 0), option.before_loss_bytes) for option in with_loss]
+            with_loss = [replace(option, before_loss_bytes=nbytes) for option, nbytes in charged]
+        options += with_loss
         options = [option for option in options if option.name in RECORDED or not once]
         profiles.append(
             BlockProfile(
@@ -229,13 +225,6 @@ def _without_held(captured: Capture) -> Tail:
     tail, held = captured.tail, captured.held
     both = held + captured.arrived
     return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
-
-
-def _with_after(option: OptionProfile, after: Tail) -> OptionProfile:
-    """Charge the computations behind the model's own loss to the last block with that loss in it."""
-    if not after.forward_peak:
-        return option
-    return replace(_with_tail(option, 0, after, 0), before_loss_bytes=option.before_loss_bytes)
 
 
 def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes: int) -> OptionProfile:

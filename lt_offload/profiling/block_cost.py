@@ -45,8 +45,6 @@ class BlockCost:
     output_bytes: int
     launch_s: float
     options: tuple[OptionProfile, ...]
-    once: bool = False
-    """It must not run a second time for its backward."""
     slack_bytes: int = 0
     """Device memory that torch's allocator has held beyond what it has allocated, at most."""
     scatter: float = 0.0
@@ -79,8 +77,6 @@ class _Figures:
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return its cost; ``once``: only options that run it once."""
-    # Before ``rehearsed`` is set, with which every trial begins: this one repeats the draws of the model's own run.
-    once = once or not _gives_the_same(call)
     call.rehearsed[:] = _fullest(call)
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
@@ -90,7 +86,13 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
         recompute = _recompute(keep, measured[-1])
-        profiles += [recompute, *_reload(recompute, call.inputs)]
+        profiles.append(recompute)
+        moving = storage_bytes(tensor for tensor in call.inputs if travels(tensor))
+        if moving:  # the same with an input that travels
+            staying = input_bytes - moving
+            profiles.append(
+                replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
+            )
     if call.has_backward and (keep.travelling or keep.input_travels):
         # Nothing to run: it computes what ``keep`` computes, and the figures say how much of that may travel.
         moves = keep.input_travels
@@ -104,7 +106,6 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         except _OtherOperations as error:  # the block trains without this option
             _log.info("%s has no option mixed: %s", type(call.module).__name__, error)
     return BlockCost(
-        once=once,
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
@@ -112,17 +113,6 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         slack_bytes=max(figures.slack for figures in measured),
         scatter=max(figures.scatter for figures in measured),
     )
-
-
-def _gives_the_same(call: Call) -> bool:
-    """Return whether the block repeats the results of the model's run, from the same state and the same draws."""
-    if not call.given or call.cutter is not None or call.compiled:
-        return True
-    call.draw_from(call.given[0].draws)
-    same = [int(total) for total in bit_sums(_Trial(call, "keep").forward())] == call.given[0].sums
-    if not same:
-        _log.info("%s runs once per iteration: after the step it gives other numbers", type(call.module).__name__)
-    return same
 
 
 def _fullest(call: Call) -> list[Tensor]:
@@ -134,7 +124,7 @@ def _fullest(call: Call) -> list[Tensor]:
     if not has_values(call) or call.compiled or not call.has_backward:
         return []
     runs: list[tuple[int, list[Tensor]]] = []
-    draws = call.given[0].draws if call.given else call.draws()
+    draws = call.draws()
     while len(runs) < _MOST_DRAWS:
         call.draw_from(draws)
         with OperationLog() as operations:
@@ -197,13 +187,7 @@ def _option(name: OptionName, figures: _Figures) -> OptionProfile:
 
 
 def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> OptionProfile:
-    """Return an option that holds all that it saves until its copies have ended, and again from their return.
-
-    Args:
-        name: of the option.
-        figures: of the same with all on the device.
-        input_bytes: bytes of the block's input that travel, too.
-    """
+    """Return an option that holds what it saves, and so much of its input, until its copies have ended."""
     moving = figures.travelling
     option = _option(name, figures).more(saved=-moving, forward=moving, backward=moving)
     return replace(option, offload_bytes=moving + input_bytes)
@@ -217,14 +201,6 @@ def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
         saved_bytes=0,
         keeps_input=True,
     )
-
-
-def _reload(recompute: OptionProfile, inputs: Sequence[Tensor]) -> Iterator[OptionProfile]:
-    """Yield ``recompute`` with an input that travels, if any of it may."""
-    moving = storage_bytes(tensor for tensor in inputs if travels(tensor))
-    if moving:
-        staying = storage_bytes(inputs) - moving
-        yield replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
 
 
 def discard(cost: BlockCost) -> OptionProfile | None:
@@ -434,11 +410,7 @@ class _PartTrial:
         return [output.detach() for output in outputs]
 
     def differentiate(self, gradients: dict[int, Tensor]) -> list[Tensor | None]:
-        """Run the backward; return the gradients of the activations.
-
-        Raises:
-            _OtherOperations: if the second run, under ``mixed``, does not call what the first has called.
-        """
+        """Run the backward; return the gradients of the activations."""
         roots, self._roots = self._roots, {}
         if self.option != "keep":
             self._inputs = self._enter()

@@ -67,11 +67,7 @@ class Meter(Protocol):
         ...
 
     def lap(self, behind: float = 0.0) -> Lap:
-        """Return the time since the last call.
-
-        Args:
-            behind: seconds for which a device that lags is busy with nothing before it comes to what is launched next.
-        """
+        """Return the time since the last call; a device that lags is then kept busy for ``behind`` seconds."""
         ...
 
     def enough(self, seconds: Sequence[float]) -> bool:
@@ -142,10 +138,7 @@ def scatter(seconds: Sequence[float]) -> float:
 class Roofline(TorchDispatchMode):
     """Counts flops and bytes of every operation and divides by the rates of ``hardware``: nothing need be computed.
 
-    Args:
-        hardware: the machine.
-        unmasked: whether masks that are the same for all heads hide later tokens only, so that with real tensors there
-            would be none, and kernels would leave out what is hidden.
+    ``unmasked``: masks that are the same for all heads hide later tokens only, so that kernels would leave these out.
     """
 
     def __init__(self, hardware: HardwareProfile, *, unmasked: bool = False) -> None:
@@ -240,9 +233,6 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the results of ``func`` for fake tensors.
 
     Torch multiplies groups in every floating dtype; its rule for fake tensors knows one of them.
-
-    Raises:
-        ModelError: if it gives what numbers decide, of which there are none.
     """
     if func is not _grouped_mm or args[0].dtype == args[1].dtype == torch.bfloat16:
         try:

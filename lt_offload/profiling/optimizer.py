@@ -88,11 +88,8 @@ def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn
 class UpdateSizes:
     """Bytes that the update of each tensor takes, those of one kind (shape, dtype and group) tried once.
 
-    Args:
-        optimizer: has some state, or none.
-        device: where updates on the device are.
-        scratch_ratio: what one takes for a moment at least, per byte of its tensor: on a GPU kernels make something
-            that no operation shows.
+    ``scratch_ratio``: bytes that one takes for a moment at least, per byte: on a GPU kernels make what no operation
+    shows.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, scratch_ratio: float = 0.0) -> None:
@@ -140,11 +137,8 @@ class UpdateSizes:
     def scratch_of_all(self, parameters: Sequence[nn.Parameter], ratio: float) -> int:
         """Return the bytes that one step of the optimizer takes for a moment on the device, for all ``parameters``.
 
-        Where it takes them in turn, a variable of its loop still has what was made for the one before.
-
-        Args:
-            parameters: those that stay on the device; others have no gradient there.
-            ratio: per byte of a tensor, where the largest tensor tells (:meth:`scratch`).
+        Where it takes them in turn, a variable of its loop still has what was made for the one before. ``ratio``: bytes
+        per byte of a tensor, where the largest tensor tells (:meth:`scratch`).
         """
         trained = [parameter for parameter in parameters if self._kind(parameter) is not None]
         trained.sort(key=lambda parameter: self._places[parameter])
@@ -432,9 +426,7 @@ def _as_large(optimizer: Optimizer, sample: _Sample, device: torch.device, most:
 def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
     """Return updates on the host as ``optimizer`` does them, each of other tensors, together more than caches hold.
 
-    Args:
-        optimizer: whose rule and options they have.
-        mapped: whether they are in memory like that of the engine for a GPU.
+    ``mapped``: they are in memory like that of the engine for a GPU.
     """
     sample = replace(_largest(optimizer), shape=_TRIAL_SHAPE)
     trials = _ELEMENTS["cuda" if mapped else "cpu"] // 2 // math.prod(_TRIAL_SHAPE)

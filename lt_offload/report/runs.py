@@ -20,12 +20,53 @@ from typing import Any
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.nested import dotted
 from lt_offload.replacing import replacing
-from lt_offload.report.processes import ProcessTimes
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
+from lt_offload.units import format_seconds
 from lt_offload.yaml_files import read_yaml
+
+_NOTICEABLE = 0.02
+"""The slowest is named where its own time is longer than the next one's by more than this part of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessTimes:
+    """Medians of one process, in seconds per step."""
+
+    rank: int
+    host: str
+    step_s: float
+    """Time from the start of a step to the start of the next one, without validation and checkpoints."""
+    waited_s: float
+    """The part of ``step_s`` spent waiting for other processes, before a batch and before gradients are added up."""
+
+    @property
+    def own_s(self) -> float:
+        """Time of a step without the waiting."""
+        return self.step_s - self.waited_s
+
+    @property
+    def name(self) -> str:
+        """Its number and its machine."""
+        return f"process {self.rank} on {self.host}"
+
+
+def told(times: Sequence[ProcessTimes]) -> str:
+    """Return the slowest process and the longest wait as the rest of a sentence; empty without ``times``."""
+    if not times:
+        return ""
+    longest = max(times, key=lambda one: one.waited_s)
+    *others, second, slow = sorted(times, key=lambda one: one.own_s) if len(times) > 1 else (*times, *times)
+    if slow.own_s - second.own_s <= _NOTICEABLE * slow.step_s:
+        return f"none is slower than all others; they wait {format_seconds(longest.waited_s)} of a step at most"
+    middle = [*others, second][len(others) // 2]
+    return (
+        f"{slow.name} is the slowest: its part of a step takes {format_seconds(slow.own_s)}, the others' "
+        f"{format_seconds(middle.own_s)}; {longest.name} waits {format_seconds(longest.waited_s)} of each"
+    )
+
 
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
@@ -143,11 +184,7 @@ class RunFolder:
 
 
 def read_run(path: str | Path) -> RunFolder:
-    """Return the parsed run folder ``path``.
-
-    Raises:
-        ConfigError: if it is not a run folder.
-    """
+    """Return the parsed run folder ``path``; raises ``ConfigError`` if it is not a run folder."""
     folder = user_path(path)
     if not is_dir(folder):
         why = "it is a file" if is_file(folder) else "there is no such folder"

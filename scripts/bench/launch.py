@@ -116,7 +116,7 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
     from lt_offload.execute import engine
     from lt_offload.execute.blocks import run as units
     from lt_offload.execute.device import cuda, emulated
-    from lt_offload.execute.program import Walk
+    from lt_offload.execute.interpreter import Interpreter
     from lt_offload.execute.training.passes import Passes
     from lt_offload.execute.updates import gradients
 
@@ -145,7 +145,7 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
         within(Passes, "around the forward", "forward")
         within(Passes, "around the backward", "_run_backward")
         within(engine.Engine, "end of the iteration", "finish")
-        within(Walk, "walk", "begin", "end")
+        within(Interpreter, "walk", "begin", "end")
         within(units.BlockRun, "model", "_call")
         within(torch.autograd, "model", "backward")
         within(gradients.Gradients, "gradient hooks", "_collect")

@@ -63,8 +63,8 @@ MUTANTS = (
     ),
     _one(
         "an update on the host does not wait for the clipping factor",
-        "lt_offload/execute/updates/gradients.py",
-        "read.append(self.clipping.arrived)",
+        "lt_offload/execute/updates/clipping.py",
+        "task.after.append(self.arrived)",
         "pass",
     ),
     Mutant(

@@ -10,8 +10,9 @@ from scripts.mutants.tables import IN_TWO_PARTS
 
 CHECK, ORDERING = "plan/verify/check.py", "plan/verify/ordering.py"
 GROUPS, COPIES, OPS, WINDOW = (f"plan/assembly/{name}.py" for name in ("groups", "copies", "ops", "window"))
-RESIDENCY, LIVE, ACTIVATIONS, SNAPSHOTS, STREAMING = (
-    f"execute/memory/{name}.py" for name in ("residency", "live_group", "activations", "snapshots", "streaming")
+RESIDENCY, LIVE, HOST_TASK, ACTIVATIONS, SNAPSHOTS, STREAMING = (
+    f"execute/memory/{name}.py"
+    for name in ("residency", "live_group", "host_task", "activations", "snapshots", "streaming")
 )
 GRADIENTS, SLOTS, OPTIMIZER, MICRO_BATCHES = (
     f"execute/updates/{name}.py" for name in ("gradients", "gradient_slots", "optimizer", "window")
@@ -210,9 +211,9 @@ UPDATES = (
     ),
     mutant(
         "an update on the host does not wait for the host copy",
-        GRADIENTS,
-        ", *[p.host_ready for p in groups], *read]",
-        ", *read]",
+        HOST_TASK,
+        "*(group.host_ready for group in groups)]",
+        "]",
         CLIPPED_WINDOWS,
         LOOPS,
     ),
@@ -227,16 +228,16 @@ UPDATES = (
     mutant(
         "an update that settles does not wait for who reads the weight",
         GRADIENTS,
-        "read += [self.device.mark(), *(group.last_fetch for group in groups)]",
-        "read += []",
+        "task.after += [self.device.mark(), *(group.last_fetch for group in task.groups)]",
+        "pass",
         CLIPPED_WINDOWS,
         "parity/lightning/test_clipping.py",
     ),
     mutant(
         "gradients arrive before the last ones have been used",
         SLOTS,
-        "after = distinct([*freed, *(",
-        "after = distinct([*(",
+        "*freed, *(weight.group.host_ready",
+        "*(weight.group.host_ready",
         ENGINE,
         "parity/engine/test_planned.py",
         "parity/engine/test_masters.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.mutants.mutant import mutant
 
-EXCHANGE, PASSES = "execute/updates/others.py", "execute/training/passes.py"
+HOST_TASK, PASSES = "execute/memory/host_task.py", "execute/training/passes.py"
 UNROLLED, DURATIONS = "plan/iteration/passes.py", "plan/iteration/durations.py"
 CHECK, WINDOW = "plan/verify/check.py", "plan/assembly/window.py"
 BESIDE, MACHINES = "parity/test_beside_backward.py", "unit/plan/test_several.py"
@@ -12,14 +12,14 @@ BESIDE, MACHINES = "parity/test_beside_backward.py", "unit/plan/test_several.py"
 BETWEEN_MACHINES = (
     mutant(
         "sums go between machines before they are complete",
-        EXCHANGE,
-        "after=distinct(group.host_ready for group in groups),",
-        "after=[],",
+        HOST_TASK,
+        "*(group.host_ready for group in groups)]",
+        "]",
         BESIDE,
     ),
     mutant(
         "an update does not wait for the other machines",
-        EXCHANGE,
+        HOST_TASK,
         "group.updated_on_host_by(event)",
         "pass",
         BESIDE,

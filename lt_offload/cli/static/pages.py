@@ -124,11 +124,7 @@ def recipe_help(verb: str, files: Sequence[Path], values: dict[str, Any]) -> str
 
 
 def group_help(key: str, values: dict[str, Any]) -> str:
-    """Return the help of the settings at and below ``key``, in full.
-
-    Raises:
-        ConfigError: if there are none.
-    """
+    """Return the help of the settings at and below ``key``, in full; raises ``ConfigError`` if there are none."""
     chosen = of_group(key)
     if not chosen:
         raise ConfigError(f"there is no setting {key!r} to explain{did_you_mean(key, [*groups(), *entries(SETTINGS)])}")

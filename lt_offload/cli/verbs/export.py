@@ -17,8 +17,8 @@ from lt_offload.finetune.export import ExportDtype, Format, check_form, check_ta
 from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.unused import refuse_unused
+from lt_offload.finetune.weights.gguf import Bits, check_writable
 from lt_offload.finetune.weights.left_out import KEY
-from lt_offload.finetune.weights.to_gguf import Bits, check_writable
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint import sums
 from lt_offload.units import format_bytes, parse_bytes

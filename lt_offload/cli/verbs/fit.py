@@ -9,10 +9,10 @@ from pathlib import Path
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import make_folder
 from lt_offload.cli.preflight import check_early
-from lt_offload.cli.progress import clear, status, wrapped
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
 from lt_offload.finetune.run import summary
+from lt_offload.finetune.terminal import clear, status, wrapped
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 

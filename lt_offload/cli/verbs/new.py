@@ -11,13 +11,11 @@ from typing import Literal
 import torch
 
 from lt_offload.cli import messages
-from lt_offload.cli.draft.header import SimulatedStep, header
 from lt_offload.cli.draft.model import NamedModel, named
-from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, WayToTrain
-from lt_offload.cli.figures import print_table
-from lt_offload.cli.outputs import check_output
-from lt_offload.cli.progress import clear, say, status
+from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, SimulatedStep, WayToTrain, header
+from lt_offload.cli.outputs import check_output, print_table
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
 from lt_offload.resources import is_file, user_path
 from lt_offload.units import Budget, format_bytes, format_seconds

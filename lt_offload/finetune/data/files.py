@@ -61,15 +61,10 @@ def kind_of_file(file: Path) -> str | None:
 
 
 def find_files(path: str, *, split: str, setting: str) -> DataFiles:
-    """Return the files that ``path`` names; nothing is read.
+    """Return the files that ``path``, the value of ``setting``, names; nothing is read.
 
-    Args:
-        path: file, folder, glob, or the name of a data set on the hub.
-        split: split to take from a folder with a file for each; for validation, ``train`` means the split for that.
-        setting: name of the setting that ``path`` comes from, for errors.
-
-    Raises:
-        ConfigError: if it is a path and there is nothing there, or files of several kinds.
+    Of a folder with a file for each split, ``split`` is taken; for validation, ``train`` means the split for that.
+    Raises ``ConfigError`` if it is a path and there is nothing there, or files of several kinds.
     """
     local = user_path(path)
     if is_dir(local):

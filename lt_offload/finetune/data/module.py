@@ -19,21 +19,26 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.collate import Collate, padded_width
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
+from lt_offload.finetune.data.batches.loaders import (
+    TOKENS,
+    Collate,
+    ResumableLoader,
+    held_out,
+    held_out_loader,
+    padded_width,
+    sizes_for,
+    trained_tokens,
+)
 from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
 from lt_offload.finetune.data.batches.packing import Integers, Losses, Pack, Sequences, sequences_of
-from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.batches.streaming import (
     Place,
     StreamedBatches,
-    StreamLoader,
     batches_of,
     check_end,
     check_streaming,
 )
-from lt_offload.finetune.data.batches.updates import TOKENS, sizes_for, trained_tokens
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import MOST_NAMED, Preparation, Stream
@@ -221,7 +226,7 @@ class FineTuneData(LightningDataModule):
         self._begin: Place = (0, 0)
         self._said = False
         self._read: tuple[Documents, Documents | None] | None = None
-        self._loader: ResumableLoader | StreamLoader | None = None
+        self._loader: ResumableLoader | None = None
         self._resume_at: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
@@ -231,11 +236,7 @@ class FineTuneData(LightningDataModule):
             self._read = self.examples()
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise everything, once.
-
-        Raises:
-            ConfigError: if there is nothing to train on.
-        """
+        """Read and tokenise everything, once; raises ``ConfigError`` if there is nothing to train on."""
         if self._train is not None or self._streamed is not None:
             return
         self.check_paths()
@@ -372,8 +373,7 @@ class FineTuneData(LightningDataModule):
                     f"{error}; how a prompt is written depends on the data with data.format={self.format}: set it to "
                     "text, alpaca or chat to do without them"
                 ) from None
-            layout = self.preparation.layout(source)
-            return layout.format in ("alpaca", "chat") or (layout.format == "completion" and layout.of_messages)
+            return not self.preparation.layout(source).of_texts
         return self.format in ("alpaca", "chat")
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
@@ -415,7 +415,7 @@ class FineTuneData(LightningDataModule):
             sizes=sizes,
         )
 
-    def _stream_loader(self) -> StreamLoader:
+    def _stream_loader(self) -> ResumableLoader:
         assert self._streamed is not None, "setup() comes first"
         batches = StreamedBatches(
             self._streamed.read,
@@ -430,7 +430,7 @@ class FineTuneData(LightningDataModule):
             share=share_of(self.trainer),
         )
         count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
-        return StreamLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
+        return ResumableLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order.
@@ -535,8 +535,7 @@ class FineTuneData(LightningDataModule):
     def _of_stretch(self, documents: Documents) -> Sequences:
         """Return the documents of a stretch as sequences; warn of losses the first time."""
         rows, losses = sequences_of(documents, np.arange(len(documents)), self.max_length, self.pack)
-        if not self._said:
-            self._said = self._say(losses, "data.path", f"the {len(documents)} examples read first, as of later ones")
+        self._said = self._said or self._say(losses, "data.path", f"the {len(documents)} first rows, as of later ones")
         return rows
 
     def _say(self, losses: Losses, setting: str, of: str) -> bool:

@@ -2,21 +2,105 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lt_offload.compat.lightning import adds_up, flush_metrics
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import total
-from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.flops import Peak, peak_of
 from lt_offload.machine.driver import beside_bytes
 from lt_offload.profiling.flops import product_flops_per_token
 from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
+
+
+class RunClock:
+    """A clock that divides the time of a run into phases, with a few readings per step.
+
+    The phases are ``start`` (from the settings to the first step), ``steps``, ``between`` (the next batch, logging),
+    ``validation``, ``samples`` and ``checkpoints``. Every moment belongs to one of them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("start", "steps", "between", "validation", "samples", "checkpoints"), 0.0)
+        self.steps = array("d")
+        """Seconds within each step, of all its micro-batches."""
+        self.between = array("d")
+        """Seconds before each step since the one before, validation, samples and checkpoints not counted."""
+        self.iterations = array("d")
+        """Seconds of the engine's iteration within each step, where there is an engine."""
+        self.waited = array("d")
+        """Seconds of each step, and before it, of waiting for other processes; where there is an engine."""
+        self._mark = time.perf_counter()
+        self._phase = "start"
+        self._step = self._gap = 0.0
+
+    def enter(self, phase: str) -> str:
+        """End the present phase, begin ``phase``, and return the one that has ended; ``ended`` counts no more."""
+        now = time.perf_counter()
+        spent, self._mark = now - self._mark, now
+        if self._phase in self.seconds:
+            self.seconds[self._phase] += spent
+        if self._phase == "steps":
+            self._step += spent
+        elif self._phase == "between":
+            self._gap += spent
+        before, self._phase = self._phase, phase
+        return before
+
+    def end_step(self) -> None:
+        """Note the step that has just ended; micro-batches before the last one of a step are no steps."""
+        self.steps.append(self._step)
+        self.between.append(self._gap)
+        self._step = self._gap = 0.0
+
+    @property
+    def training(self) -> float:
+        """Seconds so far that count for rates: steps and the gaps between them."""
+        running = time.perf_counter() - self._mark if self._phase in ("steps", "between") else 0.0
+        return self.seconds["steps"] + self.seconds["between"] + running
+
+    def medians(self) -> dict[str, float]:
+        """Return the medians of a step, of its iteration and of the gap between two steps, in seconds."""
+        # Before the first step there is no other that it would be between.
+        series = {"step_s": self.steps, "between_s": self.between[1:], "iteration_s": self.iterations}
+        return {name: median(values) for name, values in series.items() if len(values)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The peak speed of a device."""
+
+    flops_per_s: float
+    source: str
+    """The origin of the number, for people."""
+
+
+def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> Peak | None:
+    """Return the rated peak of ``count`` devices like ``device``; None where it is not known, as for a CPU.
+
+    ``precision`` is the Trainer's, e.g. ``bf16-mixed``, and ``dtype`` that of the weights.
+    """
+    computes: Any = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else dtype
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings():  # of cards that Lightning has no figure for
+        warnings.simplefilter("ignore")
+        flops = get_available_flops(device, computes)
+    if flops is None:
+        return None
+    name = torch.cuda.get_device_name(device)
+    source = f"{name}, rated peak of dense {str(computes).removeprefix('torch.')}"
+    return Peak(flops_per_s=float(flops) * count, source=source if count == 1 else f"{count} x {source}")
 
 
 class RunMetrics(Metrics, Callback):

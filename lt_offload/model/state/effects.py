@@ -177,7 +177,8 @@ class Snapshot:
                 if graph:
                     graded: dict[Owner, bool] = {}
                     for location in self.locations():
-                        graded[location.owner] = graded.get(location.owner, False) or _requires_grad(location.value)
+                        requires = any(tensor.requires_grad for tensor in _tensors(location.value))
+                        graded[location.owner] = graded.get(location.owner, False) or requires
                     self.graded.update(graded)
             finally:
                 for part, now in present:
@@ -365,10 +366,6 @@ class _Generator(_Part):
 def _has_numbers(value: Any) -> bool:
     """Return whether ``value`` is a tensor that can require grad, or a plain tuple with one."""
     return any(tensor.is_floating_point() for tensor in _tensors(value))
-
-
-def _requires_grad(value: Any) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -160,12 +160,7 @@ class Containers:
 
 
 class Handed:
-    """One call of a block.
-
-    Args:
-        args: as the caller gave them.
-        kwargs: as the caller gave them.
-    """
+    """One call of a block, with the arguments that its caller gave."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._copies: list[tuple[Tensor, Tensor, int]] = []

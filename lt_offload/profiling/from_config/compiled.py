@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,11 +56,7 @@ def compile_planned(structure: Structure) -> None:
     """Let calls of the layers of ``structure``, on fake tensors, run the graphs that stand for their compiled code."""
     for block in structure.blocks:
         if block.kind == "layer":
-            block.module.compile(backend=_backend, dynamic=False)
-
-
-def _backend(module: GraphModule, inputs: list[Any]) -> Any:
-    return lower_graphs(module, inputs, _lowered)
+            block.module.compile(backend=partial(lower_graphs, lower=_lowered), dynamic=False)
 
 
 def _lowered(module: GraphModule) -> Any:
@@ -153,7 +150,9 @@ def _kept(graph: Graph, runs: dict[Node, int]) -> set[Node]:
         if _is_view(node):
             continue
         for base in map(_base, node.all_input_nodes):
-            if base in runs and runs.get(node) != runs[base] and (node not in runs or not _is_cheap(base)):
+            # A later kernel makes the others again instead of reading them.
+            costly = base.target is operator.getitem or _name(base.target) in _REDUCTIONS | _RANDOM
+            if base in runs and runs.get(node) != runs[base] and (node not in runs or costly):
                 kept.add(base)
     return kept
 
@@ -175,11 +174,6 @@ def _fuses(node: Node) -> bool:
         return False
     name = _name(func)
     return torch.Tag.pointwise in func.tags or name in _REDUCTIONS or name in _RANDOM or name in _OTHERS
-
-
-def _is_cheap(node: Node) -> bool:
-    """Return whether a later kernel makes a result again instead of reading it."""
-    return node.target is not operator.getitem and _name(node.target) not in _REDUCTIONS | _RANDOM
 
 
 def _name(func: Any) -> str:

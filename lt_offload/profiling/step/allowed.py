@@ -22,11 +22,7 @@ from lt_offload.model.blocks import Structure
 
 @unseen_by_dynamo
 class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses a step that writes weights, by ``.data`` as well, which moves no version.
-
-    Args:
-        structure: the model's blocks, and its parameters outside of them.
-    """
+    """Refuses a step that writes weights, by ``.data`` as well, which moves no version."""
 
     def __init__(self, structure: Structure) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

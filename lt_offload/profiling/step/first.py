@@ -21,16 +21,7 @@ from lt_offload.schema.profile import Profile
 
 
 class FirstStep(WatchedStep):
-    """The first step of a model's training.
-
-    Args:
-        model: with its weights on the host.
-        structure: what may be its blocks.
-        optimizer: the one that will be used.
-        device: where blocks run.
-        machine: that it runs on.
-        **watched: as for :class:`WatchedStep`.
-    """
+    """The first step of a model's training."""
 
     def __init__(
         self,
@@ -53,9 +44,8 @@ class FirstStep(WatchedStep):
     def profile(self, parts: int, optimizer: Optimizer | None = None) -> Profile:
         """Measure the blocks and return the profile; to be called when the backward has come to the first block.
 
-        Args:
-            parts: of the batch, which are to go through each block in turn.
-            optimizer: that is to be used, with all weights that train now; None: that of the step.
+        ``parts``: of the batch. ``optimizer``: that is to be used, with all weights that train now; None: that of the
+        step.
 
         Raises:
             ModelError, UnsupportedError: if the model cannot be trained exactly.

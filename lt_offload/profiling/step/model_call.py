@@ -25,7 +25,7 @@ from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers
 
 if TYPE_CHECKING:
-    from lt_offload.profiling.step.survey import StepRecorder
+    from lt_offload.profiling.step.watched import WatchedStep
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,8 +47,8 @@ class Seam:
 class ModelCall:
     """The calls of blocks in a step, each of which may turn out to be the last."""
 
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder, self._account = recorder, recorder.account
+    def __init__(self, step: WatchedStep) -> None:
+        self._step, self._account = step, step.account
         self.calls: list[Call] = []
         self.chained: list[bool] = []
         self.seams: list[Seam] = []
@@ -104,12 +104,7 @@ class ModelCall:
         self._nodes.clear()
 
     def saved_between(self, live: Mapping[int, int], in_graph: Set[int | None]) -> set[int | None]:
-        """Return the storages of ``live`` that blocks had in common with operations between them, which save them.
-
-        Args:
-            live: when the step returned.
-            in_graph: what operations outside the blocks save.
-        """
+        """Return storages of ``live`` of blocks and of operations between them, which save ``in_graph``."""
         alive = {self._account.serial(tensor) for held in self._activations if (tensor := held()) is not None}
         others = {self._account.serial(tensor) for tensor in (*self._shared, *self._leaves.values())}
         # A result that an operation has saved is no longer alive where the model's own variable is gone.
@@ -136,37 +131,42 @@ class ModelCall:
         containers: Containers,
     ) -> Any:
         """Run one block, which others of the step may follow."""
-        recorder, account, cutter = self._recorder, self._account, self._recorder.cutters[index]
-        known = len(recorder.by_signature)
+        step, account, cutter = self._step, self._account, self._step.cutters[index]
+        known = len(step.by_signature)
         # In a list that is emptied: who keeps `body` would keep the arguments, which the model may have let go of.
         call, pending = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
-        if cutter is not None and len(recorder.by_signature) > known:
-            with recorder.stage(block.module), within(call.contexts):
-                recorder.boundary.check_samples(block, call, original)
+        if cutter is not None and len(step.by_signature) > known:
+            with step.stage(block.module), within(call.contexts):
+                step.boundary.check_samples(block, call, original)
         leaves = tree_leaves((args, kwargs))
         inputs = [leaves[slot] for slot in call.slots]
         self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
         del inputs, leaves
         self.let_go_of_last()
-        if index == len(recorder.blocks) - 1:
-            self._hold(args, kwargs)
-        self._note_before_last()
+        if index == len(step.blocks) - 1:
+            # Held until the loss's backward has run. Arguments, and results of others, are blocks', even those that the
+            # model's own code has in its variables only: it is not the loss that gives them back.
+            self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
+            self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
+        live = account.live()
+        self.masks = live.keys() - self._interfaces - self._inner
+        self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
 
         parts = iter(range(1 << 30))
 
         def body(*inner: Any, **named: Any) -> Any:
             (args, kwargs), *_ = pending
             first, before = next(parts) == 0, account.live().keys()
-            out = recorder.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
+            out = step.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
             self._note_inner(out, before)
             return out
 
         positions: list[int] = []
-        with recorder.stage(block.module):
-            repeats = recorder.boundary.repeats(index, call)
+        with step.stage(block.module):
+            repeats = step.boundary.repeats(index, call)
             reached = partial(_reached, call.reached, positions)
             again = original if repeats else None
-            out = recorder.join(index, args, kwargs, body, cutter=cutter, again=again, reached=reached)
+            out = step.join(index, args, kwargs, body, cutter=cutter, again=again, reached=reached)
         pending.clear()
         del args, kwargs
         tensors = tensors_of(out)
@@ -175,16 +175,16 @@ class ModelCall:
         self._interfaces |= {account.serial(tensor) for tensor in tensors}
         self._note_after_last(out)
         self._returned.append(self.output_bytes)
-        recorder.meter.lap()
+        step.meter.lap()
         made = [tensor for tensor in tensors if tensor.requires_grad]
         self._nodes += [tensor.grad_fn for tensor in made]  # or their identity could be another's
         self.last_ends = {(id(tensor.grad_fn), int(tensor.output_nr)) for tensor in made}
         self.bytes_of |= {(id(tensor.grad_fn), int(tensor.output_nr)): tensor.nbytes for tensor in made}
         self._leave(out)
         if isinstance(call.module, HeadLoss):
-            recorder.after.begin(out)
-        elif index == len(recorder.blocks) - 1:
-            recorder.watch.begin(out)
+            step.after.begin(out)
+        elif index == len(step.blocks) - 1:
+            step.watch.begin(out)
         return out
 
     def _note_inner(self, out: Any, before: Set[int]) -> None:
@@ -254,20 +254,6 @@ class ModelCall:
         self.calls.append(call)
         return call
 
-    def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hold the last block's arguments, and tensors that others have handed on, until the loss's backward has run.
-
-        They are blocks', even those that the model's own code has in its variables only: it is not the loss that gives
-        them back.
-        """
-        self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
-        self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
-
-    def _note_before_last(self) -> None:
-        live = self._account.live()
-        self.masks = live.keys() - self._interfaces - self._inner
-        self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
-
     def _note_after_last(self, out: Any) -> None:
         outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}
         self.output_bytes = sum(outputs.values())
@@ -322,8 +308,8 @@ class ModelCall:
             cutter is None,
         )
         key = repr(signature)
-        if key not in self._recorder.by_signature:
-            self._recorder.by_signature[key] = Call(
+        if key not in self._step.by_signature:
+            self._step.by_signature[key] = Call(
                 module=block.module,
                 leaves=[self._own(leaf, copy=slot in slots) for slot, leaf in enumerate(leaves)],
                 spec=spec,
@@ -335,7 +321,7 @@ class ModelCall:
                 cutter=cutter,
                 containers=containers.apart(),
             )
-        return self._recorder.by_signature[key]
+        return self._step.by_signature[key]
 
     def _differentiate(self, inputs: Sequence[Tensor], seam: Seam) -> None:
         """Run the backward of the operations before a block, unless they are users' own code, and count its bytes."""
@@ -343,7 +329,7 @@ class ModelCall:
         nodes = [get_gradient_edge(leaf).node for leaf in roots]
         nodes += [node for node, _ in edges(nodes, outer=True)]
         variables = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
-        rest = [p for p in self._recorder.rest if id(p) in variables]
+        rest = [p for p in self._step.rest if id(p) in variables]
         leaves = {key: leaf for key, leaf in variables.items() if not any(leaf is p for p in rest)}
         self._leaves |= leaves
         between = [node for node in nodes if not hasattr(node, "variable") and not is_block_node(node)]

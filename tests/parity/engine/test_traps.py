@@ -344,7 +344,7 @@ def test_a_saved_weight_that_is_gone_is_an_error() -> None:
     model = build(case)
     optimizer = make_optimizer(model, case.optimizer)
     with session(case, model, optimizer) as engine:
-        for op in engine.residency.plan.ops:  # type: ignore[union-attr]
+        for op in engine.plan.ops:  # type: ignore[union-attr]
             if op.kind == "prefetch" and op.step >= len(engine.structure.blocks):
                 engine._passes._walk._steps[op.step].before.clear()
         with pytest.raises(PlanError, match="does not bring"):

@@ -37,7 +37,6 @@ SHAPES = ((5, 24), (5, 24), (2, 9), (5, 24))
 
 MAKERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
     "torch": (torch.float32, lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True)),
-    "torch, bfloat16": (torch.bfloat16, lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True)),
     "masters": (torch.bfloat16, lambda groups: AdamW(groups, lr=1e-2)),
     "noise": (torch.bfloat16, lambda groups: AdamW(groups, lr=1e-2, stochastic_rounding=True)),
 }

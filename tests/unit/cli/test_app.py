@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lt_offload.cli.app import App
+from lt_offload.cli.app import App, explain
 from lt_offload.cli.main import main
 from lt_offload.cli.recipes import chain
 from lt_offload.cli.verbs.check import check
-from lt_offload.cli.wording import explain
 from tests.support.commands import fails
 
 RECIPE = """\

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.resources import shipped_files
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
-from tests.docs import pages
 from tests.support.commands import fails
 
 pytestmark = pytest.mark.slow
@@ -60,19 +58,14 @@ def test_a_plan_is_explained_saved_drawn_and_traced(recipe: str, capsys: pytest.
     assert {"forward", "backward"} <= names
 
 
-def test_what_the_readme_plans_needs_no_peft(
+def test_adapters_are_planned_with_peft(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = [command for where, command in pages.commands() if where.startswith("README.md:")]
-    plans = [shlex.split(command)[2:] for command in commands if re.match("lt-finetune plan .*--model.lora", command)]
+    assert main(["plan", recipe, *CARD, "--model.lora.r", "2"]) == 0, capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "peft", None)
-    for _, *flags in plans:
-        assert main(["plan", recipe, *flags]) == 0, capsys.readouterr().err
-    assert plans
-    message = fails(capsys, "plan", recipe, *CARD, "--model.lora.dora", "true")
-    assert "not installed: pip install peft; target_modules that are linear layers, without DoRA" in message
-    assert message.startswith("error: lora={'r': 8, ")
-    assert "model.lora needs the package peft: pip install peft" in fails(capsys, recipe, "--model.lora.r", "2")
+    message = "model.lora needs the package peft: pip install peft"
+    assert message in fails(capsys, "plan", recipe, *CARD, "--model.lora.r", "2")
+    assert message in fails(capsys, recipe, "--model.lora.r", "2")
 
 
 def test_master_weights_are_planned_for(recipe: str) -> None:

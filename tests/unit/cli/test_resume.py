@@ -13,7 +13,7 @@ import torch
 
 from lt_offload.cli.app import last_run
 from lt_offload.cli.main import main
-from lt_offload.cli.static.flags import joined
+from lt_offload.cli.static.settings import joined
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
 from lt_offload.report.runs import read_run

@@ -15,8 +15,9 @@ from lt_offload import OffmateStrategy
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.progress import ProgressLine, fitted
-from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.metrics import RunClock
 from lt_offload.finetune.run.samples import Samples
+from lt_offload.finetune.terminal import TERMINAL
 from tests.support import tiny
 
 
@@ -57,7 +58,7 @@ def run(
     clock = ticking(1.0)
     line.clock = lambda: next(clock)
     written = io.StringIO()
-    line.console = Console(file=written, force_terminal=terminal, width=width, legacy_windows=False)
+    TERMINAL.stream = Console(file=written, force_terminal=terminal, width=width, legacy_windows=False)
     samples = Samples(RunClock(), None)
     strategy = OffmateStrategy(memory="2MB", solver_time_limit=1.0) if planned else "auto"
     fitting = Trainer(
@@ -69,7 +70,10 @@ def run(
     data = FineTuneData(
         str(folder), path=str(folder / "text.txt"), max_length=32, validation_share=0.2, sample_prompt="a"
     )
-    fitting.fit(FineTune(str(folder)), datamodule=data)
+    try:
+        fitting.fit(FineTune(str(folder)), datamodule=data)
+    finally:
+        TERMINAL.stream = None
     return written.getvalue()
 
 

@@ -1,7 +1,6 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,37 +150,6 @@ def test_bytes_of_mixtures_of_experts_equal_those_with_weights(family: str, dtyp
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
     assert model.config._experts_implementation == "grouped_mm"
     assert_same_bytes(fake(config, dtype=dtype, autocast=autocast), real(model, autocast=autocast))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "dtype", "autocast", "settings"),
-    [
-        ("llama", "bfloat16", None, {"dropout": 0.1, "rslora": True}),
-        ("bloom", "float32", "bfloat16", {"bias": "lora_only"}),
-        ("phi", "bfloat16", None, {"bias": "all", "target_modules": r".*layers\.1.*(q_proj|fc1)"}),
-        ("gpt2", "bfloat16", None, {"alpha": 3}),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # what peft asks transformers
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # what peft says about GPT-2's layers
-def test_lora_without_peft_is_what_peft_makes(
-    family: str, dtype: str, autocast: str | None, settings: dict[str, Any]
-) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    args = LoraArgs(r=4, **settings)
-
-    def config() -> Any:
-        small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 1}
-        return AutoConfig.for_model("gpt2", **small) if family == "gpt2" else models.build(family).config
-
-    def by_peft(model: nn.Module) -> nn.Module:
-        return get_peft_model(model, LoraConfig(**args.peft()), low_cpu_mem_usage=True)
-
-    found = fake(config(), dtype=dtype, autocast=autocast, lora=args.peft())
-    expected = fake(config(), dtype=dtype, autocast=autocast, prepare=by_peft)
-    assert replace(found, model="") == replace(expected, model="")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from lt_offload.execute.memory.residency import Transfer, coalesced
 from lt_offload.execute.memory.tensors import States, Weight, add_in_order, carve
 from lt_offload.schema.plan import ALIGNMENT, Payload, TensorGroup
 from tests.support.hostile.device import HostileDevice
-from tests.support.profiles.by_hand import built
-from tests.support.profiles.small import resident, small_profile
 
 SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -40,10 +37,8 @@ def apart(device: HostileDevice, weights: list[Weight], *, states: bool = False)
     """A group for each of ``weights``, or for the two states of each."""
     payload: Payload = "state" if states else "weight"
     sizes = [aligned(weight.nbytes * (1 + states)) for weight in weights]
-    groups = (TensorGroup(payload=payload, tensors=(at,), sizes=(size,)) for at, size in enumerate(sizes))
-    profile = small_profile(1)
-    plan = replace(built(resident(profile), profile), groups=tuple(groups), initial=(), ops=())
-    found = Layout(device, weights, [weights], plan).all
+    groups = [TensorGroup(payload=payload, tensors=(at,), sizes=(size,)) for at, size in enumerate(sizes)]
+    found = Layout(device, weights, [weights], groups).all
     return [group for group in found if isinstance(group.members[0], States) == states]
 
 

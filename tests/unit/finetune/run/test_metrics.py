@@ -12,9 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora
-from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.flops import peak_of
-from lt_offload.finetune.run.metrics import RunMetrics, _count
+from lt_offload.finetune.run.metrics import RunClock, RunMetrics, _count, peak_of
 from lt_offload.profiling.flops import product_flops_per_token
 from lt_offload.report.runs import read_run
 from lt_offload.strategy.metrics import Metrics

@@ -5,10 +5,9 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import ResumableLoader
+from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import one_by_one, pieces_of
-from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.formats import Example
 
 LENGTHS = np.random.default_rng(0).integers(1, 400, 2003)
