@@ -59,7 +59,9 @@ def test_nearest_subset_equals_enumeration(seed: int) -> None:
 def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    plan = scheduled(round_tensors(random_solution(rng, profile), profile), profile, share=rng.uniform(1, 1.5))
+    decisions = round_tensors(random_solution(rng, profile), profile)
+    assert check(scheduled(decisions, profile), profile) == [], "in as little as is surely enough"
+    plan = scheduled(decisions, profile, share=rng.uniform(1, 1.5))
     assert check(plan, profile) == []
     peak = simulate(plan, profile).device_peak
     assert check(replace(plan, budget_bytes=peak), profile) == []

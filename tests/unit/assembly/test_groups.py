@@ -6,40 +6,19 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lt_offload import Plan, solve
 from lt_offload.plan.assembly.groups import group_tensors
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.ops import Draft
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.memory import budget_for
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.accesses import IN_ARENA
 from lt_offload.schema.plan import PlannerName
 from tests import sampling
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.fixtures import llama7b_b4
-from tests.support.profiles.program_rules import KINDS, random_profile
-from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import HUGE, resident, small_profile
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_needed_at_least_is_enough_and_less_is_not(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    sets = Sets(round_tensors(random_solution(rng, profile), profile), profile)
-    found = just_in_time(sets, profile, sets.room_needed)
-    assert not isinstance(found, Misfit)
-    budget = sets.room_needed + budget_for(0, profile)
-    plan = build(found, profile, planner="test", budget_bytes=budget, host_budget_bytes=HUGE)
-    assert check(plan, profile) == []
-    assert isinstance(just_in_time(sets, profile, sets.least_arena + sets.least_framework - 1), Misfit)
+from tests.support.profiles.small import resident, small_profile
 
 
 def test_no_mapping_of_host_memory_is_for_more_than_one_block() -> None:

@@ -82,6 +82,16 @@ def test_rows_are_what_cat_gives(parts: tuple[Tensor, Tensor], order: tuple[int,
     assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride())
 
 
+@pytest.mark.parametrize("given", [torch.randn(2, 3), torch.randn(3, 2).t()])
+def test_rows_that_nobody_gave_are_zero(given: Tensor) -> None:
+    rows = Rows([1, 2])
+    assert rows.result() is None
+    rows.put(1, given)
+    found = rows.result()
+    assert found is not None
+    assert torch.equal(found, torch.cat([torch.zeros(1, 3), given]))
+
+
 @pytest.mark.parametrize(
     ("outs", "words"),
     [

@@ -21,7 +21,7 @@ from lt_offload.schema.plan import Pass
 from lt_offload.schema.profile import Contention, Profile
 from tests import sampling
 from tests.support.profiles.program_rules import KINDS, random_profile
-from tests.support.profiles.small import small_profile
+from tests.support.profiles.small import small_profile, with_op
 
 MODES: tuple[dict[str, Any], ...] = (
     {"accumulate": 2},
@@ -146,14 +146,12 @@ def test_a_plan_is_saved_told_and_drawn(mode: dict[str, Any], tmp_path: Path) ->
 
 def broken(plan: Plan, which: Any, **changes: Any) -> Plan:
     """Return ``plan`` with the first op that ``which`` accepts changed."""
-    number = next(op.id for op in plan.ops if which(op))
-    return replace(plan, ops=tuple(replace(op, **changes) if op.id == number else op for op in plan.ops))
+    return with_op(plan, next(op for op in plan.ops if which(op)), **changes)
 
 
 def elsewhere(plan: Plan, which: Any, *passes: Pass) -> Plan:
     """Return ``plan`` with the first op that ``which`` accepts carried out in these kinds of passes."""
-    number = next(op.id for op in plan.ops if which(op))
-    return replace(plan, ops=tuple(replace(op, passes=passes) if op.id == number else op for op in plan.ops))
+    return broken(plan, which, passes=passes)
 
 
 def test_broken_windows_are_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lt_offload.plan.assembly.just_in_time import Misfit
@@ -19,9 +18,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests import sampling
 from tests.support.profiles.fixtures import GB, llama7b_b4
-from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import small_profile
 
 
@@ -51,28 +48,6 @@ def seconds(plan: Plan, profile: Profile) -> float:
 
 def by_place(decisions: Decisions) -> Counter[str]:
     return Counter(tensor.place for tensor in decisions.tensors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", sampling.some(["plain", "tied", "half", "lora", "frozen start"], 3))
-def test_random_models(model: str) -> None:
-    planned = Counter[str]()
-    for seed in range(12 if sampling.FULL else 6):
-        rng = np.random.default_rng([seed, len(model)])
-        profile = random_profile(rng, model)
-        needed = sum(t.bytes + t.state_bytes for t in profile.tensors) * rng.uniform(0.2, 1.2)
-        for switches in ({}, {"host_update": False}, {"activation_offload": False}):
-            asked = request(profile, needed, **switches)
-            for propose in (propose_greedy, propose_l2l):
-                try:
-                    proposals = propose(asked)
-                except NotApplicable:
-                    planned["none"] += 1
-                    continue
-                assert len({proposal.name for proposal in proposals}) == len(proposals) > 0
-                planned[propose.__name__] += any(fitted(proposal, asked) is not None for proposal in proposals)
-    assert planned["propose_greedy"] >= 3
-    assert planned["propose_l2l"] >= 3
 
 
 def test_l2l_fetches_every_weight_twice() -> None:

@@ -93,6 +93,14 @@ def test_the_rate_is_a_share_of_what_the_device_is_specified_for() -> None:
         assert "specified" not in brief(replace(plan, **unknown)) + explain(replace(plan, **unknown))
 
 
+def test_plans_that_were_not_simulated_say_so_in_short() -> None:
+    profile = small_profile(2)
+    plan = built(resident(profile), profile)
+    assert "An iteration takes not" not in brief(plan)
+    assert "not simulated" in brief(plan)
+    assert "not simulated" in explain(plan)
+
+
 def test_estimates_are_called_so() -> None:
     text = " ".join(explain(replace(hand_made(), estimated=True)).split())
     assert "the profile was estimated, not measured" in text

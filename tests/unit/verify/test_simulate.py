@@ -11,15 +11,12 @@ import pytest
 from lt_offload.errors import PlanError
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Contention, Profile
 from tests.support.profiles.by_hand import built
-from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_decisions import random_decisions
-from tests.support.profiles.random_solutions import random_solution
 from tests.support.profiles.small import (
     all_on_the_host,
     chained,
@@ -44,30 +41,6 @@ def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
     assert [span.label for span in trace.spans][:4] == ["forward 0", "forward 1", "forward 2", "backward 2"]
     assert [(span.start, span.end) for span in trace.spans][:4] == [(0, 10), (10, 20), (20, 30), (30, 50)]
     assert trace.source == "simulated"
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_infinite_links_leave_the_computations(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = random_profile(rng, ("plain", "tied", "half", "lora")[seed % 4])
-    profile = replace(
-        profile,
-        blocks=tuple(replace(block, launch_s=0.0) for block in profile.blocks),
-        hardware=replace(profile.hardware, h2d_bytes_per_s=1e30, d2h_bytes_per_s=1e30),
-        optimizer=replace(profile.optimizer, host_bytes_per_s=1e30),
-    )
-    solution = random_solution(rng, profile)
-    plan = built(round_tensors(solution, profile), profile)
-    trace = simulate(plan, profile)
-    options = [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
-    seconds = sum(
-        o.forward_s + (o.backward_s if block.has_backward else 0)
-        for o, block in zip(options, profile.blocks, strict=True)
-    )
-    updated = [
-        t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place in ("device", "paged")
-    ]
-    assert trace.iteration_time == pytest.approx(seconds + sum(updated) / profile.optimizer.device_bytes_per_s)
 
 
 def test_deadlocks_name_the_ops() -> None:
