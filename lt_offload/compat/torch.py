@@ -232,7 +232,7 @@ def skip_in_dynamo(function: Any) -> None:
 
 
 def reset_dynamo() -> None:
-    """Bring ``torch.compile`` back to where a process starts."""
+    """Bring ``torch.compile`` back to where a process starts: the sizes that it has seen decide about its numbers."""
     torch._dynamo.reset()
 
 

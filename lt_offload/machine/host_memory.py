@@ -73,12 +73,9 @@ def _nothing(address: int) -> int:
 class HostMemory:
     """Hands out host tensors. They live as long as somebody uses them, after ``close`` as ordinary memory.
 
-    One thread at a time may ask for memory; tensors may die, and ``is_pageable`` be asked, on any.
-
-    Args:
-        register: page-locks ``(address, bytes)`` and returns 0, or an error code; None: nothing has to be page-locked.
-        unregister: undoes that for an address and returns 0, or an error code.
-        node: where the memory should be.
+    One thread at a time may ask for memory; tensors may die, and ``is_pageable`` be asked, on any. ``register``
+    page-locks ``(address, bytes)`` and returns 0 or an error code, ``unregister`` undoes that; without them nothing has
+    to be page-locked.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lt_offload.compat.lightning import compiler_context
-from lt_offload.compat.torch import COMPILED_CALL, WRAPPED_MODULE, compiled_call_of, plain_call_of, reset_dynamo
+from lt_offload.compat.torch import COMPILED_CALL, WRAPPED_MODULE, compiled_call_of, plain_call_of
 from lt_offload.errors import ModelError
 from lt_offload.model.blocks import find_blocks
 
@@ -195,11 +195,3 @@ def _itself(value: Any) -> Any:
 def _entry(module: nn.Module) -> str:
     """Return the attribute through which a call of ``module`` goes."""
     return COMPILED_CALL if is_compiled(module) else "forward"
-
-
-def forget_compiled() -> None:
-    """Bring ``torch.compile`` back to where a process starts.
-
-    The sizes that it has seen decide which of them compiled code takes for constant, and so its numbers.
-    """
-    reset_dynamo()

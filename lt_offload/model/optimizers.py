@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.torch import TorchDispatchMode, address_of, forget_step_hooks, tree_leaves
+from lt_offload.compat.torch import address_of, forget_step_hooks, tree_leaves
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode
 from lt_offload.model.snapshot import untouched
 from lt_offload.model.state.generators import GLOBAL, is_generator, same_state, state_of
 from lt_offload.units import round_up
@@ -62,10 +62,8 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
     try:
         together, counted = _stepped(optimizer, one_by_one=False)
         alone, _ = _stepped(optimizer, one_by_one=True)
-    except _Drawn:
-        return OptimizerTrial("random")
-    except _Shared:
-        return OptimizerTrial("shared")
+    except _Refused as refused:
+        return OptimizerTrial(refused.args[0])
     except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
         return OptimizerTrial("unknown")
     if not _moved(optimizer, together):
@@ -103,16 +101,11 @@ def _generators(optimizer: Optimizer) -> list[Any]:
     return [*(one.get_state() for one in _defaults()), *map(state_of, (*GLOBAL, *_held(optimizer)))]
 
 
-class _Drawn(Exception):
-    """A step has drawn random numbers."""
+class _Refused(Exception):
+    """A step has drawn random numbers, or put something into its state that all tensors share: the verdict."""
 
 
-class _Shared(Exception):
-    """A step has put something into its state that all tensors share."""
-
-
-@unseen_by_dynamo
-class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DrawWatch(OperationMode):
     """Within the context, an operation that draws from a generator shared by the tensors of ``optimizer`` is an error.
 
     It sees the operations of its own thread, so that the rest of a program may draw meanwhile. One that a step makes
@@ -120,15 +113,10 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, optimizer: Optimizer, error: Callable[[], Exception]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._error = error
         shared: list[Any] = [*_defaults(), *(one for one in _held(optimizer) if isinstance(one, torch.Generator))]
         self._shared = {address_of(one) for one in shared}  # operations get other objects for the same generators
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,10 +147,10 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
             for twin in twins:
                 type(twin).step(twin)
             if not all(map(same_state, _generators(optimizer), before)):
-                raise _Drawn
+                raise _Refused("random")
             for of_twin in map(of_none, twins):
                 if of_twin.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in of_twin.values()):
-                    raise _Shared
+                    raise _Refused("shared")
         counted = _counted(twins[0])
     states = {stand: twin.state[stand] for twin in twins for group in twin.param_groups for stand in group["params"]}
     return [[stand.detach(), *_values(states[stand])] for _, stand in stands], counted
@@ -411,22 +399,16 @@ _FACTORIES = {
 }
 
 
-@unseen_by_dynamo
-class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StateAllocator(OperationMode):
     """Lets the first update of weights create its states in memory that is there for them, as far as it goes.
 
     ``places`` are weights, as the update sees them, with memory for the states of each.
     """
 
     def __init__(self, places: Iterable[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._free = {_address(weight): (memory, 0) for weight, memory in places}
         """By where a weight is: the memory for its states, and how much of it is taken."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

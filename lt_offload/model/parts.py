@@ -121,12 +121,17 @@ class Cutter:
                 rows.add(at)
         return Cut(rows=frozenset(rows), sizes=sizes, several=several)
 
-    def refusal(self, part: Sequence[int], size: int) -> UnsupportedError:
-        """Return the error about an output of shape ``part`` where ``size`` samples went in."""
+    def refusal(self, what: str) -> UnsupportedError:
+        """Return the error about outputs that cannot be put together."""
         return UnsupportedError(
-            f"micro_batches={self.count}: block {self.name} returned a tensor of shape {list(part)} for {size} "
-            "samples, which has no row per sample; let it return tensors whose first dimension is that of its input, "
-            "or set micro_batches=1"
+            f"micro_batches={self.count}: block {self.name} {what}; let it return tensors whose first dimension is "
+            "that of its input, or set micro_batches=1"
+        )
+
+    def other_outputs(self) -> UnsupportedError:
+        """Return the error about parts that return different things."""
+        return self.refusal(
+            "returned something else for one part of the batch than for another, which cannot be put together"
         )
 
 
@@ -219,7 +224,7 @@ class Joint:
         if self._rows is None:
             self._rows = [Rows(self._sizes) for _ in tensors]
         if len(self._rows) != len(tensors) and self._cutter is not None:
-            raise other_outputs(self._cutter)
+            raise self._cutter.other_outputs()
         for rows, tensor in zip(self._rows, tensors, strict=True):
             if tensor is None:
                 continue
@@ -250,7 +255,7 @@ class Outputs:
         if self._spec is None:
             self._others, self._spec = others, spec
         if spec != self._spec:
-            raise other_outputs(self._cutter)
+            raise self._cutter.other_outputs()
         for values in zip(self._others, others, strict=True):
             check_same(self._cutter, values)
         self._joint.put(part, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -269,27 +274,19 @@ _TENSOR = object()
 def check_rows(cutter: Cutter, tensor: Tensor, size: int) -> None:
     """Refuse an output that has not ``size`` rows."""
     if tensor.ndim == 0 or len(tensor) != size:
-        raise cutter.refusal(tensor.shape, size)
+        shape = list(tensor.shape)
+        raise cutter.refusal(f"returned a tensor of shape {shape} for {size} samples, which has no row per sample")
 
 
 def check_same(cutter: Cutter, values: Sequence[Any]) -> None:
     """Refuse other outputs than tensors that differ between parts."""
     if isinstance(values[0], WrittenContainers):
-        raise UnsupportedError(
-            f"micro_batches={cutter.count}: block {cutter.name} writes to a container or object that it is given, or "
-            "returns an object with tensors, which cannot be put together from several parts of a batch; return "
-            "tensors with a row per sample, or set micro_batches=1"
+        raise cutter.refusal(
+            "writes to a container or object that it is given, or returns an object with tensors, which cannot be put "
+            "together from several parts of a batch"
         )
     if any(value is not values[0] and value != values[0] for value in values):
-        raise other_outputs(cutter)
-
-
-def other_outputs(cutter: Cutter) -> UnsupportedError:
-    """Return the error about outputs that cannot be put together."""
-    return UnsupportedError(
-        f"micro_batches={cutter.count}: block {cutter.name} returned something else for one part of the batch than for "
-        "another, which cannot be put together; return tensors with a row per sample, or set micro_batches=1"
-    )
+        raise cutter.other_outputs()
 
 
 def in_parts(forward: Forward, cutter: Cutter) -> Forward:

@@ -49,18 +49,14 @@ def tables(module: nn.Module) -> Iterator[NamedTensor]:
     seen: set[int] = set()
     for name, parameter in module.named_parameters():
         state = getattr(parameter, "quant_state", None)
-        for key, tensor in _tables_of(state) if state is not None else ():
+        held = {} if state is None else {"quant_map": state.code}
+        if state is not None and state.nested:
+            nested = {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+            held |= {"nested_offset": state.offset, **nested}
+        for key, tensor in held.items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{name}.{key}", tensor
-
-
-def _tables_of(state: Any) -> Iterator[NamedTensor]:
-    yield "quant_map", state.code
-    if state.nested:
-        yield "nested_offset", state.offset
-        yield "nested_absmax", state.state2.absmax
-        yield "nested_quant_map", state.state2.code
 
 
 def prepare(model: nn.Module) -> None:

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lt_offload.compat.torch import ATTENTIONS, DisableTorchDispatch, TorchDispatchMode, schema_of
+from lt_offload.compat.torch import ATTENTIONS, DisableTorchDispatch, schema_of
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
@@ -55,8 +55,10 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     others repeated, the repeated ones would come from another point of the generator's stream.
     """
     if func in _PRODUCTS:
+        if func is _aten.bmm.default:
+            return True
         inner, width = args[-1].shape[-2:]
-        return func is _aten.bmm.default or inner > _LOW_RANK or _WIDER * inner > width
+        return not (inner <= _LOW_RANK and _WIDER * inner <= width)
     if schema_of(func).name in _OTHER_PRODUCTS:
         return True
     return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
@@ -98,15 +100,16 @@ def activations_of(leaves: Sequence[Any], positional: int) -> tuple[int, ...]:
     return tuple(positions)
 
 
-@unseen_by_dynamo
-class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CacheCostly(OperationMode):
     """Runs a forward and keeps the results of its costly operations (option ``mixed``).
 
     ``keep`` returns what is kept in the place of what such an operation returns, leaf by leaf.
     """
 
+    beside_compiled = False
+
     def __init__(self, keep: Callable[[Any], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._keep = keep
         self.results: deque[tuple[Any, Any]] = deque()
         """Operations and what is kept of their results, in the order of the calls."""
@@ -122,16 +125,17 @@ class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-@unseen_by_dynamo
-class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ReplayCostly(OperationMode):
     """Repeats a forward, but takes the results of its costly operations from the cache instead of computing them.
 
     ``give`` returns a leaf of a result from what is kept of it; nothing is kept longer than until then. Where the two
     runs do not call the same costly operations, ``refuse`` makes an error of a sentence.
     """
 
+    beside_compiled = False
+
     def __init__(self, cache: CacheCostly, give: Callable[[Any], Any], refuse: Callable[[str], Exception]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._results, self._give, self._refuse = cache.results, give, refuse
 
     @override

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lt_offload.compat.lightning import OWNERS
 from lt_offload.compat.torch import MODULE_PARTS, DisableTorchFunctionSubclass, tensor_hooks_of, version_of
 from lt_offload.errors import UnsupportedError
-from lt_offload.model.objects import attributes_of, bases, kind_of, own, read, same, unchanged, write
+from lt_offload.model.objects import attributes_of, kind_of, read, same, unchanged, write
 from lt_offload.model.state.generators import generators_kept, is_generator, set_state, state_of
 
 LARGEST = 256 << 20
@@ -45,9 +45,7 @@ _Kept = tuple[str, Callable[[], bool]]
 def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
     """Leave ``roots``, users' objects below them, and Python's, NumPy's and torch's generators as they are.
 
-    Args:
-        devices: CUDA devices whose generators are meant as well.
-        **roots: objects, by the names that errors shall have for them.
+    Errors name ``roots`` as they are named here; ``devices`` of CUDA have generators that are meant as well.
 
     Raises:
         UnsupportedError: afterwards, if something has changed that cannot be written back; all else is.
@@ -120,22 +118,16 @@ def _remembered(roots: dict[str, Any]) -> Iterator[_Kept]:
             below = ((held, path) for held in gc.get_referents(thing))
         else:
             modules = issubclass(kind, (nn.Module, Optimizer)) or id(thing) in tops
-            for place in _places(thing, attributes=modules or kind_of(thing) == "settings"):
+            places = [thing] if kind_of(thing) in ("container", "tuple") or kind is frozenset else []
+            if (modules or kind_of(thing) == "settings") and attributes_of(thing):
+                places.append(attributes_of(thing))
+            for place in places:
                 contents = read(place)
                 if not issubclass(type(place), (tuple, frozenset)):
                     yield path, functools.partial(_refill, place, contents)
                 if len(contents[-1]) <= _MOST:
                     below = [*below, *_named(contents, path, kind if place is not thing else None)]
         waiting.extend(below)
-
-
-def _places(thing: Any, *, attributes: bool) -> Iterator[Any]:
-    """Yield the containers that ``thing`` is and has."""
-    if kind_of(thing) in ("container", "tuple") or type(thing) is frozenset:
-        yield thing
-    held = attributes_of(thing) if attributes else None
-    if held:
-        yield held
 
 
 def _named(contents: Any, path: str, owner: type | None) -> Iterator[tuple[Any, str]]:
@@ -203,7 +195,7 @@ def _rewind(generator: Any, state: Any) -> bool:
 
 def _advances(kind: type) -> bool:
     """Return whether ``kind`` is an iterator that does not keep its position in attributes: one written in C."""
-    steps = (own(cls).get("__next__") for cls in bases(kind))
+    steps = (vars(cls).get("__next__") for cls in kind.__mro__)
     return any(type(step) is types.WrapperDescriptorType for step in steps)
 
 

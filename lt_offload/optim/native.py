@@ -124,13 +124,7 @@ class Kernel:
         self._update(np.array(sizes, dtype=np.int64), *_tables(whole, options), entries[0].exp_avg.dtype, options)
 
     def update_ranges(self, entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> None:
-        """Update parts of ``entry``, which it takes, all in one go.
-
-        Args:
-            entry: without moments of eight bits.
-            ranges: of each part the first element, how many there are, and where its gradient begins: whole units.
-            options: of all of them.
-        """
+        """Update parts of ``entry``, which it takes: first element, size, and begin of the gradient of each."""
         starts, sizes, begins = np.ascontiguousarray(np.array(ranges, dtype=np.int64).reshape(-1, 3).T)
         arrays, steps = (np.repeat(table, len(sizes)) for table in _tables([entry], options))
         tensors = (entry.param, entry.grad, entry.param if entry.master is None else entry.master, *entry[3:5])

@@ -86,14 +86,20 @@ def assemble(
         page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
         for _, p in structure.tensors
     )
+    # Updates of parameters outside the blocks follow the last backward: of that nothing but gradients on their way to
+    # the host may be left.
     between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
+    blocks = [*_block_profiles(structure, measured)]
+    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
+    if last is not None and between:
+        blocks[last] = _backward_of(blocks[last], structure.blocks[last], between)
     return Profile(
-        model=_base_name(model),
+        model=type(next(filter(is_base, model.modules()), model)).__name__,
         dtype=_main_dtype(model),
         batch_size=batch_size,
         sequence_length=sequence_length,
         tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
-        blocks=_with_last_update(_block_profiles(structure, measured), structure, between),
+        blocks=tuple(blocks),
         optimizer=updates,
         hardware=hardware,
         shared_bytes=measured.captured.between
@@ -154,7 +160,11 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
     captured, costs = measured.captured, measured.costs
     profiles: list[BlockProfile] = []
     arrived = 0
-    tail = _without_held(captured)
+    # The profile counts for all steps what the caller holds of a result, and gradients for earlier blocks. The peak of
+    # the forward keeps the former: until it returns, the caller may hold the last batch's result beside the new one.
+    tail, held = captured.tail, captured.held
+    both = held + captured.arrived
+    tail = replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
     for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
         last = index == len(costs) - 1
         # The previous block's output stays while a block runs that does not take it (a second embedding).
@@ -180,7 +190,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
                 launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
                 options=tuple(_raised(option, waiting, captured.seams[index].lingering) for option in options),
                 has_backward=call.has_backward,
-                graphed=bool(call.kernels),
+                graphed=call.other_kernels,
                 chained=chained,
             )
         )
@@ -216,17 +226,6 @@ def _backward_of(profile: BlockProfile, block: Block, nbytes: int) -> BlockProfi
     return replace(profile, options=tuple(at_least(option, least, grads) for option in profile.options))
 
 
-def _without_held(captured: Capture) -> Tail:
-    """Return the loss's figures without what the caller holds of a result, and without gradients for earlier blocks.
-
-    The profile counts both for all steps. The forward's peak keeps what is held: until it returns, the caller may hold
-    the last batch's result beside the new one.
-    """
-    tail, held = captured.tail, captured.held
-    both = held + captured.arrived
-    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
-
-
 def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes: int) -> OptionProfile:
     """Charge the loss to the last block, whose output of ``output_bytes`` nobody else counts.
 
@@ -251,17 +250,6 @@ def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes:
         held_peak_bytes=whole(option.held_peak_bytes),
         passing_peak_bytes=whole(option.passing_peak_bytes),
     )
-
-
-def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nbytes: int) -> tuple[BlockProfile, ...]:
-    """Return ``blocks`` with room for updates of parameters outside them, which take ``nbytes`` for a moment.
-
-    They follow the last backward, of which nothing but gradients on their way to the host may be left.
-    """
-    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
-    if last is None or not nbytes:
-        return blocks
-    return (*blocks[:last], _backward_of(blocks[last], structure.blocks[last], nbytes), *blocks[last + 1 :])
 
 
 def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
@@ -298,12 +286,6 @@ def _tensor_profiles(
         )
         for index, (name, parameter) in enumerate(structure.tensors)
     )
-
-
-def _base_name(model: nn.Module) -> str:
-    """Return the class name of the model itself, not of a wrapper."""
-    named = [module for module in model.modules() if is_base(module)]
-    return type(named[0] if named else model).__name__
 
 
 def _main_dtype(model: nn.Module) -> str:

@@ -70,14 +70,14 @@ class _Figures:
     output_bytes: int = 0
     slack: int = 0
     """Bytes that the allocator holds at the peak and has not given to anybody."""
-    forward: Lap = Lap(seconds=0.0, launch_s=0.0)
-    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    forward: Lap = Lap()
+    backward: Lap = Lap()
     scatter: float = 0.0
 
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return its cost; ``once``: only options that run it once."""
-    call.rehearsed[:] = _fullest(call)
+    call.rehearsed = _fullest(call)
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
@@ -85,7 +85,13 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     if call.has_backward and keep.live and not once:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
-        recompute = _recompute(keep, measured[-1])
+        recompute = replace(
+            _option("recompute", measured[-1]),
+            forward_s=keep.forward.seconds,
+            backward_s=keep.forward.seconds + keep.backward.seconds,
+            saved_bytes=0,
+            keeps_input=True,
+        )
         profiles.append(recompute)
         moving = storage_bytes(tensor for tensor in call.inputs if travels(tensor))
         if moving:  # the same with an input that travels
@@ -166,8 +172,8 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     runs = 1 if cut is None else len(cut.sizes)
     # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time. The
     # second run has copies of the copies.
-    held = runs * sum(state.held for state in call.state)
-    return option.more(saved=held, forward=sum(state.copied for state in call.state), backward=held)
+    held = runs * call.held_bytes
+    return option.more(saved=held, forward=call.copied_bytes, backward=held)
 
 
 def _option(name: OptionName, figures: _Figures) -> OptionProfile:
@@ -191,16 +197,6 @@ def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> Option
     moving = figures.travelling
     option = _option(name, figures).more(saved=-moving, forward=moving, backward=moving)
     return replace(option, offload_bytes=moving + input_bytes)
-
-
-def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
-    return replace(
-        _option("recompute", recompute),
-        forward_s=keep.forward.seconds,
-        backward_s=keep.forward.seconds + keep.backward.seconds,
-        saved_bytes=0,
-        keeps_input=True,
-    )
 
 
 def discard(cost: BlockCost) -> OptionProfile | None:
@@ -277,7 +273,8 @@ def _run(
     Fills in ``figures`` if given, which costs time.
     """
     trial = _Trial(call, option)
-    watch = Watch(_device(call)) if figures is not None else None
+    device = next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    watch = Watch(device) if figures is not None else None
     # Starts the clock: what lies before is not the forward's.
     meter.lap(ahead[0])
     with watch or nullcontext():
@@ -291,7 +288,7 @@ def _run(
         figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
         figures.slack = watch.slack
     if not call.has_backward:
-        return forward, Lap(seconds=0.0, launch_s=0.0)
+        return forward, Lap()
     gradients = trial.incoming_gradients()
     meter.lap(ahead[1])
     with watch or nullcontext():
@@ -311,10 +308,6 @@ def _run(
     return forward, backward
 
 
-def _device(call: Call) -> torch.device:
-    return next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-
-
 class _Trial:
     """One forward and backward of a block, of one part of its batch after the other, as the engine runs them."""
 
@@ -326,13 +319,10 @@ class _Trial:
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
-        if self.cut is None:
-            outputs = self._parts[0].forward()
-        else:
-            joint = Joint(self.cut.sizes)
-            for part, trial in enumerate(self._parts):
-                joint.put(part, trial.forward())
-            outputs = joint.results()
+        joint = Joint([1] if self.cut is None else self.cut.sizes)
+        for part, trial in enumerate(self._parts):
+            joint.put(part, trial.forward())
+        outputs = joint.results()
         self.output_bytes = outputs[0].untyped_storage().nbytes()
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs

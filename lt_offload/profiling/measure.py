@@ -7,31 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.compat.torch import tree_map
+from lt_offload.compat.torch import reset_dynamo, tree_map
 from lt_offload.machine.driver import current, device_for
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
-from lt_offload.model.compiled import forget_compiled, is_compiled, uncompiled
+from lt_offload.model.compiled import is_compiled, uncompiled
 from lt_offload.model.location import located, staged
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.assemble import Measured, Progress
 from lt_offload.profiling.machine import measure_machine
-from lt_offload.profiling.meters import Meter, Stopwatch
+from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer
 from lt_offload.profiling.step.apart import ApartRuns
 from lt_offload.profiling.step.capture import Run, find_loss
 from lt_offload.profiling.step.first import FirstStep
-from lt_offload.profiling.step.watched import WatchedStep
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
-
-_Step = TypeVar("_Step", bound=WatchedStep)
 
 
 def profile(
@@ -87,7 +84,7 @@ def profile(
 
     with ExitStack() as stack:
         if any(map(is_compiled, model.modules())):
-            stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
+            stack.callback(reset_dynamo)  # training compiles for the shapes that it sees, not for the sample's
         batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
         say("running the model once")
         step = stack.enter_context(ran(made, structure, batch, run or call_with_batch(model)))
@@ -107,16 +104,10 @@ def check_use(
     """Run ``model`` once, as :func:`profile` does, to refuse a model that no plan trains exactly; measures nothing.
 
     Returns its blocks in the order in which it calls them.
-
-    Raises:
-        UnsupportedError: naming the block or weight, see ``boundary_check.py``.
-        ModelError: if the model calls its blocks in another order or more than once.
-        ConfigError: if there are fewer samples than ``micro_batches``.
     """
 
-    def made(structure: Structure) -> WatchedStep:
-        meter = Stopwatch(device)
-        return WatchedStep(model, structure, device, meter, parts=micro_batches, code=uncompiled, say=_quiet)
+    def made(structure: Structure) -> FirstStep:
+        return FirstStep(model, structure, optimizer, device, parts=micro_batches, code=uncompiled)
 
     trial = _trial(model, sample_batch, device, optimizer=optimizer, run=run)
     with trial as batch, ran(made, structure, batch, run or call_with_batch(model)) as step:
@@ -134,7 +125,7 @@ def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: 
 
 
 @contextmanager
-def ran(make: Callable[[Structure], _Step], structure: Structure, batch: Any, run: Run) -> Iterator[_Step]:
+def ran(make: Callable[[Structure], FirstStep], structure: Structure, batch: Any, run: Run) -> Iterator[FirstStep]:
     """Run a step, whose blocks may be measured within the context: each ran apart, and nothing has trained.
 
     Another ``structure`` is tried where the step calls none of its layers. What ``run`` returns is taken to stay.
@@ -175,16 +166,12 @@ def measure_blocks(
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
 
-    def made(structure: Structure) -> WatchedStep:
-        return WatchedStep(model, structure, device, meter, parts=micro_batches, code=uncompiled, say=say)
+    def made(structure: Structure) -> FirstStep:
+        return FirstStep(model, structure, None, device, meter=meter, parts=micro_batches, code=uncompiled, say=say)
 
     say("running the model once")
     with ran(made, structure, batch, run) as step:
         return step.costs(micro_batches)
-
-
-def _quiet(_message: str) -> None:
-    pass
 
 
 def call_with_batch(model: nn.Module) -> Run:

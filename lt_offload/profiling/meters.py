@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from lt_offload.compat.torch import (
     FLASH_ON_CPU_BACKWARD,
     DataDependentOutputException,
     DynamicOutputShapeException,
-    TorchDispatchMode,
     address_of,
     packet_of,
     schema_of,
 )
 from lt_offload.errors import ModelError
-from lt_offload.machine.accounting import Account, tensors_in
+from lt_offload.machine.accounting import Account, tensors_in, workspace
+from lt_offload.machine.dispatch import OperationMode
 from lt_offload.machine.driver import occupy
-from lt_offload.machine.workspaces import workspace
 from lt_offload.schema.profile import HardwareProfile
 
 LAUNCH_SECONDS = 1e-5
@@ -53,8 +52,8 @@ _grouped_mm = _aten._grouped_mm.default
 class Lap:
     """Time since the lap before."""
 
-    seconds: float
-    launch_s: float
+    seconds: float = 0.0
+    launch_s: float = 0.0
     """The part in which the host launched the work; 0 where the host does the work itself."""
 
 
@@ -135,29 +134,20 @@ def scatter(seconds: Sequence[float]) -> float:
     return (max(seconds) - min(seconds)) / counts * len(fastest(seconds)) / 2 if counts > 0 else 0.0
 
 
-class Roofline(TorchDispatchMode):
+class Roofline(OperationMode):
     """Counts flops and bytes of every operation and divides by the rates of ``hardware``: nothing need be computed.
 
     ``unmasked``: masks that are the same for all heads hide later tokens only, so that kernels would leave these out.
     """
 
     def __init__(self, hardware: HardwareProfile, *, unmasked: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._unmasked = unmasked
         self._rates = {getattr(torch, name): rate for name, rate in hardware.flops_per_s.items()}
         self._memory_rate = hardware.device_memory_bytes_per_s
         self._seconds = self._launch_s = 0.0
         self.traffic = 0
         """Bytes read and written so far."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Count the operations that stand for compiled code, instead of those that it is compiled from."""
-        return True
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation (on fake tensors: only its shapes) and count it."""

@@ -452,13 +452,6 @@ AROUND = (
         "unit/profiling/test_grad_mode.py",
     ),
     mutant(
-        "a block that changes runs again",
-        COST,
-        "    return same\n",
-        "    return True\n",
-        "unit/profiling/test_grad_mode.py",
-    ),
-    mutant(
         "states that grow are not waited for",
         STATES,
         "held = max(held, _state_after_steps(self._sample(parameter)))",

@@ -21,10 +21,9 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lt_offload import optim
 from lt_offload.compat.hugging_face import is_known
-from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
+from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, reset_dynamo
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.compiled import forget_compiled
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
@@ -125,9 +124,13 @@ def profile_config(
         batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
         structure = find_blocks(model, blocks)
         if compile_blocks:
-            stack.callback(forget_compiled)
+            stack.callback(reset_dynamo)
             compile_planned(structure)
-        unmasked = not packing and (batch_size == 1 or not padding) and not _has_windows(model_config, sequence_length)
+        # Layers that see fewer tokens than a sequence has have a mask for that.
+        text = model_config.get_text_config()
+        windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        windowed = any(window is not None and window <= sequence_length for window in windows)
+        unmasked = not packing and (batch_size == 1 or not padding) and not windowed
         with Roofline(machine, unmasked=unmasked) as meter:
             measured = measure_blocks(
                 model,
@@ -144,13 +147,12 @@ def profile_config(
     sizes = UpdateSizes(made, torch.device("cpu"))
     profile = assemble(model, batch, measured, sizes=sizes, updates=updates, hardware=machine)
     peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
-    return replace(profile, contention=_contention(machine), peak_flops_per_s=peak, estimated=True)
-
-
-def _has_windows(config: PreTrainedConfig, sequence_length: int) -> bool:
-    """Return whether some layers see fewer tokens than a sequence has, for which they have a mask."""
-    windows = (getattr(config.get_text_config(), name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return any(window is not None and window <= sequence_length for window in windows)
+    # A copy reads or writes each byte in the host's memory once; an update is as fast as that memory, by its estimate.
+    h2d, d2h = (
+        min(1.0, rate / machine.host_memory_bytes_per_s) for rate in (machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
+    )
+    contention = Contention(h2d=h2d, d2h=d2h, host=1.0)
+    return replace(profile, contention=contention, peak_flops_per_s=peak, estimated=True)
 
 
 def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
@@ -161,17 +163,6 @@ def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
             return model(**batch).loss
 
     return run
-
-
-def _contention(machine: HardwareProfile) -> Contention:
-    """Return the shares of copies and updates in the host's memory bandwidth.
-
-    A copy reads or writes each byte there once; an update is as fast as that memory, by its estimate.
-    """
-    bandwidth = machine.host_memory_bytes_per_s
-    return Contention(
-        h2d=min(1.0, machine.h2d_bytes_per_s / bandwidth), d2h=min(1.0, machine.d2h_bytes_per_s / bandwidth), host=1.0
-    )
 
 
 def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig:

@@ -30,7 +30,6 @@ from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import (
     Call,
-    StateBytes,
     edges,
     has_values,
     is_block_node,
@@ -157,7 +156,7 @@ class BoundaryCheck:
     def repeats(self, index: int, call: Call) -> bool:
         """Return whether a block may run again for its backward, as far as those of its kind have shown that."""
         self.find_rewritten()
-        known = id(call) in self._uses and not call.kernels and not call.compiled
+        known = id(call) in self._uses and not call.other_kernels and not call.compiled
         known = known and not any(self._kinds[other] == id(call) for other in self.once if other in self._kinds)
         block = self._blocks[index]
         known = known and not isinstance(call.module, HeadLoss)
@@ -207,11 +206,11 @@ class BoundaryCheck:
             except Exception as error:  # whatever users' code raises where there is no graph
                 first, failed = None, error
         call.draw_from(before_draws)
-        call.state[:] = call.state or [StateBytes(held=before.held_bytes, copied=before.copied_bytes)]
+        if call.seen is None:
+            call.seen, call.held_bytes, call.copied_bytes = before.rest, before.held_bytes, before.copied_bytes
         # In place and for good: the run with a graph, which is the one that stays, begins where this one began.
         before.undo()
         self._rest = before.rest
-        call.seen[:] = call.seen or [before.rest]
         if call.contexts.autocasts:
             torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
         if failed is not None:
@@ -223,11 +222,11 @@ class BoundaryCheck:
             out = self._run_kept(index, call, forward)
         if operations.called != with_graph.called:
             _log.info("block %s always runs with a graph: without one torch calls other operations", block.name)
-            call.kernels.add("graph")
+            call.other_kernels = True
         if has_values(call) and not _equal(first, out):
             # Kernels that add in no fixed order do not repeat their own bits: then nothing can be said, and with a
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
-            call.kernels.add("graph")
+            call.other_kernels = True
             if _repeats(call):
                 again = self._repeat(call, forward, before, before_draws)
                 if not _equal(again, out):
@@ -252,7 +251,7 @@ class BoundaryCheck:
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
         out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
         if not call.has_backward:
-            call.kernels.add("graph")  # nothing will ask it to run again, and plain PyTorch has gradients on
+            call.other_kernels = True  # nothing will ask it to run again, and plain PyTorch has gradients on
             return out
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
         self.once[index] = "for its hooks"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lt_offload import limits
 from lt_offload.errors import ModelError
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import Call
@@ -60,17 +58,6 @@ class Capture:
     that several blocks are given, and their gradients."""
     arrived: int
     """Bytes of gradients that the loss itself gives blocks before the last one: they wait for the backward of these."""
-
-
-@contextmanager
-def whole_backwards() -> Iterator[None]:
-    """Refuse by name that a step differentiates through blocks: here, where they have no graph, torch finds no way."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "differentiated Tensor" in str(error):
-            raise limits.PARTIAL_BACKWARD.error("the step calls torch.autograd.grad") from error
-        raise
 
 
 def find_loss(result: Any) -> Tensor | None:

@@ -32,15 +32,13 @@ from lt_offload.model.head import (
 from lt_offload.profiling.meters import Lap, Meter
 from lt_offload.schema.profile import OptionName
 
-NO_TIME = Lap(seconds=0.0, launch_s=0.0)
-
 
 @dataclass(kw_only=True, slots=True)
 class Tail:
     """The loss, between the last block's forward and its backward. Bytes include that block's output."""
 
-    forward: Lap
-    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    forward: Lap = Lap()
+    backward: Lap = Lap()
     forward_peak: int = 0
     saved: int = 0
     """Bytes in use when the backward begins."""
@@ -57,8 +55,8 @@ class AfterLoss:
 
     def __init__(self, account: Account, meter: Meter, rest: Sequence[nn.Parameter]) -> None:
         self._account, self._meter, self._rest = account, meter, rest
-        self.tail = Tail(forward=NO_TIME)
-        self._first, self._peak = NO_TIME, 0
+        self.tail = Tail()
+        self._first, self._peak = Lap(), 0
         """The time from the last block to the loss, and the peak."""
         self._others: set[int | None] = set()
         """Storages from before the end of the loss, and storages that are counted elsewhere."""
