@@ -101,20 +101,14 @@ class RunPart:
     error: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: ``start``, ``steps``, ``between``, ``validation``, ``samples``, ``checkpoints``."""
-    medians: Mapping[str, float] = field(default_factory=dict)
-    """``step_s``, ``iteration_s`` and ``between_s``."""
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
     """Most RAM that the whole process had, with the libraries' own."""
     tokens: int = 0
     trained_tokens: int = 0
-    samples: int = 0
     loss_before: float | None = None
     """Held-out loss before the first step."""
-    flops_per_token: float | None = None
-    peak_flops_per_s: float | None = None
-    peak_source: str | None = None
     processes: tuple[ProcessTimes, ...] = ()
     """Times of several processes that wait for each other."""
 
