@@ -471,7 +471,12 @@ class FineTune(LightningModule):
         if type(self).configure_optimizers is not FineTune.configure_optimizers:
             return
         settings = self._settings_of_optimizer()
-        for name, value in (checkpoint.get(_OPTIMIZER) or _first_lr(checkpoint)).items():
+        before = checkpoint.get(_OPTIMIZER)
+        if not before:
+            states = checkpoint.get("optimizer_states") or [{}]
+            groups = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
+            before = {"lr": groups[0]["initial_lr"]} if groups and "initial_lr" in groups[0] else {}
+        for name, value in before.items():
             if settings.get(name) != value:
                 raise ConfigError(
                     f"model.{name}={as_written(settings.get(name))} cannot take effect where training goes on from a "
@@ -514,12 +519,6 @@ def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return untold
-
-
-def _first_lr(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    states = checkpoint.get("optimizer_states") or [{}]
-    groups = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
-    return {"lr": groups[0]["initial_lr"]} if groups and "initial_lr" in groups[0] else {}
 
 
 def check_data(config: Any, *, max_length: int) -> None:
