@@ -34,13 +34,15 @@ from lt_offload.finetune.data.batches.packing import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger
-from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.optimizers import (
     WITH_BETAS,
+    LossAverage,
     OptimizerName,
     check_low_precision,
     check_states,
     make_optimizer,
+    mean_over,
+    undivided,
 )
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
