@@ -164,7 +164,10 @@ class App(LightningCLI):
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
         config = self.config_init["trainer"]
         if self.verb.__name__ in ("fit", "check"):
-            _check_length(config)
+            for name in [name for name in _UNLIMITED if config.get(name) == 0]:
+                raise ConfigError(
+                    f"trainer.{name}=0 trains nothing; raise it, or set it to {_UNLIMITED[name]} for no limit"
+                )
         _check_precision(config)
         root = config.get("default_root_dir")
         self.run_dir = (
@@ -229,15 +232,6 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     if code != 0 and not is_first():
         let_the_first_speak()
     return code
-
-
-def _check_length(config: Namespace) -> None:
-    """Raise ``ConfigError`` for a training that is over before it begins."""
-    for name in ("max_steps", "max_epochs"):
-        if config.get(name) == 0:
-            raise ConfigError(
-                f"trainer.{name}=0 trains nothing; raise it, or set it to {_UNLIMITED[name]} for no limit"
-            )
 
 
 def _check_precision(config: Namespace) -> None:
@@ -364,16 +358,12 @@ def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool
         return wanted or False
     if not wanted:
         raise ConfigError(f"--wandb {wandb} logs, and trainer.logger=false does not; leave one of them out")
-    return [*wanted, _wandb(wandb, folder)]
-
-
-def _wandb(project: str, folder: Path) -> Logger:
-    """Return the logger; with WANDB_MODE=offline it needs no network, and its files can be sent later."""
-    if not project.strip():
+    if not wandb.strip():
         raise ConfigError("--wandb: the name of the project is empty; give one, or --wandb alone")
     if find_spec("wandb") is None:
-        raise ConfigError(f"--wandb {project} needs the package wandb: pip install wandb")
+        raise ConfigError(f"--wandb {wandb} needs the package wandb: pip install wandb")
     from lightning.pytorch.loggers import WandbLogger
 
+    # With WANDB_MODE=offline it needs no network, and its files can be sent later.
     offline = os.environ.get("WANDB_MODE") == "offline"
-    return WandbLogger(project=project, name=folder.resolve().name, save_dir=str(folder), offline=offline)
+    return [*wanted, WandbLogger(project=wandb, name=folder.resolve().name, save_dir=str(folder), offline=offline)]

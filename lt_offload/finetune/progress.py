@@ -142,10 +142,9 @@ class ProgressLine(ProgressBar):
             self._stop(keep=False)
             return
         loss = trainer.callback_metrics.get("val_loss")
-        drawn = TERMINAL.draws
-        if loss is not None and not (drawn and _in_mid_epoch(trainer)):
+        if loss is not None:
             self._write(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
-        if drawn:
+        if TERMINAL.draws:
             self._show(self._parts(trainer), done=True)
 
     # -- the line ----------------------------------------------------------------------------------------------------
@@ -220,15 +219,6 @@ class ProgressLine(ProgressBar):
             )
             self._progress.add_task("", total=None)
         return self._progress
-
-
-def _in_mid_epoch(trainer: Trainer) -> bool:
-    """Return whether an epoch of several in a run goes on: with its end another loss comes."""
-    total = steps_of(trainer)
-    batches, ends = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    if ends or math.isinf(batches) or (total is not None and trainer.global_step >= total):
-        return False
-    return total is None or total * trainer.accumulate_grad_batches > batches
 
 
 def steps_of(trainer: Trainer) -> int | None:

@@ -101,20 +101,14 @@ class RunPart:
     error: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: ``start``, ``steps``, ``between``, ``validation``, ``samples``, ``checkpoints``."""
-    medians: Mapping[str, float] = field(default_factory=dict)
-    """``step_s``, ``iteration_s`` and ``between_s``."""
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
     """Most RAM that the whole process had, with the libraries' own."""
     tokens: int = 0
     trained_tokens: int = 0
-    samples: int = 0
     loss_before: float | None = None
     """Held-out loss before the first step."""
-    flops_per_token: float | None = None
-    peak_flops_per_s: float | None = None
-    peak_source: str | None = None
     processes: tuple[ProcessTimes, ...] = ()
     """Times of several processes that wait for each other."""
 
@@ -261,7 +255,8 @@ def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
             warnings.append(f"{path.name} cannot be read: {error}")
             continue
         # A run that was left where a validation was due begins with it: that step is told of in the part before.
-        taken = [step for step, values in rows if not all(map(_of_validation, values))] or [step for step, _ in rows]
+        steps = [step for step, _ in rows]
+        taken = [step for step, values in rows if any(n != "epoch" and n[:4] != "val_" for n in values)] or steps
         first = min(taken, default=0)
         for name, curve in merged.items():
             merged[name] = {step: value for step, value in curve.items() if step < first}
@@ -269,10 +264,6 @@ def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
             for name, value in values.items():
                 merged[name][step] = value
     return {name: tuple(sorted(curve.items())) for name, curve in merged.items() if curve}
-
-
-def _of_validation(name: str) -> bool:
-    return name == "epoch" or name.startswith("val_")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:

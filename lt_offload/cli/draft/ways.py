@@ -234,7 +234,9 @@ class Drafts:
         if way.plan is not None:
             return way
         short = [error for error in errors if isinstance(error, InfeasibleError)]
-        return replace(way, error=min(short, key=_needs) if short else errors[0])
+        # By what is missing, RAM after device memory.
+        least = min(short, key=lambda one: (one.needed_host_bytes or 0, one.needed_bytes or 0), default=errors[0])
+        return replace(way, error=least)
 
     def choose(self, ways: Sequence[WayToTrain]) -> tuple[list[WayToTrain], WayToTrain]:
         """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
@@ -314,11 +316,6 @@ class Drafts:
             memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds, accumulate=accumulate
         )
         return make_plan(profile, settings)
-
-
-def _needs(error: InfeasibleError) -> tuple[int, int]:
-    """Order errors by what is missing, RAM after device memory."""
-    return (error.needed_host_bytes or 0, error.needed_bytes or 0)
 
 
 def best(ways: Sequence[WayToTrain]) -> WayToTrain:

@@ -60,7 +60,9 @@ def new(
         drafts = Drafts(source, machine, data, Path(folder))
         ways, chosen = drafts.choose(drafts.ways(method))
     clear()
-    target = user_path(output) if output else Path(_file_name(source, chosen, machine))
+    memory_name = machine.memory.replace(" ", "").lower()
+    name = f"{source.architecture.removesuffix('.json')}-{chosen.method.name}-{memory_name}.yaml"
+    target = user_path(output) if output else Path(name)
     _check_free(target)
     _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
     _explain(source, machine, ways, chosen)
@@ -108,11 +110,6 @@ def _card(memory: str | None, wanted: int | None) -> str:
 
 
 # -- files and words ---------------------------------------------------------------------------------------------------
-
-
-def _file_name(source: NamedModel, way: WayToTrain, machine: Machine) -> str:
-    memory = machine.memory.replace(" ", "").lower()
-    return f"{source.architecture.removesuffix('.json')}-{way.method.name}-{memory}.yaml"
 
 
 def _check_free(target: Path) -> None:
@@ -163,15 +160,9 @@ def _explain(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], c
     assert chosen.plan is not None
     predicted = chosen.plan.predicted
     slower = predicted.iteration_s / predicted.no_offload_s
-    why = f"{chosen.method.title}, {_because(ways, chosen)}"
-    reasons = f"Chosen: {why}; its step takes {slower:.2f} times as long as with enough memory."
-    print(textwrap.fill(reasons, _WIDTH))
-
-
-def _because(ways: Sequence[WayToTrain], chosen: WayToTrain) -> str:
     fitting = [way.method for way in ways if way.plan is not None]
-    if len(fitting) == 1:
-        return "the only one that fits"
+    why = "the most exact one that is at least half as fast as the fastest"
     if fitting[0] == chosen.method:
-        return "the most exact one that fits"
-    return "the most exact one that is at least half as fast as the fastest"
+        why = "the only one that fits" if len(fitting) == 1 else "the most exact one that fits"
+    reasons = f"Chosen: {chosen.method.title}, {why}; its step takes {slower:.2f} times as long as with enough memory."
+    print(textwrap.fill(reasons, _WIDTH))

@@ -104,8 +104,8 @@ def _of_folder(path: str, folder: Path, split: str, setting: str) -> DataFiles:
         files = [file for data in below.values() for file in data]
     if not files:
         raise ConfigError(
-            f"{where} is a folder with no data files{_besides(beside)}, nor are any one level below; they should end "
-            f"with one of {_ENDINGS}"
+            f"{where} is a folder with no data files{f' beside {_named(beside)}' if beside else ''}, nor are any one "
+            f"level below; they should end with one of {_ENDINGS}"
         )
     splits: dict[str | None, list[Path]] = {}
     for file in files:
@@ -177,10 +177,6 @@ def _named(files: Sequence[Path], folder: Path | None = None) -> str:
     names = [str(file.relative_to(folder)) if folder is not None else file.name for file in files[:_MOST_NAMED]]
     more = f" and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
     return ", ".join(names) + more
-
-
-def _besides(about: Sequence[Path]) -> str:
-    return f" beside {_named(about)}" if about else ""
 
 
 def _of_one_kind(files: Sequence[Path], where: str) -> Sequence[Path]:

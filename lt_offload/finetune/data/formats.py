@@ -101,7 +101,9 @@ class Encoder:
         self.system = system
         self.explicit_template = explicit_template
         self.locator = Locator(template) if template is not None else None
-        self.closes_itself = _closes_itself(tokenizer)
+        end = tokenizer.eos_token_id
+        self.closes_itself = end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]
+        """True if the tokenizer itself adds the end token to every text."""
 
     def check(self, layout: Columns) -> None:
         """Raise ``ConfigError`` if a setting has no place in the format of the data, or a chat template is needed."""
@@ -269,9 +271,3 @@ def as_conversations(layout: Columns) -> str:
 def _stanford(intro: str, instruction: str, added: str) -> str:
     middle = f"### Input:\n{added}\n\n" if added else ""
     return f"{intro}### Instruction:\n{instruction}\n\n{middle}### Response:\n"
-
-
-def _closes_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer itself adds the end token to every text."""
-    end = tokenizer.eos_token_id
-    return end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]

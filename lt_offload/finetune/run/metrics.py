@@ -6,8 +6,6 @@ import time
 import warnings
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -36,8 +34,6 @@ class RunClock:
         """Seconds within each step, of all its micro-batches."""
         self.between = array("d")
         """Seconds before each step since the one before, validation, samples and checkpoints not counted."""
-        self.iterations = array("d")
-        """Seconds of the engine's iteration within each step, where there is an engine."""
         self.waited = array("d")
         """Seconds of each step, and before it, of waiting for other processes; where there is an engine."""
         self._mark = time.perf_counter()
@@ -69,23 +65,8 @@ class RunClock:
         running = time.perf_counter() - self._mark if self._phase in ("steps", "between") else 0.0
         return self.seconds["steps"] + self.seconds["between"] + running
 
-    def medians(self) -> dict[str, float]:
-        """Return the medians of a step, of its iteration and of the gap between two steps, in seconds."""
-        # Before the first step there is no other that it would be between.
-        series = {"step_s": self.steps, "between_s": self.between[1:], "iteration_s": self.iterations}
-        return {name: median(values) for name, values in series.items() if len(values)}
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
-    """The peak speed of a device."""
-
-    flops_per_s: float
-    source: str
-    """The origin of the number, for people."""
-
-
-def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> Peak | None:
+def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> float | None:
     """Return the rated peak of ``count`` devices like ``device``; None where it is not known, as for a CPU.
 
     ``precision`` is the Trainer's, e.g. ``bf16-mixed``, and ``dtype`` that of the weights.
@@ -96,11 +77,7 @@ def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int
     with warnings.catch_warnings():  # of cards that Lightning has no figure for
         warnings.simplefilter("ignore")
         flops = get_available_flops(device, computes)
-    if flops is None:
-        return None
-    name = torch.cuda.get_device_name(device)
-    source = f"{name}, rated peak of dense {str(computes).removeprefix('torch.')}"
-    return Peak(flops_per_s=float(flops) * count, source=source if count == 1 else f"{count} x {source}")
+    return None if flops is None else float(flops) * count
 
 
 class RunMetrics(Metrics, Callback):
@@ -121,10 +98,10 @@ class RunMetrics(Metrics, Callback):
         self.clock = clock
         self.peaks: dict[str, int] = {}
         """``device_peak_bytes`` and ``host_peak_bytes`` over the run, where they are measured."""
-        self.tokens = self.trained = self.samples = 0
+        self.tokens = self.trained = 0
         """Totals of all records so far."""
         self.flops_per_token: float | None = None
-        self.peak: Peak | None = None
+        self.peak: float | None = None
         self._counts: Tensor | None = None
         self._met = 0.0
         """Seconds that the strategy has waited at the beginning of batches so far."""
@@ -183,7 +160,6 @@ class RunMetrics(Metrics, Callback):
         self.clock.end_step()
         stats = None if engine is None or engine.plan is None else engine.stats
         if stats is not None:
-            self.clock.iterations.append(stats.iteration_s)
             met = getattr(trainer.strategy, "waited_s", 0.0)
             self.clock.waited.append(stats.waited_s + met - self._met)
             self._met = met
@@ -233,8 +209,8 @@ class RunMetrics(Metrics, Callback):
         if tokens:
             self._log("tokens_per_s", tokens / spent, prog_bar=True)
             self._log("trained_tokens_per_s", trained / spent)
-            if self.peak is not None and self.flops_per_token:
-                self._log("mfu", self.flops_per_token * tokens / spent / self.peak.flops_per_s)
+            if self.peak and self.flops_per_token:
+                self._log("mfu", self.flops_per_token * tokens / spent / self.peak)
         if samples:
             self._log("samples_per_s", samples / spent)
         self._log("wall_step_s", spent / done)
@@ -245,7 +221,7 @@ class RunMetrics(Metrics, Callback):
             return 0, 0, 0
         tokens, trained, samples = (int(count) for count in total(trainer, self._counts).tolist())
         self._counts = None
-        self.tokens, self.trained, self.samples = self.tokens + tokens, self.trained + trained, self.samples + samples
+        self.tokens, self.trained = self.tokens + tokens, self.trained + trained
         return tokens, trained, samples
 
 

@@ -74,7 +74,9 @@ class Samples(Callback):
         pl_module.eval()
         try:
             with isolate_rng(), torch.no_grad():
-                texts = [self._continue(trainer, data, prompt, tokens) for prompt in wanted]
+                asked = [trainer.strategy.batch_to_device(data.prompt(one, max_new_tokens=tokens)) for one in wanted]
+                answers: list[Any] = [trainer.strategy.predict_step(batch, 0) for batch in asked]
+                texts = [str(data.tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -87,12 +89,6 @@ class Samples(Callback):
         if self.folder is not None and trainer.is_global_zero:
             with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in made)
-
-    def _continue(self, trainer: Trainer, data: Any, prompt: str, tokens: int) -> str:
-        batch = trainer.strategy.batch_to_device(data.prompt(prompt, max_new_tokens=tokens))
-        new_ids: Any = trainer.strategy.predict_step(batch, 0)
-        text: str = data.tokenizer.decode(new_ids, skip_special_tokens=True)
-        return text
 
 
 def is_whole(trainer: Trainer) -> bool:

@@ -122,7 +122,7 @@ class RunSummary(Callback):
     def part(self, trainer: Trainer, error: BaseException | None = None) -> RunPart:
         """Return this part of the run, which ended with ``error`` or as it should."""
         self.clock.enter("ended")
-        metrics, peak = self.metrics, self.metrics.peak
+        metrics = self.metrics
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         ended = "finished" if error is None else "interrupted" if interrupted else "failed"
         why = named(error) if error is not None and ended == "failed" else None
@@ -134,17 +134,12 @@ class RunSummary(Callback):
             ended=ended,
             error=why,
             seconds={name: round(seconds, 6) for name, seconds in self.clock.seconds.items()},
-            medians={name: round(seconds, 9) for name, seconds in self.clock.medians().items()},
             device_peak_bytes=metrics.peaks.get("device_peak_bytes"),
             host_peak_bytes=metrics.peaks.get("host_peak_bytes"),
             process_peak_bytes=process_peak(),
             tokens=metrics.tokens,
             trained_tokens=metrics.trained,
-            samples=metrics.samples,
             loss_before=self.losses[0][1] if self.losses and self.losses[0][0] == 0 else None,
-            flops_per_token=metrics.flops_per_token,
-            peak_flops_per_s=None if peak is None else peak.flops_per_s,
-            peak_source=None if peak is None else peak.source,
             processes=tuple(self.processes),
         )
 

@@ -77,11 +77,7 @@ def _explained(name: str, error: BaseException) -> str:
 @contextmanager
 def without_advice() -> Iterator[None]:
     """Keep transformers from logging advice about models: our errors say it better, or no user can follow it."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
-
+    logger, nothing = logging.getLogger("transformers.modeling_utils"), logging.Filter("nobody")
     logger.addFilter(nothing)
     try:
         yield

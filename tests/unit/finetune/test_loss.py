@@ -19,8 +19,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora
+from lt_offload.finetune.optimizers import LossAverage, mean_over, undivided
 from tests.support import tiny
 from tests.support.trainers import trainer
 

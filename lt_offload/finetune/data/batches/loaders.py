@@ -141,7 +141,8 @@ class ResumableLoader:
     ) -> None:
         # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
         self.generator = torch.Generator()
-        self.dataset = dataset
+        # Of an iterable data set Lightning would say that its length may be wrong.
+        self.dataset = None if batch_sampler is None else dataset
         self.batch_sampler = batch_sampler
         self._order: Any = dataset if batch_sampler is None else batch_sampler
         made = {"batch_size": None, "collate_fn": unchanged} if batch_sampler is None else {"collate_fn": collate_fn}

@@ -259,7 +259,7 @@ def _listed(value: Any, name: str, what: str) -> Sequence[Any]:
         value = _json(value, name) if value.strip() else None
     if isinstance(value, Mapping) and what == "functions":
         return [value]
-    if value is not None and not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) and (value is not None or what in ("messages", "calls")):
         raise RowFault(f"{name} is {kind_of(value)}, not a list of {what}")
     return value or []
 
