@@ -24,21 +24,6 @@ def test_a_model_that_is_on_the_device_before(way: str, bench: Bench) -> None:
 
 
 @in_both_ways
-def test_gradient_accumulation(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        losses = []
-        for number, batch in enumerate(here.batches, start=1):
-            loss = here.model(**batch).loss / 2
-            loss.backward()
-            if number % 2 == 0:
-                here.step()
-            losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop, accumulate=2) == []
-
-
-@in_both_ways
 def test_accumulation_of_any_number(way: str, bench: Bench) -> None:
     def loop(here: Here) -> list[torch.Tensor]:
         losses = []
@@ -48,22 +33,6 @@ def test_accumulation_of_any_number(way: str, bench: Bench) -> None:
             if number in (1, 4):
                 here.step()
             losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop, delayed=True) == []
-
-
-@in_both_ways
-def test_clipping_by_norm(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        losses, norms = [], []
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            norms.append(here.clip_norm(0.1).detach().clone())
-            here.step()
-            losses.append(loss.detach().clone())
-        here.seen["norms"] = norms
         return losses
 
     assert bench.compare(way, loop, delayed=True) == []
@@ -89,24 +58,6 @@ def test_torchs_own_clipping(clip: str, way: str, bench: Bench) -> None:
 
 
 @in_both_ways
-def test_clipping_by_value_without_waiting(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        losses = []
-        if here.engine is not None:
-            here.engine.clip_value = 1e-3
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            if here.engine is None:
-                torch.nn.utils.clip_grad_value_(here.model.parameters(), 1e-3)
-            here.step()
-            losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
 @pytest.mark.parametrize("cached", [False, True])
 def test_autocast(cached: bool, way: str, bench: Bench) -> None:
     def loop(here: Here) -> list[torch.Tensor]:
@@ -117,43 +68,6 @@ def test_autocast(cached: bool, way: str, bench: Bench) -> None:
             loss.backward()
             here.step()
             losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
-def test_schedulers(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        warmup = torch.optim.lr_scheduler.LinearLR(here.optimizer, 0.1, total_iters=2)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(here.optimizer, T_max=3)
-        schedule = torch.optim.lr_scheduler.SequentialLR(here.optimizer, [warmup, cosine], milestones=[2])
-        losses, rates = [], []
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            here.step()
-            schedule.step()
-            losses.append(loss.detach().clone())
-            rates.append(schedule.get_last_lr())
-        here.seen["rates"] = rates
-        return losses
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
-def test_a_plateau_scheduler_reads_the_loss(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(here.optimizer, patience=0, threshold=1.0)
-        losses = []
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            here.step()
-            schedule.step(loss.item())
-            losses.append(loss.detach().clone())
-        here.seen["rate"] = here.optimizer.param_groups[0]["lr"]
         return losses
 
     assert bench.compare(way, loop) == []

@@ -106,34 +106,6 @@ def test_writing_gradients(hook: str, way: str, bench: Bench) -> None:
     compared(bench, way, lambda: WritesGradients(hook))
 
 
-class Averages(Callback):
-    """A moving average of the weights, that validation uses in their place."""
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.mean = {name: p.detach().clone().cpu() for name, p in pl_module.named_parameters()}
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        for name, p in pl_module.named_parameters():
-            self.mean[name].lerp_(p.detach().cpu(), 0.5)
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.swap(pl_module)
-
-    on_validation_end = on_validation_start
-
-    def swap(self, pl_module: Any) -> None:
-        with torch.no_grad():
-            for name, p in pl_module.named_parameters():
-                now = p.detach().cpu().clone()
-                p.copy_(self.mean[name])
-                self.mean[name] = now
-
-
-@in_both_ways
-def test_validation_of_averaged_weights(way: str, bench: Bench) -> None:
-    compared(bench, way, Averages)
-
-
 # -- another plan takes over -------------------------------------------------------------------------------------------
 
 

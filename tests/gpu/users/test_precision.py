@@ -59,34 +59,3 @@ def test_precisions_of_the_trainer(precision: Any, way: str, bench: Bench) -> No
         return bench.fit(strategy, module(dropout=0.1), precision=precision)
 
     assert differences(*bench.compare(way, scene)) == []
-
-
-@in_both_ways
-def test_bf16_mixed_with_clipping_and_accumulation(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        made = module()
-        # Lightning refuses to clip for a fused one, in bf16 as well.
-        made.configure_optimizers = lambda: torch.optim.AdamW(made.parameters(), lr=1e-2, foreach=False)
-        settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-        return bench.fit(strategy, made, precision="bf16-mixed", **settings)
-
-    assert differences(*bench.compare(way, scene)) == []
-
-
-def test_autocast_in_the_training_step(bench: Bench) -> None:
-    """Asked for by hand, not by the Trainer."""
-
-    def scene(strategy: Any) -> Run:
-        made = module()
-        step = made.training_step
-
-        def training_step(batch: Any, batch_idx: int) -> Any:
-            with torch.autocast(bench.device.type, dtype=torch.bfloat16):
-                return step(batch, batch_idx)
-
-        made.training_step = training_step
-        return bench.fit(strategy, made)
-
-    expected, found = bench.compare("tight", scene)
-    assert differences(expected, found) == []
-    assert differences(bench.fit("auto"), expected) != [], "autocast made no difference"

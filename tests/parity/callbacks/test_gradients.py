@@ -160,10 +160,6 @@ def test_clipping_by_value_comes_after_the_hook() -> None:
     require_equal("on_before_zero_grad", copies, **clip)
 
 
-def test_bfloat16() -> None:
-    require_equal("on_before_optimizer_step", by_torch, precision="bf16-true")
-
-
 @pytest.mark.slow
 def test_weights_outside_the_blocks() -> None:
     require_equal("on_before_optimizer_step", halve, Pictures)
@@ -177,10 +173,6 @@ def test_gradients_that_are_kept_after_the_last_hook() -> None:
 @pytest.mark.slow
 def test_adapters_and_frozen_weights() -> None:
     require_equal("on_after_backward", copies, lambda: seeded_module(layers=3, lora=True))
-
-
-class Norms(LightningModule):
-    """Logs norms as the manual of Lightning shows."""
 
 
 # -- before the step after it ------------------------------------------------------------------------------------------
@@ -248,25 +240,6 @@ def test_gradients_outside_the_blocks_are_always_there() -> None:
         ours, found = looking("training_step", classes, keeps=False, make=Pictures)
         fit(OffmateStrategy(memory=memory), ours)
         assert expected == found
-
-
-def test_norms_that_a_module_logs(tmp_path: Path) -> None:
-    def module() -> Any:
-        made = seeded_module(**OPTIONS)
-
-        def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self, norm_type=2))
-
-        made.on_before_optimizer_step = types.MethodType(on_before_optimizer_step, made)
-        return made
-
-    stock = fit("auto", module(), log_every_n_steps=1)
-    for memory in budgets(stock.module):
-        ours = fit(OffmateStrategy(memory=memory), module(), log_every_n_steps=1)
-        assert differences(stock, ours) == []
-        logged = stock.trainer.callback_metrics
-        assert "grad_2.0_norm_total" in logged
-        assert all(equal(value, ours.trainer.callback_metrics[name]) for name, value in logged.items())
 
 
 @pytest.mark.slow

@@ -29,12 +29,6 @@ class WithScaled(Layer):
         return F.gelu(functional_call(self.linear, scaled, (x,)))
 
 
-class WithDetached(Layer):
-    def inner(self, x: Tensor) -> Tensor:
-        others = {name: weight.detach() + 1 for name, weight in self.linear.named_parameters()}
-        return F.gelu(functional_call(self.linear, others, (x,)) + self.linear(x))
-
-
 class WithAnother(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +54,7 @@ def net_of(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 NETS: dict[Any, Callable[[], nn.Module]] = {}
-EQUAL = [WithOwn, WithScaled, WithDetached, WithAnother, Mapped, Forward]
+EQUAL = [WithOwn, WithScaled, WithAnother, Mapped, Forward]
 
 
 @with_every_budget
