@@ -267,31 +267,6 @@ def goes_on(module: Any) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-true"}], ids=str
-)
-@pytest.mark.parametrize("options", [{}, {"activation_offload": False}], ids=str)
-def test_a_loop_that_goes_on_after_training_clears_gradients(settings: Any, options: Any) -> None:
-    """Plain training leaves the last ones, to which such a loop would add."""
-    runs = [fit("auto", seeded_module(**OPTIONS), limit_val_batches=0, **settings)]
-    for memory in budgets(runs[0].module):
-        strategy = OffmateStrategy(memory=memory, **options)
-        runs.append(fit(strategy, seeded_module(**OPTIONS), limit_val_batches=0, **settings))
-    for run in runs:
-        assert all(p.grad is not None for p in run.module.parameters())
-        run.module.to(torch.float64).to(torch.float32)
-        if run is not runs[0]:
-            with pytest.raises(UnsupportedError, match=r"the gradient of .* call optimizer.zero_grad\(\) before"):
-                goes_on(run.module)
-            with pytest.raises(UnsupportedError, match=r"the gradient of weight .* was used by"):
-                norms(run.module, [])
-        run.module.zero_grad()
-        torch.manual_seed(0)
-        goes_on(run.module)
-    for name, weight in runs[0].module.named_parameters():
-        assert all(torch.equal(weight, run.module.get_parameter(name)) for run in runs), name
-
-
 def test_a_validation_clears_them() -> None:
     for strategy in ("auto", OffmateStrategy(memory="200MB")):
         run = fit(strategy, seeded_module(**OPTIONS), max_epochs=1)

@@ -49,16 +49,6 @@ def test_adapters_as_most_people_train_them_fit_into_the_smallest_memory(
     assert differs == []
 
 
-@pytest.mark.parametrize(
-    "case", ["callback that reads and edits gradients", "own training_step that calls loss.backward() per row"]
-)
-def test_who_looks_at_gradients_finds_them_as_plainly(case: str, tmp_path: Path) -> None:
-    make = cases.HF[case]
-    plain = Outcome.of(train(make, tmp_path))
-    found = Outcome.of(train(make, tmp_path, lt_offload.hf_trainer(memory="150kB", planner="stream")))
-    assert plain.differs(found) == []
-
-
 class WithoutBackward(Trainer):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         return self.compute_loss(model, inputs).detach()

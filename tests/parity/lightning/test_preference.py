@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -69,21 +68,3 @@ def test_preferences_are_learnt_as_in_stock(adapters: bool, settings: dict[str, 
         assert torch.equal(stock.trainer.callback_metrics["margin"], ours.trainer.callback_metrics["margin"])
         assert ours.trainer.strategy.plan.forwards == 2
         assert ours.trainer.strategy.plan.deferred_forwards == (2 if adapters else 1)
-
-
-class Skipping(Preference):
-    """Returns no loss for its second batch, and keeps what it has computed."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        self.kept = loss
-        return None if batch_idx == 1 else loss
-
-
-@pytest.mark.parametrize("adapters", [True, False])
-def test_a_step_that_returns_no_loss_leaves_nothing_behind(adapters: bool) -> None:
-    Closure.warning_cache.clear()  # Lightning says it once per process
-    with pytest.warns(UserWarning, match="returned `None`"):
-        expected = fit("auto", Skipping(adapters=adapters)).module.state_dict()
-    found = fit(OffmateStrategy(memory=1_500_000), Skipping(adapters=adapters)).module.state_dict()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

@@ -13,20 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from tests import sampling
-from tests.support import user_nets
 from tests.support.engines import differences
 from tests.support.user_nets import (
     RUNS,
     Loop,
     Net,
-    adamw,
     by_budget,
-    engine_of,
     in_every_run,
     ordinary,
     ours,
     plain,
-    rows,
     with_every_budget,
 )
 
@@ -52,52 +48,6 @@ def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
 @in_every_run
 def test_reading_saving_and_copying_between_steps(options: tuple[str, ...]) -> None:
     assert differences(plain(Net, evaluating), ours(Net, options, evaluating)) == []
-
-
-class Numbered(torch.optim.Optimizer):
-    """Signed descent whose states are a Python counter and the size of the last gradient."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["steps"] = state.get("steps", 0) + 1
-                    state["size"] = float(p.grad.abs().max())
-                    p.add_(p.grad.sign(), alpha=-group["lr"] / state["steps"])
-
-
-@in_every_run
-def test_states_that_are_numbers(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_nets, "adamw", lambda model: Numbered(model.parameters()))
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-        found = []
-        for batch in batches:
-            found += ordinary(model, optimizer, [batch])
-            states = [optimizer.state[p] for p in model.parameters()]
-            found += [torch.tensor([state["steps"], state["size"]]) for state in states]
-        return found
-
-    assert differences(plain(Net, loop), ours(Net, options, loop)) == []
-
-
-@in_every_run
-def test_the_guard_knows_the_memory_of_states_whatever_happens_to_them(options: tuple[str, ...]) -> None:
-    model = Net()
-    optimizer = adamw(model)
-    with engine_of(model, optimizer, options) as engine:
-        for at, batch in enumerate(rows()):
-            ordinary(model, optimizer, [batch])
-            if at == 1:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            values = [value for state in optimizer.state.values() for value in state.values()]
-            assert all(engine._guard.find(value) is not None for value in values)
-            assert engine._guard._of_states.keys() == {value.untyped_storage()._cdata for value in values}
 
 
 def holding(hold: Callable[[nn.Module], list[Any]]) -> tuple[Callable[[], Net], Loop]:
@@ -136,25 +86,3 @@ def test_memory_that_somebody_holds_before_training(name: str, options: tuple[st
     assert differences(expected, found) == []
     for left, right in zip(expected.model.kept, found.model.kept, strict=True):
         assert np.array_equal(np.asarray(left), np.asarray(right))
-
-
-def scheduling(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """A schedule after the step, a hook of one's own that reads and clamps weights after it."""
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    def clamp(*_: Any) -> None:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.1, 0.1)
-
-    optimizer.register_step_post_hook(clamp)
-    losses = []
-    for batch in batches:
-        losses += ordinary(model, optimizer, [batch])
-        schedule.step()
-    return losses
-
-
-@in_every_run
-def test_schedules_and_hooks_after_the_step(options: tuple[str, ...]) -> None:
-    assert differences(plain(Net, scheduling), ours(Net, options, scheduling)) == []

@@ -161,19 +161,6 @@ def uncleared(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[
     return losses
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "exported"])
-def test_what_stands_for_a_gradient_is_none_of_the_compiler_s_business(compiled: bool) -> None:
-    model = ours(Net, RUNS["both"], uncleared).model
-    batch, name = rows()[0], "embed.weight"
-    expected = model(**batch)["loss"]
-    if compiled:
-        found = torch.compile(model, backend="eager")(**batch)["loss"]
-    else:
-        found = torch.export.export(model, (), batch).module()(**batch)["loss"]
-    assert torch.equal(expected, found)
-    assert str(model.get_parameter(name).grad).startswith("ConsumedGradient")
-
-
 def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     def closure(batch: dict[str, Tensor]) -> Tensor:
         optimizer.zero_grad()
