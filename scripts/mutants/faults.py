@@ -239,7 +239,7 @@ UPDATES = (
         "after = distinct([*(",
         ENGINE,
         "parity/engine/test_planned.py",
-        "parity/engine/test_masters.py",
+        "parity/engine/test_engine.py",
     ),
     mutant(
         "gathered gradients arrive at another's place",
@@ -340,7 +340,7 @@ BLOCKS = (
         GUARD,
         "            self._residency.bring_home(one.groups)\n",
         "",
-        "parity/users/test_between_steps.py",
+        "parity/users/test_gradients.py",
         "parity/users/test_parameters.py",
     ),
     mutant(
@@ -348,7 +348,7 @@ BLOCKS = (
         GUARD,
         "self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))",
         "pass",
-        "parity/users/test_between_steps.py",
+        "parity/users/test_gradients.py",
         "parity/users/test_parameters.py",
     ),
     mutant(
@@ -356,7 +356,7 @@ BLOCKS = (
         GUARD,
         "        for owned in (*self._views, *self._unseen):\n            self._residency.bring_home(owned.groups)",
         "        pass",
-        "parity/users/test_between_steps.py",
+        "parity/users/test_gradients.py",
         "parity/users/test_hooks.py",
     ),
     mutant(

@@ -133,53 +133,6 @@ def test_print_config_is_a_recipe(recipe: Path, capsys: pytest.CaptureFixture[st
     assert main(["check", "again.yaml"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--model.lrr", "1"], "unknown setting 'model.lrr'; did you mean model.lr"),
-        (["--max_steps", "1"], "unknown setting 'max_steps'; did you mean trainer.max_steps?"),
-        (["--model.lora.rank", "1"], "unknown setting 'model.lora.rank'; did you mean model.lora.r or"),
-        (["--model.lr", "fast"], "model.lr: expected float, got fast"),
-        (["--model.lr", "-1"], "model.lr=-1.0 is not positive"),
-        (["--data.format", "csv"], "data.format: there is no 'csv'; choose auto, text, alpaca"),
-        (["--data.path", "gone.txt"], "data.path='gone.txt' does not exist"),
-        (["--data.max_length", "500"], "data.max_length=500 is longer than the model's context; set it to 128"),
-        (["--model.name", "./gone"], "model './gone' is not a folder"),
-        (["--ckpt_path", "gone.ckpt"], "ckpt_path='gone.ckpt' does not exist"),
-        (["--trainer.callbacks", "{class_path: no.such.thing}"], "No module named 'no'"),
-        (["--trainer.strategy", "nonesuch"], "nonesuch"),
-        (["stray"], "unknown setting 'stray'"),
-        (["--prompt", "hello"], "--prompt is a flag of generate, not of fit"),
-    ],
-)
-def test_a_mistake_is_one_line_before_training(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
-) -> None:
-    assert message in fails(capsys, str(recipe), *args)
-    assert not list(tmp_path.glob("runs/*/checkpoints"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("modle: {name: x}", "unknown setting 'modle' in child.yaml; did you mean model?"),
-        ("model: {nme: x}", "unknown setting 'model.nme' in child.yaml; did you mean model.name"),
-        ("model: {lora: {rank: 1}}", "unknown setting 'model.lora.rank' in child.yaml"),
-        (
-            "trainer: {strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memry: 1}}}",
-            "did you mean trainer.strategy.memory",
-        ),
-        ("trainer: {strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memory: lots}}}", "is not a size"),
-        ("data: {batch_size: many}", "data.batch_size: expected int, got many"),
-    ],
-)
-def test_a_mistake_in_a_recipe_is_named_by_its_key(
-    recipe: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
-) -> None:
-    Path("child.yaml").write_text(f"base: {recipe.name}\n{change}\n")
-    assert message in fails(capsys, "check", "child.yaml")
-
-
 def test_check_looks_at_local_data_and_the_architecture(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(recipe)]) == 0
     assert "every setting is known" in capsys.readouterr().out
