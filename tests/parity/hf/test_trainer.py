@@ -210,6 +210,7 @@ def used(folder: Path, context: Any) -> list[Any]:
     return flat([before, halfway, predicted, weights, first.evaluate()["eval_loss"], second.model.state_dict()])
 
 
+@pytest.mark.slow
 def test_an_afternoon_with_two_trainers_leaves_what_it_leaves_plainly(tmp_path: Path) -> None:
     with quiet():
         plain = used(tmp_path / "plain", nullcontext())
