@@ -32,14 +32,6 @@ data: {{path: text.txt, max_length: 32, batch_size: 2}}
 CARD = ("--hardware", "rtx-3060")
 
 
-@pytest.fixture
-def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    Path("tiny.yaml").write_text(RECIPE.format(model=model))
-    return "tiny.yaml"
-
-
 def test_a_plan_is_explained_saved_drawn_and_traced(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--save", "plan.json", "--report", "new/plan.html", "--trace", "plan.perfetto.json"]
     assert main(["plan", recipe, *CARD, *files]) == 0

@@ -37,14 +37,6 @@ data: {{path: {folder}/text.txt, max_length: 32, batch_size: 2, sample_prompt: t
 """
 
 
-@pytest.fixture
-def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
-    return "tiny.yaml"
-
-
 def test_a_run_shows_measured_beside_planned(
     recipe: str,
     monkeypatch: pytest.MonkeyPatch,
