@@ -240,7 +240,7 @@ UPDATES = (
         "*(weight.group.host_ready",
         ENGINE,
         "parity/engine/test_planned.py",
-        "parity/engine/test_masters.py",
+        "parity/engine/test_engine.py",
     ),
     mutant(
         "gathered gradients arrive at another's place",
@@ -341,7 +341,7 @@ BLOCKS = (
         GUARD,
         "            self._residency.bring_home(one.groups)\n",
         "",
-        "parity/users/test_between_steps.py",
+        "parity/users/test_gradients.py",
         "parity/users/test_parameters.py",
     ),
     mutant(
@@ -349,7 +349,7 @@ BLOCKS = (
         GUARD,
         "self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))",
         "pass",
-        "parity/users/test_between_steps.py",
+        "parity/users/test_gradients.py",
         "parity/users/test_parameters.py",
     ),
     mutant(
@@ -357,7 +357,7 @@ BLOCKS = (
         GUARD,
         "        for owned in (*self._views, *self._unseen):\n            self._residency.bring_home(owned.groups)",
         "        pass",
-        "parity/users/test_between_steps.py",
+        "parity/users/test_gradients.py",
         "parity/users/test_hooks.py",
     ),
     mutant(

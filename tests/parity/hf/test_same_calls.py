@@ -240,6 +240,7 @@ def test_of_a_trainer(kind: str, tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path, **options), memories, hooked=options.get("kind") is not Twice, least=2)
 
 
+@pytest.mark.slow
 def test_of_parts(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path), ["170kB", RESIDENT], hooked=False, parts=2)
 

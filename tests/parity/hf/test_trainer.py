@@ -50,16 +50,6 @@ def test_adapters_as_most_people_train_them_fit_into_the_smallest_memory(
     assert differs == []
 
 
-@pytest.mark.parametrize(
-    "case", ["callback that reads and edits gradients", "own training_step that calls loss.backward() per row"]
-)
-def test_who_looks_at_gradients_finds_them_as_plainly(case: str, tmp_path: Path) -> None:
-    make = cases.HF[case]
-    plain = Outcome.of(train(make, tmp_path))
-    found = Outcome.of(train(make, tmp_path, lt_offload.hf_trainer(memory="150kB", planner="stream")))
-    assert plain.differs(found) == []
-
-
 class WithoutBackward(Trainer):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         return self.compute_loss(model, inputs).detach()
@@ -241,6 +231,7 @@ def used(folder: Path, context: Any) -> list[Any]:
     return flat([before, halfway, predicted, weights, first.evaluate()["eval_loss"], second.model.state_dict()])
 
 
+@pytest.mark.slow
 def test_an_afternoon_with_two_trainers_leaves_what_it_leaves_plainly(tmp_path: Path) -> None:
     with quiet():
         plain = used(tmp_path / "plain", nullcontext())

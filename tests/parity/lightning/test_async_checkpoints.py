@@ -201,14 +201,6 @@ def test_a_validation_that_clears_the_device_says_so_too(
     both(Forced, tmp_path, late, steps=(1, 4), val_check_interval=2)
 
 
-def test_without_the_notice_files_would_be_of_another_step(
-    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshots.Snapshots, "changing", lambda *args: None)
-    with pytest.raises(AssertionError, match=r"ckpt"):
-        both(Forced, tmp_path, late)
-
-
 @pytest.mark.parametrize("L", [lightning.pytorch, pytorch_lightning], ids=lambda L: L.__name__)
 def test_lightnings_own_plugin_needs_no_copy(L: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = __import__(f"{L.__name__}.plugins.io", fromlist=["AsyncCheckpointIO"]).AsyncCheckpointIO
@@ -362,11 +354,6 @@ def test_a_plugin_around_others_files_copies_everything_and_says_so(tmp_path: Pa
     weights = fit("auto", max_steps=2).module.state_dict()
     saved = torch.load(tmp_path / "2.ckpt")["state_dict"]
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
-
-
-def test_nested_plugins_write_our_files(tmp_path: Path) -> None:
-    fit(Forced(), callbacks=[Saving(tmp_path)], plugins=[AsyncCheckpointIO(AsyncCheckpointIO())], max_epochs=1)
-    assert torch.load(tmp_path / "3.ckpt")["global_step"] == 3
 
 
 def test_what_has_no_room_beside_weights_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.execute import installed
 from tests import sampling
-from tests.parity.models.test_models import batches, made
+from tests.parity.models.test_models import TRIALS, batches
 from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Run, budgets, differences, fit, seeded_module
 
@@ -196,7 +196,7 @@ class Pictures(lightning.pytorch.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = made("ViT")
+        self.model = TRIALS["ViT"].model()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.model(**batch).loss

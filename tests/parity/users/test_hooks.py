@@ -326,22 +326,6 @@ def test_views_that_are_kept(budget: str) -> None:
     assert differences(plain, ours) == []
 
 
-def test_a_view_that_is_gone_costs_nothing_any_more() -> None:
-    watched: list[int] = []
-
-    def act(module: Any, optimizer: Any, turn: int) -> None:
-        watched.append(len(module.trainer.strategy.engine._guard._views))
-        if turn == 1:
-            module.__dict__["views"] = [p.data.numpy() for p in module.parameters()]
-        if turn == 3:
-            del module.__dict__["views"]
-
-    trained(strategy("tight"), act, "on_train_batch_end", limit_train_batches=3)
-    assert watched[:2] == [0, 0]
-    assert watched[2] == watched[3] > 0
-    assert watched[4] == 0
-
-
 def after_steps(module: Any, optimizer: Any, turn: int) -> None:
     """Read and write weights and states in a hook of ``optimizer.step()``."""
     found = module.__dict__["after_steps"] = []

@@ -1,4 +1,4 @@
-"""Training from pairs, as in DPO: several forwards per training step, and a reference without gradients."""
+"""Models write text in the middle of training, or learn from pairs as in DPO: the same as in plain Lightning."""
 
 from __future__ import annotations
 
@@ -9,15 +9,64 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from tests import sampling
 from tests.support import models
-from tests.support.trainers import fit
+from tests.support.engines import equal
+from tests.support.trainers import Forced, Run, differences, fit, seeded_module
+
+NEW_TOKENS = 4
+
+
+class Writes(Callback):
+    """Lets the model continue its input: greedily in validation, by sampling after training batches."""
+
+    def __init__(self) -> None:
+        self.written: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self._write(module, batch, do_sample=True)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._write(module, batch, do_sample=False)
+        self._write(module, batch, do_sample=False, use_cache=False)
+
+    def _write(self, module: Any, batch: Any, **options: Any) -> None:
+        prompt = {name: batch[name][:, -6:] for name in ("input_ids", "attention_mask")}
+        written = module.model.generate(**prompt, max_new_tokens=NEW_TOKENS, pad_token_id=0, **options)
+        self.written.append(written.clone())
+
+
+def run(strategy: Any, family: str) -> tuple[Run, list[Tensor]]:
+    writes = Writes()
+    module = seeded_module(family=family)
+    return fit(
+        strategy, module, callbacks=[writes], num_sanity_val_steps=1, val_check_interval=1, max_epochs=1
+    ), writes.written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama-tied", "bloom"])
+def test_what_is_written_and_trained_equals_stock(family: str) -> None:
+    stock, expected = run("auto", family)
+    weights = sum(p.nbytes for p in stock.module.parameters())
+    for strategy in (
+        Forced(),
+        OffmateStrategy(memory=2 * weights, solver_time_limit=2),
+        OffmateStrategy(memory="64MB", solver_time_limit=2),
+    ):
+        ours, written = run(strategy, family)
+        assert len(written) == len(expected) > 10
+        assert all(map(equal, written, expected))
+        assert differences(stock, ours) == []
+
+
+# -- pairs: several forwards per training step, and a reference without gradients --------------------------------------
 
 
 class Preference(LightningModule):
@@ -69,21 +118,3 @@ def test_preferences_are_learnt_as_in_stock(adapters: bool, settings: dict[str, 
         assert torch.equal(stock.trainer.callback_metrics["margin"], ours.trainer.callback_metrics["margin"])
         assert ours.trainer.strategy.plan.forwards == 2
         assert ours.trainer.strategy.plan.deferred_forwards == (2 if adapters else 1)
-
-
-class Skipping(Preference):
-    """Returns no loss for its second batch, and keeps what it has computed."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        self.kept = loss
-        return None if batch_idx == 1 else loss
-
-
-@pytest.mark.parametrize("adapters", [True, False])
-def test_a_step_that_returns_no_loss_leaves_nothing_behind(adapters: bool) -> None:
-    Closure.warning_cache.clear()  # Lightning says it once per process
-    with pytest.warns(UserWarning, match="returned `None`"):
-        expected = fit("auto", Skipping(adapters=adapters)).module.state_dict()
-    found = fit(OffmateStrategy(memory=1_500_000), Skipping(adapters=adapters)).module.state_dict()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
