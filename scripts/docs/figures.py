@@ -169,29 +169,6 @@ BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
 
 
-def quality(section: Callable[..., str], results: Sequence[Result]) -> str:
-    """Return a table, made by ``section``, of trainings on whole files, with and without the strategy."""
-    if not results:
-        return ""
-    rows = []
-    for result in results:
-        settings, runs = result["settings"], result["figures"]
-        ours, stock = runs["offmate"], runs["stock"]
-        unequal = [name for name, same in runs["equal"].items() if not same]
-        rows.append(
-            [
-                f"`{settings['data']}`",
-                settings["method"],
-                str(ours["steps"]),
-                *(f"{ours['val_loss'][at][1]:.3f}" for at in (0, -1)),
-                f"not in {', '.join(unequal)}" if unequal else "yes",
-                f"{ours['step_s'] / stock['step_s']:.2f}",
-            ]
-        )
-    head = ["data", "trained", "steps", "held-out loss before", "after", "all equal to plain Lightning's", "time ratio"]
-    return section("SmolLM2-135M trained on whole files", "scripts.data.quality NAME=FILE", results, head, rows)
-
-
 def optimizers(results: Sequence[Result]) -> str:
     """Return how many optimizers of another package are equal to plain PyTorch, and how many are refused."""
     parts = []
