@@ -11,9 +11,8 @@ import pytest
 
 from lt_offload.plan.papers.pofo.chain import Chain, memory, sequential, walk
 from lt_offload.plan.papers.pofo.program import ChainProgram
-from scripts.papers.pofo_heuristics import from_scratch
 from tests import sampling
-from tests.support.profiles.pofo_brute import fluid_s, random_chain, rematerialised_s, sequences
+from tests.support.profiles.pofo_brute import fluid_s, from_scratch, random_chain, rematerialised_s, sequences
 
 
 def bounds(chain: Chain) -> tuple[int, int]:

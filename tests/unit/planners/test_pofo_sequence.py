@@ -1,16 +1,14 @@
-"""Sequences on chains: their memory, their time with whole copies, and the heuristics that make some."""
+"""Sequences on chains: their memory, and what they lack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import pytest
 
 from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation, memory, sequential, walk
 from lt_offload.plan.papers.pofo.program import ChainProgram
-from scripts.papers.pofo_heuristics import Rematerialisation, autocapper_s, from_scratch, opportunist_s, simulated_s
-from tests.support.profiles.pofo_brute import random_chain
+from tests.support.profiles.pofo_brute import from_scratch
 
 LOSS = ChainLayer(forward_s=0.0, backward_s=0.0, output_bytes=0, saved_bytes=0, gradient_bytes=0)
 
@@ -63,73 +61,6 @@ def test_a_sequence_that_lacks_something_is_refused(text: str, message: str) -> 
 def test_from_scratch_needs_the_least_memory() -> None:
     chain = uniform(5)
     least = max(memory(walk(from_scratch(chain), chain)))
-    program = Rematerialisation(chain, memory_bytes=250, slots=25)
+    program = ChainProgram(chain, memory_bytes=250, slots=25, offload=False)
     assert program.seconds(least) < inf
     assert program.seconds(least - 10) == inf
-
-
-def test_copies_run_beside_computations() -> None:
-    chain = uniform(4, rate=40.0)
-    walked = walk(operations("A1 O2 A2 A3 A4 L5 P2 B4 B3 B2 B1"), chain)
-    room = max(memory(walked))
-    assert room < max(memory(walk(sequential(chain), chain)))
-    # One second per copy: it leaves during forward 2, before forward 4 needs its room, and returns during backward 3.
-    assert simulated_s(walked, room, 40.0) == pytest.approx(chain.sequential_s)
-    # Eight seconds: forward 4, or the loss, waits for it to leave; backward 2 waits for it to return.
-    assert simulated_s(walked, room, 5.0) > chain.sequential_s + 8.0
-
-
-def test_a_copy_that_cannot_be_hidden_is_waited_for() -> None:
-    chain = uniform(3, rate=20.0)
-    walked = walk(operations("A1 O2 A2 A3 L4 P2 B3 B2 B1"), chain)
-    roomy = max(memory(walk(sequential(chain), chain)))
-    assert simulated_s(walked, roomy, 20.0) == pytest.approx(chain.sequential_s)
-    # It leaves from 1 s to 5 s, is back at 9 s, and backward 2 would have begun at 5 s.
-    assert simulated_s(walked, roomy, 10.0) == pytest.approx(chain.sequential_s + 4.0)
-
-
-def test_what_does_not_fit_takes_for_ever() -> None:
-    chain = uniform(3)
-    walked = walk(sequential(chain), chain)
-    assert simulated_s(walked, max(memory(walked)) - 1, 10.0) == inf
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_whole_copies_take_the_time_of_the_computations_or_more(seed: int) -> None:
-    chain = random_chain(seed, 10)
-    high = max(memory(walk(sequential(chain), chain)))
-    for found in ChainProgram(chain, memory_bytes=high, slots=high).sequences():
-        walked = walk(found, chain)
-        times = [simulated_s(walked, max(memory(walked)) + more, 1.0) for more in (0, high)]
-        assert inf > times[0] >= times[1] >= sum(walked.seconds) - 1e-9
-
-
-@pytest.mark.parametrize("heuristic", [opportunist_s, autocapper_s])
-def test_heuristics_stand_between_nothing_lost_and_nothing_found(
-    heuristic: Callable[[Chain, int, Rematerialisation], float],
-) -> None:
-    better = 0
-    for seed in range(4):
-        chain = random_chain(seed, 12)
-        low, high = (max(memory(walk(made(chain), chain))) for made in (from_scratch, sequential))
-        alone = Rematerialisation(chain, memory_bytes=high, slots=high)
-        assert heuristic(chain, low // 3, alone) == inf
-        for budget in range(low, high, 7):
-            time = heuristic(chain, budget, alone)
-            assert time >= chain.sequential_s - 1e-9
-            better += time < alone.seconds(budget) - 1e-6
-    assert better > 0
-
-
-def test_autocapper_keeps_everything_where_it_can() -> None:
-    chain = uniform(6)
-    high = max(memory(walk(sequential(chain), chain)))
-    alone = Rematerialisation(chain, memory_bytes=high, slots=high // 10)
-    assert autocapper_s(chain, high, alone) == pytest.approx(chain.sequential_s)
-
-
-def test_opportunist_saves_whenever_the_link_is_idle() -> None:
-    chain = uniform(8, rate=1000.0)
-    alone = Rematerialisation(chain, memory_bytes=400, slots=40)
-    # Layers 1 and 3 are offloaded; from 4 on there is room. What layer 1 saved still travels when layer 2 begins.
-    assert opportunist_s(chain, 250, alone) == pytest.approx(chain.sequential_s + 1.0)
