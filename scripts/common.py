@@ -95,10 +95,15 @@ def in_child(module: str, job: str, **arguments: Any) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        code = _run([sys.executable, "-m", module, "--child", job, str(answer), json.dumps(arguments)])
+        code = _run(child_command(module, job, answer, arguments))
         if code or not answer.is_file():
             raise SystemExit(f"{module}: {job} failed (exit code {code}); its output is above")
         return read_json(answer)
+
+
+def child_command(module: str, job: str, answer: Path, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the command of a process that runs ``job`` of ``module`` and writes its figures to ``answer``."""
+    return [sys.executable, "-m", module, "--child", job, str(answer), json.dumps(arguments)]
 
 
 def serve_child(*jobs: Job) -> None:

@@ -33,7 +33,9 @@ def bench(results: Sequence[Result]) -> str:
         if result["settings"]["device"] != "cuda":
             continue
         command, lines = f"scripts.bench.suite --suite {suite}", contender_tables.rows(result)
-        parts.append(_section(contender_tables.TITLES[suite], command, [result], contender_tables.HEAD, lines))
+        filled = [at for at, cells in enumerate(zip(*lines, strict=True)) if any(cells)]
+        head, *lines = ([row[at] for at in filled] for row in (contender_tables.HEAD, *lines))
+        parts.append(_section(contender_tables.TITLES[suite], command, [result], head, lines))
     return "\n\n".join(parts)
 
 

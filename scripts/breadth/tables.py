@@ -16,7 +16,7 @@ _GOOD = ("equal", "planned")
 
 
 def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many kinds of models train, made by ``section``, and the names of those that do not."""
+    """Return how many kinds of models train, made by ``section``, and the names of those that are refused."""
     rows, said = [], []
     for result in results:
         family, kinds = result["settings"]["family"], result["figures"]["rows"]
@@ -29,7 +29,6 @@ def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> 
         rows.append([family, f"{len(plainly)} of {len(kinds)}", *counts, str(worst), str(best)])
         refused = [kind["name"] for kind in kinds if kind["name"] not in left and not all(ends[kind["name"]].values())]
         said += [f"- {family}, refused in one of these at least: {_listed(refused)}"] * bool(refused)
-        said += [f"- {family}, not trained by plain PyTorch in such sizes either: {_listed(left)}"] * bool(left)
     if not rows:
         return ""
     transformers = f"transformers {results[0]['versions']['transformers']}"
