@@ -57,7 +57,7 @@ def pages(root: Path) -> dict[Path, str]:
         "docs/gpu.md": {"bench": bench(results.get("bench", [])), "budgets": gpu_runs.budgets(root)},
         "docs/limits.md": {
             "limits": limits.markdown(),
-            "optimizers": figures.optimizers(results.get("optimizers", [])),
+            "optimizers": breadth_tables.optimizers(results.get(breadth_tables.NAME, [])),
         },
         "docs/models.md": {"breadth": breadth_tables.table(_section, results.get(breadth_tables.NAME, []))},
         "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},

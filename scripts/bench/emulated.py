@@ -12,10 +12,9 @@ Cases, each in a process of its own, round after round:
                  nothing is recomputed; links as fast as the RAM
     link SPEED   the plan for half of the memory of "resident", made and run with links of this speed each way
 
-Besides step times: which share of the copies and host updates ran beside computations, how busy the links were, and
-how fast the host updated, from the recorded iteration. Compute, copies and updates share the processor's cores here, so
-what overlaps still costs; on a GPU it does not. ``--small`` takes a model of 20 million parameters instead of SmolLM2:
-two minutes, for keeping an eye on changes of the engine.
+Besides step times: how long each lane was busy in the recorded iteration. Compute, copies and updates share the
+processor's cores here, so what overlaps still costs; on a GPU it does not. ``--small`` takes a model of 20 million
+parameters instead of SmolLM2: two minutes, for keeping an eye on changes of the engine.
 
 ``--predictions``: what plans say an iteration takes, before and after the first iterations have corrected the profile,
 beside what it takes: the quickstart's model and three small ones in half of the memory that they would take.
@@ -241,7 +240,7 @@ def _row(case: str, times: dict[str, list[float]], ran: dict[str, Any], link: in
         "link_bytes_per_s": link,
         "device_peak_bytes": ran["device_peak_bytes"],
         "plan": ran.get("plan"),
-        "lanes": ran.get("lanes"),
+        "busy_s": ran.get("busy_s"),
     }
 
 
@@ -337,12 +336,8 @@ def main() -> int:
         print(
             f"{case['name']:16s} {format_seconds(case['step_s']):>9s}   {case['ratio']:.2f} of plain   {peak:>8s}{goal}"
         )
-        for lane, figures in (case["lanes"] or {}).items():
-            if figures.get("beside_compute") is not None:
-                print(
-                    f"    {lane:5s} busy {format_seconds(figures['busy_s'])}, {figures['beside_compute']:.0%} of it "
-                    f"beside computations, {format_bytes(figures['bytes_per_s'])}/s"
-                )
+        busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in (case["busy_s"] or {}).items())
+        print(f"    busy: {busy}" if busy else "", end="\n" * bool(busy))
     settings = {
         "model": found["model"],
         "small": options.small,

@@ -15,7 +15,6 @@ is timed by the clock and in seconds of the processor; a busy machine needs more
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -25,13 +24,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import lt_offload
-from lt_offload.cli.main import main as run
+from lt_offload.cli.recipes import shipped
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
-from scripts.common import ROOT, arguments, read_json, save
+from scripts.common import arguments, read_json, save
 from scripts.papers.profiles import GB, llama7b_b4
 from scripts.planning import Stopwatch, gap, model_bytes, shown
+from scripts.recipes.headers import hardware_of, plan_of, with_plans
 
 GOALS = {40: 5.0, 80: 15.0}
 """Seconds of the processor, by number of layers."""
@@ -73,19 +73,12 @@ def _case(name: str, profile: lt_offload.Profile, gigabytes: int, goal: float, l
 
 def recipes(limit_s: float) -> Iterator[dict[str, Any]]:
     """Plan every recipe for the card that its header names."""
-    for recipe in sorted((ROOT / "recipes").glob("*.yaml")):
-        card = re.search(r"--hardware (\S+)", recipe.read_text())
-        if card is None or recipe.stem == "quickstart":
-            continue
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "plan.json"
-            flags = ["--hardware", card[1], "--save", str(file), "--trainer.strategy.solver_time_limit", str(limit_s)]
-            watch = Stopwatch()
-            if run(["plan", recipe.stem, *flags]):
-                raise SystemExit(f"{recipe.stem} has no plan")
-            times = watch.figures()
-            plan = lt_offload.Plan.load(file)
-        yield {"name": f"{recipe.stem} on {card[1]}", "goal_s": None, **_figures(plan), **times}
+    for name in with_plans():
+        watch, card = Stopwatch(), hardware_of(shipped()[name].read_text(encoding="utf-8"))
+        plan = plan_of(name, limit_s)
+        if plan is None:
+            raise SystemExit(f"{name} has no plan")
+        yield {"name": f"{name} on {card}", "goal_s": None, **_figures(plan), **watch.figures()}
 
 
 def _figures(plan: lt_offload.Plan) -> dict[str, Any]:

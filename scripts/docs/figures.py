@@ -167,18 +167,3 @@ def by_ram(results: Sequence[Result]) -> str:
 
 BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by_ram}
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
-
-
-def optimizers(results: Sequence[Result]) -> str:
-    """Return how many optimizers of another package are equal to plain PyTorch, and how many are refused."""
-    parts = []
-    for result in results:
-        settings, counts = result["settings"], dict(result["figures"]["counts"])
-        tried = sum(counts.values()) - counts.pop("not so", 0)
-        said = {"equal": "give plain PyTorch's numbers", "refused": "are refused by name, before training"}
-        found = ", ".join(f"{counts[kind]} {said.get(kind, f'end otherwise ({kind})')}" for kind in sorted(counts))
-        parts.append(
-            f"Of the {tried} optimizers of {settings['package']} {settings['version']} that train a small model in a "
-            f"plain loop, {found} (`python -m scripts.agreement.optimizers`; {origins([result])})."
-        )
-    return "\n".join(parts)

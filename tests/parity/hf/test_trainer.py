@@ -17,7 +17,7 @@ import lt_offload
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.strategy.first.survey import FirstIteration
 from scripts.hf import cases
-from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
+from scripts.hf.runs import BUDGETS, compare, ended, quiet, train
 from tests.sampling import grid
 
 
@@ -54,8 +54,8 @@ def test_adapters_as_most_people_train_them_fit_into_the_smallest_memory(
 )
 def test_who_looks_at_gradients_finds_them_as_plainly(case: str, tmp_path: Path) -> None:
     make = cases.HF[case]
-    plain = Outcome.of(train(make, tmp_path))
-    found = Outcome.of(train(make, tmp_path, lt_offload.hf_trainer(memory="150kB", planner="stream")))
+    plain = ended(train(make, tmp_path))
+    found = ended(train(make, tmp_path, lt_offload.hf_trainer(memory="150kB", planner="stream")))
     assert plain.differs(found) == []
 
 
@@ -90,17 +90,17 @@ def test_a_step_without_a_backward_is_refused_before_training(kind: type[Trainer
 
 def test_with_a_larger_batch_that_is_given_a_step_is_measured_aside(tmp_path: Path) -> None:
     make = cases.plain(gradient_accumulation_steps=2)
-    plain = Outcome.of(train(make, tmp_path / "plain"))
+    plain = ended(train(make, tmp_path / "plain"))
     shortest, *_, longest = sorted(cases.rows(), key=lambda row: len(row["input_ids"]))
     batch = cases.collate([longest, shortest])
     context = lt_offload.hf_trainer(memory="200kB", planner="stream", sample_batch=batch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FirstIteration, "forward", lambda *_: pytest.fail("a step of the training shows what to plan"))
         found = train(make, tmp_path, context)
-    assert plain.differs(Outcome.of(found)) == []
+    assert plain.differs(ended(found)) == []
     path = tmp_path / "out" / "lt_offload" / "plan.json"
     again = train(make, tmp_path / "again", lt_offload.hf_trainer(plan=path))
-    assert plain.differs(Outcome.of(again)) == []
+    assert plain.differs(ended(again)) == []
     assert again.offmate.plan == found.offmate.plan
 
 
@@ -145,13 +145,13 @@ def test_checkpoints_are_the_plain_ones_and_go_on_in_both_directions(tmp_path: P
         "plain": lambda: None,
         "offloaded": lambda: lt_offload.hf_trainer(memory="150kB", planner="stream"),
     }
-    whole = {kind: Outcome.of(train(make, folders[kind], contexts[kind]())) for kind in folders}
+    whole = {kind: ended(train(make, folders[kind], contexts[kind]())) for kind in folders}
     assert whole["plain"].differs(whole["offloaded"]) == []
     saved = {kind: folder / "out" / "checkpoint-2" for kind, folder in folders.items()}
     assert flat(files(saved["plain"])) == flat(files(saved["offloaded"]))
     for mine, theirs in (("plain", "offloaded"), ("offloaded", "plain")):
         resumed = train(make, tmp_path / f"on {mine}", contexts[mine](), resume_from_checkpoint=str(saved[theirs]))
-        assert whole["plain"].differs(Outcome.of(resumed)) == []
+        assert whole["plain"].differs(ended(resumed)) == []
 
 
 class Interrupting(TrainerCallback):  # type: ignore[misc]
@@ -178,7 +178,7 @@ def listening() -> Iterator[None]:
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(number: int, tmp_path: Path) -> None:
-    whole = Outcome.of(train(cases.plain(), tmp_path / "plain"))
+    whole = ended(train(cases.plain(), tmp_path / "plain"))
     with pytest.raises(KeyboardInterrupt):
         train(
             cases.plain(_callbacks=[Interrupting(number)]),
@@ -189,7 +189,7 @@ def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(number: int, tmp_path: P
     resumed = train(
         cases.plain(), tmp_path, lt_offload.hf_trainer(memory="1GB", planner="resident"), resume_from_checkpoint=True
     )
-    assert whole.differs(Outcome.of(resumed)) == []
+    assert whole.differs(ended(resumed)) == []
     kept = {path.name for path in (tmp_path / "out" / "lt_offload").iterdir()}
     assert kept == {"plan.json", "profile.json", "trace.json", "trace.perfetto.json", "metrics.csv", "report.html"}
 
