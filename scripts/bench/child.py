@@ -15,31 +15,9 @@ WARM_UP = 2
 """Steps that are not timed: the first allocates, and offloaded updates of the first end in the second."""
 
 
-def measure_machine(device: str) -> dict[str, Any]:
-    """Return what the machine is and how fast it copies and updates."""
-    import torch
-
-    from lt_offload.profiling.hardware import measure_hardware
-    from lt_offload.profiling.optimizer import measure_optimizer
-
-    place = torch.device(device)
-    hardware = measure_hardware(place)
-    speeds = {}
-    for dtype in ("float32", "bfloat16"):
-        sample = torch.nn.Parameter(torch.zeros(4096, 1024, dtype=getattr(torch, dtype)))
-        found = measure_optimizer(torch.optim.AdamW([sample], fused=True), place)
-        speeds[dtype] = {"host_bytes_per_s": found.host_bytes_per_s, "device_bytes_per_s": found.device_bytes_per_s}
-    return {
-        "machine": machine(),
-        "versions": versions(),
-        "device_bytes": hardware.device_bytes,
-        "link": {
-            "h2d_bytes_per_s": hardware.h2d_bytes_per_s,
-            "d2h_bytes_per_s": hardware.d2h_bytes_per_s,
-            "how": f"both directions at once; {hardware.source}",
-        },
-        "update": speeds,
-    }
+def describe() -> dict[str, Any]:
+    """Return the machine and the versions of what matters."""
+    return {"machine": machine(), "versions": versions()}
 
 
 def train(workload: dict[str, Any], module: str, folder: str, progress: str, steps: int, **case: Any) -> dict[str, Any]:
@@ -136,5 +114,5 @@ def first_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    serve_child(measure_machine, train)
+    serve_child(describe, train)
     raise SystemExit("scripts.bench.child is started by scripts.bench.suite")

@@ -99,7 +99,7 @@ class Results:
         Raises:
             SystemExit: if its rows were measured on another machine.
         """
-        head = {name: measured[name] for name in ("machine", "versions")}
+        head = dict(measured)
         old = self.document.get("machine", head["machine"])
         same = all(old[name] == head["machine"][name] for name in ("gpu", "processor", "cores"))
         if self.rows and not same:
@@ -109,7 +109,6 @@ class Results:
                 "give another folder with --out"
             )
         self.document |= {**head, **now(), "settings": dict(settings)}
-        self.document["figures"] |= {name: value for name, value in measured.items() if name not in head}
         self._write()
 
     def add(self, row: Row) -> None:

@@ -30,7 +30,7 @@ from scripts.bench.contenders import CONTENDERS, Contender
 from scripts.bench.rows import Results, Row, key, make
 from scripts.bench.watch import Limits, Outcome, open_meter, watch
 from scripts.bench.workloads import SUITES, Workload, workloads
-from scripts.common import RESULTS, child_command, environment, read_json
+from scripts.common import RESULTS, child_command, environment, in_child, read_json
 
 CHILD = "scripts.bench.child"
 RESERVE_BYTES = 3 * 10**9
@@ -94,18 +94,9 @@ class Bench:
         return self._deadline - time.monotonic()
 
     def describe(self, settings: dict[str, Any]) -> None:
-        """Measure the machine and put that into the file."""
-        answer, outcome, _ = self.child("measure_machine", self.left_s, device=self.device)
-        if answer is None:
-            raise SystemExit(f"the machine cannot be measured:\n{outcome.tail}")
+        """Put into the file what the rows are of."""
+        answer = in_child(CHILD, "describe")
         self.results.describe(answer, settings | {"host_bytes": self.host_bytes})
-        link, update = answer["link"], answer["update"]["float32"]
-        print(
-            f"{answer['machine']['gpu'] or answer['machine']['processor']}: "
-            f"{format_bytes(link['h2d_bytes_per_s'])}/s to the device and {format_bytes(link['d2h_bytes_per_s'])}/s "
-            f"back at once; updates of {format_bytes(update['host_bytes_per_s'])}/s of fp32 weights on the host",
-            flush=True,
-        )
 
     def run(self, job: Job) -> Row | None:
         """Measure one row; None if it was ended because the time for all ran out."""
@@ -114,8 +105,7 @@ class Bench:
             return None
         folder = self._folder / re.sub(r"\W+", "-", job.workload.model)
         folder.mkdir(exist_ok=True)
-        answer, outcome, progress = self.child(
-            "train",
+        answer, outcome, progress = self.train(
             seconds,
             workload=job.workload.as_dict(),
             module=job.contender.module,
@@ -130,13 +120,11 @@ class Bench:
             return None
         return make(job.asked, answer, outcome, progress)
 
-    def child(self, job: str, seconds: float, **arguments: Any) -> tuple[Row | None, Outcome, Row]:
-        """Run ``job`` of ``child.py``; return its answer, what was seen of it, and what it noted on its way."""
+    def train(self, seconds: float, **arguments: Any) -> tuple[Row | None, Outcome, Row]:
+        """Run ``child.py``; return its answer, what was seen of it, and what it noted on its way."""
         with tempfile.TemporaryDirectory(dir=self._folder) as place:
             answer, progress, log = (Path(place) / name for name in ("answer.json", "progress.json", "log.txt"))
-            if job == "train":
-                arguments["progress"] = str(progress)
-            command = child_command(CHILD, job, answer, arguments)
+            command = child_command(CHILD, "train", answer, {"progress": str(progress), **arguments})
             limits = Limits(seconds=seconds, host_bytes=self.host_bytes, reserve_bytes=self._reserve)
             outcome = watch(command, limits, log=log, environment=environment(), meter=self._meter)
             said = read_json(answer) if outcome.code == 0 and answer.exists() else None

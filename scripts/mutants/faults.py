@@ -571,17 +571,6 @@ HEADS = (
     ),
 )
 
-EQUIVALENT = (
-    (
-        WINDOW,
-        "after |= {op.id, op.id + 1}",
-        "after |= {op.id}",
-        "what adds waits for a copy of gradients, which waits for the update that has read its place on the host, and "
-        "for the adding of the pass before",
-    ),
-)
-"""Changes that no test can notice: the file, what was there, what is there then, and which order says the same."""
-
 MUTANTS = (
     *PLANNING,
     *MEMORY,

@@ -115,7 +115,7 @@ def test_compare_trains_both_ways_and_finds_no_difference(
         assert command[1:3] == ["-m", "lt_offload.cli.main"]
         return main(command[3:])
 
-    monkeypatch.setattr(common, "_run", here)
+    monkeypatch.setattr(compare, "run", here)
     results = tmp_path / "results"
     program = ["compare", str(recipe), "--steps", "3", "--results", str(results)]
     monkeypatch.setattr(sys, "argv", [*program, "--trainer.strategy.memory", "400kB"])
