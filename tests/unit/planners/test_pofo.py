@@ -20,9 +20,9 @@ from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionProfile, Profile
-from scripts.papers.pofo_heuristics import from_scratch
 from tests import sampling
 from tests.support.profiles.by_hand import built
+from tests.support.profiles.pofo_brute import from_scratch
 from tests.support.profiles.small import HUGE, chained, small_profile
 
 FIXED = 70
