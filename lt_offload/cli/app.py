@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,19 +22,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lt_offload.cli import messages, recipes
-from lt_offload.cli.compose import compose
-from lt_offload.cli.loggers import loggers
-from lt_offload.cli.progress import quiet, say
-from lt_offload.cli.static.flags import joined
+from lt_offload.cli.recipes import compose
+from lt_offload.cli.static.settings import joined, unknown
 from lt_offload.cli.table import Verb
-from lt_offload.cli.wording import explain, misconfigured
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.processes import end_others, is_first, let_the_first_speak
 from lt_offload.finetune.run.summary import RunSummary
+from lt_offload.finetune.terminal import quiet, say
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
 from lt_offload.strategy.several.processes import Processes
@@ -125,11 +127,7 @@ class App(LightningCLI):
             raise ConfigError(f"seed_everything={seed} is out of bounds; choose a number from 0 to {2**32 - 1}")
 
     def instantiate_classes(self) -> None:
-        """Make the module, the data module and the trainer; nothing is loaded yet.
-
-        Raises:
-            ConfigError: if one of them does not take its settings.
-        """
+        """Make the module, the data module and the trainer; ``ConfigError`` if one does not take its settings."""
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, OverflowError, ModuleNotFoundError) as error:  # jsonargparse words ours anew
@@ -143,10 +141,7 @@ class App(LightningCLI):
         """Let a verb that loads a checkpoint, and has none named, take the newest complete one of a run folder.
 
         With a recipe in place of a run folder the pretrained weights are used; a line says so if the recipe has been
-        trained.
-
-        Raises:
-            ConfigError: if a run folder has none.
+        trained. Raises ``ConfigError`` if a run folder has none.
         """
         if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
             return
@@ -169,7 +164,10 @@ class App(LightningCLI):
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
         config = self.config_init["trainer"]
         if self.verb.__name__ in ("fit", "check"):
-            _check_length(config)
+            for name in [name for name in _UNLIMITED if config.get(name) == 0]:
+                raise ConfigError(
+                    f"trainer.{name}=0 trains nothing; raise it, or set it to {_UNLIMITED[name]} for no limit"
+                )
         _check_precision(config)
         root = config.get("default_root_dir")
         self.run_dir = (
@@ -214,13 +212,9 @@ class App(LightningCLI):
 
 
 def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
-    """Carry out ``verb`` with the settings of ``files`` and flags, and return the exit code.
+    """Carry out ``verb`` with the settings of ``files``, later ones first in rank, and flags; return the exit code.
 
-    Args:
-        verb: the one to carry out.
-        files: recipe and what it builds on, later ones override.
-        args: flags.
-        of_run: whether the recipe was named by the folder of a run, which then has the checkpoint, too.
+    ``of_run``: the recipe was named by the folder of a run, which then has the checkpoint, too.
     """
     messages.install()
     # A plan for a card that is named is one on a GPU, whatever this machine has.
@@ -240,15 +234,6 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     return code
 
 
-def _check_length(config: Namespace) -> None:
-    """Raise ``ConfigError`` for a training that is over before it begins."""
-    for name in ("max_steps", "max_epochs"):
-        if config.get(name) == 0:
-            raise ConfigError(
-                f"trainer.{name}=0 trains nothing; raise it, or set it to {_UNLIMITED[name]} for no limit"
-            )
-
-
 def _check_precision(config: Namespace) -> None:
     """Raise ``ConfigError`` for a precision that Lightning silently replaces without a GPU."""
     precision, strategy = str(config.get("precision")), config.get("strategy")
@@ -262,8 +247,7 @@ def _check_precision(config: Namespace) -> None:
 def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
     """Return the folder ``root``, or that of the last run of ``recipe`` with a checkpoint, and its newest complete one.
 
-    Raises:
-        ConfigError: if there is no such checkpoint.
+    Raises ``ConfigError`` if there is no such checkpoint.
     """
     # The settings of a run stand in its folder: this run is meant, not the last one with the same name.
     if root is None and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():
@@ -306,3 +290,80 @@ def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
         # A dict keeps the place of the first mention and takes the value of the last one.
         last[next((key for kind, key in once.items() if isinstance(callback, kind)), id(callback))] = callback
     return list(last.values())
+
+
+def misconfigured(first: str, settings: Namespace) -> str:
+    """Return the ``first`` line of Lightning's error about a Trainer's settings as one sentence with the way out."""
+    accelerator = settings.get("accelerator")
+    if "backend found" in first or "accelerator" in first.lower():
+        return (
+            f"trainer.accelerator={accelerator!r} with trainer.devices={settings.get('devices')!r} does not work here: "
+            f"{first} Use trainer.accelerator=cpu (the emulated device) or auto, and trainer.devices=1"
+        )
+    return f"trainer: {first}"
+
+
+def explain(message: str, flags: Sequence[str]) -> str:
+    """Return jsonargparse's ``message`` as one line that names the setting; ``flags`` are the known ones."""
+    nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
+    if nested:
+        return _unknown(f"{nested[1]}.{nested[2]}", flags)
+    stray = re.search(r"(?:unrecognized arguments: |Option ')([^\s']+)", message)
+    if stray:
+        return _unknown(stray[1].lstrip("-").split("=")[0], flags)
+    missing = re.search(r'^Key "([^"]+)" not found in namespace', message)
+    if missing:
+        return f"{missing[1]} is missing; set it, and leave {missing[1].partition('.')[0]} a group of settings"
+    key = re.search(r'[Kk]ey "([^"]+)"', message)
+    where = f"{key[1]}: " if key else ""
+    message = re.sub(r"\n +Subclass types expect one of:(?:\n +- a .*)+", "", message)
+    reasons = re.findall(r"^\s*- (.*(?:\n(?!\s*- |\s*Given value).*)*)", message, flags=re.MULTILINE)
+    # Of a union's errors, those about the type say only what else it could have been.
+    telling = [reason for reason in reasons if not reason.startswith("Expected a")]
+    telling = [reason for reason in telling if not reason.startswith("Not a valid subclass")] or telling
+    if telling:
+        return where + "; ".join(" ".join(reason.split()) for reason in telling)
+    union = re.search(r"Subtypes: \[(.*)\]\n(?:.*\n)*\s*Given value: (.*)", message)
+    if union:
+        types = re.sub(r"<class '([\w.]+)'>", r"\1", union[1]).replace("typing.", "").replace("NoneType", "null")
+        return f"{where}expected one of {types}; got {union[2]}"
+    line = " ".join(part.strip() for part in message.splitlines())
+    line = re.sub(r'^.*?[Kk]ey "[^"]+":\s*', where, line)
+    line = re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("typing.", "")
+    return re.sub(r"Expected an? (.+?)\. Got value: (.*)", r"expected \1, got \2", line)
+
+
+def _unknown(key: str, flags: Sequence[str]) -> str:
+    known = [flag.lstrip("-") for flag in flags if flag.startswith("--")]
+    return unknown(key, [name for name in known if not name.endswith(("help", "+"))])
+
+
+def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool:
+    """Return the loggers of a run: those that ``trainer.logger`` has ``chosen``, and the project ``wandb``, if any.
+
+    Raises ``ConfigError`` if its package is not installed, or all logging is switched off.
+    """
+    if chosen in (None, True):
+        wanted: list[Logger] = [
+            # Empty names: else each logger puts folders of its own between. Flushed at every
+            # record, which comes seldom, so that a run that is killed has its curve.
+            CSVLogger(str(folder), name="", version="", flush_logs_every_n_steps=1),
+            TensorBoardLogger(str(folder / "tensorboard"), name="", version=""),
+        ]
+    elif chosen is False:
+        wanted = []
+    else:
+        wanted = list(chosen) if isinstance(chosen, list) else [chosen]
+    if wandb is None:
+        return wanted or False
+    if not wanted:
+        raise ConfigError(f"--wandb {wandb} logs, and trainer.logger=false does not; leave one of them out")
+    if not wandb.strip():
+        raise ConfigError("--wandb: the name of the project is empty; give one, or --wandb alone")
+    if find_spec("wandb") is None:
+        raise ConfigError(f"--wandb {wandb} needs the package wandb: pip install wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    # With WANDB_MODE=offline it needs no network, and its files can be sent later.
+    offline = os.environ.get("WANDB_MODE") == "offline"
+    return [*wanted, WandbLogger(project=wandb, name=folder.resolve().name, save_dir=str(folder), offline=offline)]

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from lt_offload import __version__
 from lt_offload.cli import recipes
-from lt_offload.cli.progress import clear, keeping_quiet, status, wrapped
 from lt_offload.cli.static import pages
 from lt_offload.cli.static.completion import ASKED, OPTIONS, answer
 from lt_offload.cli.static.settings import check, parse, values
 from lt_offload.cli.table import VERBS, Verb, imported
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.finetune import processes
+from lt_offload.finetune.terminal import clear, keeping_quiet, status, wrapped
 from lt_offload.suggest import did_you_mean
 
 

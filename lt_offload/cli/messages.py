@@ -8,8 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from lt_offload.cli.progress import clear, quiet, status, wrapped
 from lt_offload.finetune.processes import is_first
+from lt_offload.finetune.terminal import clear, quiet, status, wrapped
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TOLD = (
@@ -56,6 +56,8 @@ class Messages(logging.Handler):
 
 def install() -> None:
     """Let messages and warnings go through this module from now on."""
+    from transformers.utils.logging import disable_progress_bar
+
     for message in _ADVICE:
         warnings.filterwarnings("ignore", message=message)
     # A warning is told in one line, without the place in a library's source that it comes from.
@@ -76,7 +78,11 @@ def install() -> None:
     # Importing it asks a hub for kernels of another package, which nobody here has asked for.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     logging.getLogger("huggingface_hub.utils._http").addFilter(_waiting)
-    _without_bars()
+    # Models load without bars, and data without them where they could not be drawn; downloads show theirs. datasets
+    # reads this from the environment when it is imported, which comes later, and in workers again.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    if quiet() or not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def _waiting(record: logging.LogRecord) -> bool:
@@ -89,13 +95,3 @@ def _waiting(record: logging.LogRecord) -> bool:
 def _for_users(record: logging.LogRecord) -> bool:
     """Return whether a message is for users: Lightning's are not, unless they are warnings."""
     return record.levelno >= logging.WARNING or record.pathname.startswith(_PACKAGE)
-
-
-def _without_bars() -> None:
-    """Let models load without bars, and data without them where they could not be drawn; downloads show theirs."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    # datasets reads this from the environment when it is imported, which comes later, and in workers again.
-    if quiet() or not sys.stderr.isatty():
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -1,9 +1,10 @@
-"""Checks that files and folders can be written, before anything slow."""
+"""Outputs of verbs: tables in the terminal, and files and folders, which are tried before anything slow."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
@@ -11,12 +12,9 @@ from lt_offload.resources import is_dir, user_path
 
 
 def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
-    """Raise ``ConfigError`` unless a file can be written at ``path``.
+    """Raise ``ConfigError``, which names ``setting``, unless a file can be written at ``path``.
 
-    Args:
-        path: the file.
-        setting: name of its flag or setting, for the error.
-        make: whether its folder will be made where there is none.
+    ``make``: its folder will be made where there is none.
     """
     target = user_path(path)
     if is_dir(target):
@@ -32,11 +30,7 @@ def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
 
 
 def make_folder(path: str | Path, setting: str) -> Path:
-    """Make the folder ``path`` where there is none, and return it.
-
-    Raises:
-        ConfigError: if nothing can be written there.
-    """
+    """Make the folder ``path`` where there is none, and return it; ``ConfigError`` if nothing can be written there."""
     target = user_path(path)
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -48,3 +42,19 @@ def make_folder(path: str | Path, setting: str) -> Path:
             f"{setting}={str(path)!r} cannot be written: {error.strerror}; choose another folder"
         ) from None
     return target
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, words: bool = False) -> None:
+    """Print a table that is at most ``width`` columns wide; the last column is of ``words``, not of figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for at, title in enumerate(head):
+        left = at == 0 or (words and at == len(head) - 1)
+        table.add_column(Text(title), justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(highlight=False, width=width).print(table)

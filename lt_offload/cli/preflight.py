@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False, reads_data: bool = True) -> None:
     """Raise ``ConfigError`` for files and folders that do not fit the settings.
 
-    Args:
-        app: the settings.
-        ckpt_path: checkpoint that will be loaded.
-        resume: whether training goes on from it.
-        reads_data: whether there must be data; a run folder may have been copied to a machine without them.
+    ``ckpt_path`` will be loaded, and with ``resume`` training goes on from it. Without ``reads_data`` there need be no
+    data: a run folder may have been copied to a machine without them.
     """
     data = app.datamodule
     if isinstance(settings := getattr(app.trainer.strategy, "settings", None), Settings):

@@ -1,13 +1,13 @@
-"""Adapters on a frozen model, as peft makes, reads and writes them: LoRA, DoRA and rsLoRA."""
+"""Parameters that are trained: adapters on a frozen model, as peft has them (LoRA, DoRA, rsLoRA), or chosen by name."""
 
 from __future__ import annotations
 
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,8 +97,7 @@ def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
 def add_saved(model: nn.Module, folder: str) -> nn.Module:
     """Return ``model`` with the adapters in ``folder``, as peft's ``save_pretrained`` writes them, to be trained on.
 
-    Raises:
-        ConfigError: if they cannot be read, or are those of another model.
+    Raises ``ConfigError`` if they cannot be read, or are those of another model.
     """
     peft = _peft("model.adapter")
     path = check_saved(folder)
@@ -131,11 +130,7 @@ def add_saved(model: nn.Module, folder: str) -> nn.Module:
 
 
 def saved_config(folder: str) -> LoraConfig:
-    """Return the configuration of the adapters in ``folder``.
-
-    Raises:
-        ConfigError: if they are adapters of another kind, or not adapters.
-    """
+    """Return the configuration of the adapters in ``folder``; ``ConfigError`` if they are of another kind, or none."""
     peft = _peft("model.adapter")
     path = check_saved(folder)
     what = f"model.adapter={folder!r}"
@@ -165,11 +160,7 @@ def saved_among(folder: str, modules: Sequence[str]) -> list[str]:
 
 
 def check_saved(folder: str) -> Path:
-    """Return the path of a ``folder`` with adapters as peft writes them.
-
-    Raises:
-        ConfigError: if it is no such folder.
-    """
+    """Return the path of a ``folder`` with adapters as peft writes them; ``ConfigError`` if it is no such folder."""
     path = user_path(folder)
     if not is_dir(path):
         raise ConfigError(f"model.adapter={folder!r} is not a folder; give one that peft's save_pretrained() wrote")
@@ -191,7 +182,9 @@ def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
         # peft trains a copy of each module to save: a copy of one of two tied embeddings alone would part them.
         config.ensure_weight_tying = bool(config.modules_to_save)
     try:
-        with _quietly():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers with a name that is going away
+            warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # folders move
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except (ValueError, re.error) as error:
         raise ConfigError(f"{what}: {first_line(error)}") from error
@@ -222,9 +215,59 @@ def _peft(setting: str) -> Any:
     return peft
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers with a name that is going away
-        warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # folders move
-        yield
+def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> None:
+    """Train only the parameters of ``model`` that ``train_only`` names, or all, without those that ``freeze`` names.
+
+    A name is that of a parameter or of a module that it is in, with ``*`` for anything, or a regular expression that
+    matches all of it. A tensor that has several names (tied embeddings) is meant by each of them. Raises
+    ``ConfigError`` if a pattern names nothing, or nothing is left to be trained.
+    """
+    if train_only:
+        chosen = _matching(model, train_only, "train_only")
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+        for pattern in freeze:
+            if not _matching(model, [pattern], "freeze") & chosen:
+                raise ConfigError(
+                    f"model.freeze={list(freeze)!r}: {pattern!r} changes nothing with "
+                    f"model.train_only={list(train_only)!r}, which leaves it frozen; take it out"
+                )
+    frozen = _matching(model, freeze, "freeze")
+    for parameter in model.parameters():
+        if id(parameter) in frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model.freeze={list(freeze)!r} leaves nothing to be trained; take a pattern out")
+
+
+def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[int]:
+    """Return the ids of the parameters that one of ``patterns`` names."""
+    # Every name of a tensor counts: tied embeddings are named once otherwise, and a pattern may mean the other name.
+    named = list(model.named_parameters(remove_duplicate=False))
+    chosen: set[int] = set()
+    for pattern in patterns:
+        ids = {id(parameter) for name, parameter in named if _matches(name, pattern)}
+        if not ids:
+            near = nearest(pattern, sorted({part for name, _ in named for part in _parts(name)}), cutoff=0.3, most=1)
+            raise ConfigError(
+                f"model.{setting}={list(patterns)!r}: no parameter is called {pattern!r}; the nearest is "
+                f"{near[0] if near else named[0][0]!r}; a pattern is a name, a name with *, or a regular expression "
+                "for all of it"
+            )
+        chosen |= ids
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if any(fnmatchcase(part, pattern) for part in _parts(name)):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _parts(name: str) -> list[str]:
+    """Return the modules that the parameter ``name`` is in, and itself."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]

@@ -18,8 +18,8 @@ from lt_offload.compat.hugging_face import untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.load import base_of
 from lt_offload.finetune.quantize import dequantized
+from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.hub import explain_full_disk
-from lt_offload.finetune.weights.to_gguf import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.vocabulary import has_grown
 from lt_offload.model.quantized import packed_layers
 from lt_offload.replacing import replacing
@@ -86,7 +86,7 @@ def export(
         return target
     if format == "gguf":
         check_writable(base_of(whole).config, tokenizer)
-    with _plain(whole), _stopping_at(ends, whole):
+    with _to_generate(whole, ends):
         # This comes before adapters are merged: a merge into four bits would round away most of what was learned.
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
@@ -115,11 +115,7 @@ def check_form(format: Format, *, merge: bool, quantize: Bits | None) -> None:
 
 
 def check_target(folder: str | Path, format: Format = "hf") -> Path:
-    """Return ``folder``, which can be written to.
-
-    Raises:
-        ConfigError: if the folder has something in it, or cannot be made.
-    """
+    """Return ``folder``, which can be written to; ``ConfigError`` if it has something in it, or cannot be made."""
     target = user_path(folder)
     if format != "gguf" and target.suffix == ".gguf":
         raise ConfigError(
@@ -156,30 +152,20 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _plain(model: Any) -> Iterator[None]:
-    """Let the configuration allow a cache in generation within the context, as before training."""
-    before = model.config.use_cache
-    model.config.use_cache = True
-    try:
-        yield
-    finally:
-        model.config.use_cache = before
-
-
-@contextmanager
-def _stopping_at(ends: Sequence[int], model: Any) -> Iterator[None]:
-    """Let the generation settings say that answers end at ``ends``, too."""
-    settings = getattr(model, "generation_config", None)
+def _to_generate(model: Any, ends: Sequence[int]) -> Iterator[None]:
+    """Let the settings allow a cache in generation, as before training, and say that answers end at ``ends``, too."""
+    settings, cached = getattr(model, "generation_config", None), model.config.use_cache
     before = getattr(settings, "eos_token_id", None)
     known = [] if before is None else [before] if isinstance(before, int) else list(before)
-    if settings is None or set(ends) <= set(known):
-        yield
-        return
-    settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
+    model.config.use_cache = True
+    if settings is not None and not set(ends) <= set(known):
+        settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
     try:
         yield
     finally:
-        settings.eos_token_id = before
+        model.config.use_cache = cached
+        if settings is not None:
+            settings.eos_token_id = before
 
 
 def _embeddings_changed(model: Any) -> bool:

@@ -66,8 +66,7 @@ def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
 def room_for_answer(config: Any, tokens: int, max_new_tokens: int) -> int:
     """Return the number of tokens that may follow a prompt of ``tokens``: the setting, or the rest of the context.
 
-    Raises:
-        ConfigError: if it leaves none.
+    Raises ``ConfigError`` if it leaves none.
     """
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None:
@@ -90,43 +89,15 @@ class Remembered:
         """Return the number of tokens of ``ids`` that need no second pass, all but one at most; forget all others."""
         same = next((n for n, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
         same = min(same, len(ids) - 1, len(self.ids))
-        surplus = len(self.ids) - same
-        # Our own cut where layers only append: after an error some of
-        # them are longer than others, which crop() knows not.
-        if self.cache is not None and _grows_only(self.cache):
-            _cut(self.cache, same)
-        elif self.cache is not None and surplus:
+        if self.cache is not None and same < len(self.ids):
             try:
-                self.cache.crop(-surplus)
+                self.cache.crop(same - len(self.ids))
             except (RuntimeError, AttributeError):  # a window has slid on, or states were summed up: no way back
                 same = 0
         if same == 0:
             self.cache = None
         self.ids = list(ids[:same])
         return same
-
-    def keep(self, cache: Any, ids: Sequence[int]) -> None:
-        """Remember ``ids`` only, although some layers of ``cache`` may have got further before an error."""
-        if ids and _grows_only(cache):
-            self.cache, self.ids = cache, list(ids)
-
-
-def _grows_only(cache: Any) -> bool:
-    """Return whether ``cache`` only ever appends keys and values."""
-    from transformers.cache_utils import DynamicLayer
-
-    return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", [None]))
-
-
-def _cut(cache: Any, length: int) -> None:
-    """Let each layer have its first ``length`` tokens, and the memory of the others be free."""
-    for layer in cache.layers:
-        if layer.is_initialized:
-            for name in ("keys", "values"):
-                tensor = getattr(layer, name)
-                if tensor.shape[-2] > length:
-                    # A clone: a view would keep the memory of all tokens.
-                    setattr(layer, name, tensor[..., :length, :].clone())
 
 
 @torch.no_grad()
@@ -153,8 +124,8 @@ def continuation(
         choose: the next token from its logits; None: the most likely one.
         heard: told every token at once; stops by returning False.
         remembered: tokens that the model has seen; afterwards also ``ids`` and the answer.
-        refused: told of an error for want of device memory, instead of raising it; nothing follows then, and the model
-            has seen what it had before.
+        refused: told of an error for want of device memory, instead of raising it; nothing follows or is remembered
+            then.
     """
     choose = choose or Sampler()
     remembered = remembered or Remembered()
@@ -179,7 +150,6 @@ def continuation(
     except (OverBudget, torch.OutOfMemoryError) as error:
         if refused is None:
             raise
-        remembered.keep(cache, prompt[:known])
         refused(error)
         return []
     if cache is not None:

@@ -30,28 +30,10 @@ _GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """Liger's activations, by their names in configurations."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _NormKind:
-    """The definition of a norm in a family of models."""
-
-    casts: Literal["llama", "gemma"] = "llama"
-    """Liger's word for the part in float32: the root of the mean of squares, or all."""
-    offset: float = 0.0
-    """A number that is added to the weight."""
-
-
-_LLAMA, _GEMMA = _NormKind(), _NormKind(casts="gemma", offset=1.0)
-FAMILIES = {
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "phi3": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-}
-"""Norms of models, by ``model_type``."""
+FAMILIES = dict.fromkeys(("gemma", "gemma2", "gemma3_text"), (1.0, "gemma"))
+FAMILIES |= dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3"), (0.0, "llama"))
+"""Norms of models, by ``model_type``: a number that is added to the weight, and Liger's word for the part that is in
+float32 (all of it, or the root of the mean of squares)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +61,8 @@ def check_kernels(kernels: Kernels | None, *, compiled: bool) -> None:
 def use_liger(model: Any, device: str | None) -> None:
     """Let the norms and gated MLPs of ``model``, a Hugging Face model, compute with Liger's kernels.
 
-    Args:
-        model: the model.
-        device: type of the device on which layers run, if that is known.
-
-    Raises:
-        ConfigError: without a GPU or the package, or if there are none for this model.
+    ``device`` is the type of the device on which layers run, if that is known. Raises ``ConfigError`` without a GPU or
+    the package, or if there are none for this model.
     """
     use_functions(model, liger_functions(device))
 
@@ -92,8 +70,7 @@ def use_liger(model: Any, device: str | None) -> None:
 def plan_liger(model: Any) -> None:
     """Let ``model``, on meta, compute with stand-ins for Liger's kernels, so that it can be planned.
 
-    Raises:
-        ConfigError: if there are none for this model.
+    Raises ``ConfigError`` if there are none for this model.
     """
     gated = PlannedGated.apply
     use_functions(model, Functions(norm=PlannedNorm.apply, silu=gated, gelu=gated))
@@ -135,9 +112,9 @@ def use_functions(model: Any, functions: Functions) -> None:
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            _bind(module, _norm(functions.norm, family))
+            _bind(module, _norm(functions.norm, *family))
         elif kind.endswith("MLP"):
-            _bind(module, _joint_mlp(gated) if hasattr(module, "gate_up_proj") else _mlp(gated))
+            _bind(module, _mlp(gated, hasattr(module, "gate_up_proj")))
 
 
 def _bind(module: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -145,26 +122,18 @@ def _bind(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     vars(module)["forward"] = MethodType(forward, module)
 
 
-def _norm(function: Callable[..., Tensor], family: _NormKind) -> Callable[..., Tensor]:
+def _norm(function: Callable[..., Tensor], offset: float, casts: str) -> Callable[..., Tensor]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         epsilon = getattr(self, "variance_epsilon", None) or self.eps
         # Never over the incoming gradient: another branch of the graph may read the same tensor.
-        return function(hidden_states, self.weight, epsilon, family.offset, family.casts, False)
+        return function(hidden_states, self.weight, epsilon, offset, casts, False)
 
     return forward
 
 
-def _mlp(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _mlp(gated: Callable[[Tensor, Tensor], Tensor], joint: bool) -> Callable[..., Tensor]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        result: Tensor = self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
-        return result
-
-    return forward
-
-
-def _joint_mlp(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if joint else (self.gate_proj(x), self.up_proj(x))
         result: Tensor = self.down_proj(gated(gate, up))
         return result
 
@@ -174,8 +143,7 @@ def _joint_mlp(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tenso
 def compile_layers(model: nn.Module) -> None:
     """Let every layer of ``model`` be compiled at its first call, in place: names of parameters do not change.
 
-    Raises:
-        ConfigError: if a part of the compiler is not installed.
+    Raises ``ConfigError`` if a part of the compiler is not installed.
     """
     check_compiler()
     for block in find_blocks(model).blocks:

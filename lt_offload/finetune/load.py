@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lt_offload.compat.hugging_face import class_of_model, set_name
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.gguf import SMOLLM2, converted, converted_smollm2, is_gguf
-from lt_offload.finetune.weights.hub import in_words, safetensors_of, without_advice
-from lt_offload.finetune.weights.shards import lazy_tensors
+from lt_offload.finetune.weights.hub import in_words, lazy_tensors, safetensors_of, without_advice
 from lt_offload.finetune.weights.vocabulary import add_tokens
 from lt_offload.resources import is_dir, is_file, may_be_local, user_path
 
@@ -39,8 +38,7 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
 def load_config(name: str, architecture: str | None = None) -> PreTrainedConfig:
     """Return the configuration of model ``name``, or of ``architecture``: a JSON file or the name of a shipped one.
 
-    Raises:
-        ConfigError: if there is no such model or file.
+    Raises ``ConfigError`` if there is no such model or file.
     """
     from transformers import AutoConfig
 
@@ -186,11 +184,7 @@ def check_attention(attention: Attention) -> None:
 
 
 def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model ``name``, with ``new_tokens`` behind its own.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Return the tokenizer of model ``name``, with ``new_tokens`` behind its own; ``ConfigError`` if there is none."""
     from transformers import AutoTokenizer
 
     with in_words(name):
@@ -203,8 +197,7 @@ def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedToken
 def locate(name: str, *, needs: str | None = "config.json") -> str:
     """Return the place of ``name`` for Hugging Face: a folder, which must hold ``needs``, or a name on the hub.
 
-    Raises:
-        ConfigError: if ``name`` is a path and there is no model at it.
+    Raises ``ConfigError`` if ``name`` is a path and there is no model at it.
     """
     if name == SMOLLM2:
         return str(converted_smollm2())
@@ -237,11 +230,7 @@ def check_name(name: str, *, needs: str | None = "config.json") -> None:
 
 
 def set_dropout(config: PreTrainedConfig, value: float) -> None:
-    """Set every dropout probability of ``config``.
-
-    Raises:
-        ConfigError: if the architecture has none.
-    """
+    """Set every dropout probability of ``config``; raises ``ConfigError`` if the architecture has none."""
     present = [name for name in _DROPOUTS if hasattr(config, name)]
     if not present:
         raise ConfigError(f"model.dropout={value}: a {config.model_type} model has no dropout; set it to null")

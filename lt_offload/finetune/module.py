@@ -20,24 +20,33 @@ from torch.optim.lr_scheduler import LambdaLR
 from lt_offload.compat.lightning import adds_up, trainer_of
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_among, saved_config
-from lt_offload.finetune.data.batches.attention import check_packing
-from lt_offload.finetune.data.batches.updates import TOKENS
+from lt_offload.finetune.adapters import (
+    LoraArgs,
+    add_lora,
+    add_saved,
+    check_lora,
+    choose_trained,
+    saved_among,
+    saved_config,
+)
+from lt_offload.finetune.data.batches.loaders import TOKENS
+from lt_offload.finetune.data.batches.packing import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger
-from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.optimizers import (
     WITH_BETAS,
+    LossAverage,
     OptimizerName,
     check_low_precision,
     check_states,
     make_optimizer,
+    mean_over,
+    undivided,
 )
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import as_written, refuse_unused
-from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
 from lt_offload.finetune.weights.vocabulary import check_rows, check_tokens, has_grown, names_of_embeddings, resize
 
@@ -139,14 +148,6 @@ class FineTune(LightningModule):
         min_lr_ratio: float = 0.0,
     ) -> None:
         super().__init__()
-        check_optimization(
-            lr=lr,
-            weight_decay=weight_decay,
-            betas=betas,
-            warmup_steps=warmup_steps,
-            min_lr_ratio=min_lr_ratio,
-            schedule=schedule,
-        )
         if optimizer not in WITH_BETAS:
             beside = f"model.optimizer={optimizer}, which has no such moments"
             refuse_unused(FineTune, "model.", {"betas": betas}, beside, instead="use adamw or adam")
@@ -196,6 +197,7 @@ class FineTune(LightningModule):
         self.schedule: Schedule = schedule
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
+        self._check_optimization()
         self.model: nn.Module | None = None
         self._matrices: frozenset[str] = frozenset()
         """Names of the parameters that are matrices, before a strategy cuts them into pieces."""
@@ -212,12 +214,35 @@ class FineTune(LightningModule):
         self._optimizer_settings: dict[str, Any] | None = None
         """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
 
+    def _check_optimization(self) -> None:
+        """Raise ``ConfigError`` for settings of optimizer and schedule that cannot be, or would change nothing."""
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"model.lr={self.lr} is not positive and finite; choose a number such as 1e-5")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"model.weight_decay={self.weight_decay} is not 0 or a positive number; choose 0 to 0.1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"model.betas={list(self.betas)} are no two shares below 1; choose numbers such as [0.9, 0.999]"
+            )
+        if not 0 <= self.warmup_steps < math.inf:
+            raise ConfigError(f"model.warmup_steps={self.warmup_steps} is no number of steps; it must be at least 0")
+        if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
+            raise ConfigError(
+                f"model.warmup_steps={self.warmup_steps} is no whole number of steps; a share of all steps is below 1"
+            )
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"model.min_lr_ratio={self.min_lr_ratio} is not a share; choose a number from 0 to 1")
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ConfigError(
+                f"model.min_lr_ratio={self.min_lr_ratio} changes nothing with model.schedule=constant; set it to 0, or "
+                "choose cosine or linear"
+            )
+
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
 
-        Raises:
-            ConfigError: if sequences are longer than the model's context, the tokenizer lacks a new token or is another
-                model's, or the model cannot keep packed documents apart.
+        Raises ``ConfigError`` if sequences are longer than the model's context, the tokenizer lacks a new token or is
+        another model's, or the model cannot keep packed documents apart.
         """
         data = getattr(self.trainer, "datamodule", None)
         if data is None or self.model is not None:
@@ -465,7 +490,12 @@ class FineTune(LightningModule):
         if type(self).configure_optimizers is not FineTune.configure_optimizers:
             return
         settings = self._settings_of_optimizer()
-        for name, value in (checkpoint.get(_OPTIMIZER) or _first_lr(checkpoint)).items():
+        before = checkpoint.get(_OPTIMIZER)
+        if not before:
+            states = checkpoint.get("optimizer_states") or [{}]
+            groups = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
+            before = {"lr": groups[0]["initial_lr"]} if groups and "initial_lr" in groups[0] else {}
+        for name, value in before.items():
             if settings.get(name) != value:
                 raise ConfigError(
                     f"model.{name}={as_written(settings.get(name))} cannot take effect where training goes on from a "
@@ -510,49 +540,12 @@ def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
     return untold
 
 
-def _first_lr(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    states = checkpoint.get("optimizer_states") or [{}]
-    groups = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
-    return {"lr": groups[0]["initial_lr"]} if groups and "initial_lr" in groups[0] else {}
-
-
 def check_data(config: Any, *, max_length: int) -> None:
     """Raise ``ConfigError`` if the sequences of the data are longer than those of the model."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and max_length > longest:
         raise ConfigError(
             f"data.max_length={max_length} is longer than the model's context; set it to {longest} or less"
-        )
-
-
-def check_optimization(
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    warmup_steps: float,
-    min_lr_ratio: float,
-    schedule: Schedule,
-) -> None:
-    """Raise ``ConfigError`` for impossible settings of optimizer and schedule, or ones that would change nothing."""
-    if not 0 < lr < math.inf:
-        raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
-    if not 0 <= weight_decay < math.inf:
-        raise ConfigError(f"model.weight_decay={weight_decay} is not 0 or a positive number; choose 0 to 0.1")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"model.betas={list(betas)} are no two shares below 1; choose numbers such as [0.9, 0.999]")
-    if not 0 <= warmup_steps < math.inf:
-        raise ConfigError(f"model.warmup_steps={warmup_steps} is no number of steps; it must be at least 0")
-    if warmup_steps > 1 and warmup_steps != int(warmup_steps):
-        raise ConfigError(
-            f"model.warmup_steps={warmup_steps} is no whole number of steps; a share of all steps is below 1"
-        )
-    if not 0 <= min_lr_ratio <= 1:
-        raise ConfigError(f"model.min_lr_ratio={min_lr_ratio} is not a share; choose a number from 0 to 1")
-    if min_lr_ratio and schedule == "constant":
-        raise ConfigError(
-            f"model.min_lr_ratio={min_lr_ratio} changes nothing with model.schedule=constant; set it to 0, or choose "
-            "cosine or linear"
         )
 
 

@@ -1,14 +1,18 @@
-"""The optimizers that have a name in recipes, and the combinations of their settings."""
+"""Updates: the optimizers that have a name in recipes, and the loss, a mean over all tokens or over batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.finetune import load
+from lt_offload.model.head import intercept_loss, uses_causal_loss
 from lt_offload.optim import AdamW
 
 OptimizerName = Literal["adamw", "adamw8bit", "adam", "sgd", "adafactor"]
@@ -34,10 +38,7 @@ def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, 
 def check_states(optimizer: OptimizerName, state_dtype: str | None, trained: str) -> None:
     """Raise ``ConfigError`` for moments of fewer bits that are not offered, or that would update plain bfloat16.
 
-    Args:
-        optimizer: its name.
-        state_dtype: of the moments, if it is set.
-        trained: dtype of the updates: ``float32`` for masters, adapters, and stochastic rounding.
+    ``trained`` is the dtype of the updates: ``float32`` for masters, adapters, and stochastic rounding.
     """
     if state_dtype is not None and optimizer != "adamw":
         raise ConfigError(f"model.state_dtype={state_dtype} is not offered with model.optimizer={optimizer}; use adamw")
@@ -72,3 +73,43 @@ def make_optimizer(
     if name == "sgd":
         return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
     return torch.optim.Adafactor(params, lr=lr)
+
+
+LossAverage = Literal["tokens", "batches"]
+
+
+@contextmanager
+def mean_over(model: nn.Module, tokens: Tensor) -> Iterator[None]:
+    """Let the loss of ``model`` be the sum of its tokens' losses over ``tokens``, a number of more than its own.
+
+    Raises ``UnsupportedError`` if the model does not compute its loss by the function of transformers that can do so.
+    """
+    from transformers import PreTrainedModel
+
+    owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    called = []
+
+    def divided(loss: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        called.append(loss)
+        return loss(*args, **options | {"num_items_in_batch": tokens})
+
+    if uses_causal_loss(owner):
+        # The function is told, not the model: a model may drop the argument, and would hand it to every layer.
+        undo = intercept_loss(owner, divided)
+        try:
+            yield
+        finally:
+            undo()
+    if not called:
+        raise UnsupportedError(
+            f"model.loss_average=tokens: {type(owner).__name__} computes its loss itself, as a mean over each batch; "
+            "set model.loss_average=batches, or trainer.accumulate_grad_batches=1 with a larger data.batch_size"
+        )
+
+
+def undivided(loss: Tensor, count: int) -> Tensor:
+    """Return ``loss`` times ``count``, by which Lightning is going to divide it; its gradient will be 1 to the bit.
+
+    The product would not do: for 41, in float32, what is multiplied is not what was divided.
+    """
+    return loss / (torch.ones_like(loss.detach()) / count)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +12,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.table import Column
 
 from lt_offload.compat.lightning import adds_up
+from lt_offload.finetune.terminal import TERMINAL
 from lt_offload.strategy.metrics import logs_after
 from lt_offload.units import format_bytes
 
@@ -50,8 +48,6 @@ class ProgressLine(ProgressBar):
         super().__init__()
         self.seconds = seconds
         self.clock: Callable[[], float] = time.monotonic
-        self.console: Console | None = None
-        """The console of the line; None: standard error."""
         self._enabled = True
         self._progress: Progress | None = None
         self._losses: deque[float] = deque(maxlen=_SMOOTHED)
@@ -60,8 +56,6 @@ class ProgressLine(ProgressBar):
         self._written = self._drawn = -math.inf
         self._peaks = (0, 0)
         """Most device memory and RAM of the iterations so far."""
-        self._line = ""
-        """The last line that was drawn for a step."""
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -148,18 +142,10 @@ class ProgressLine(ProgressBar):
             self._stop(keep=False)
             return
         loss = trainer.callback_metrics.get("val_loss")
-        drawn = not self._bar().disable
-        if loss is not None and not (drawn and _in_mid_epoch(trainer)):
-            self._say(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
-        if drawn:
+        if loss is not None:
+            self._write(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
+        if TERMINAL.draws:
             self._show(self._parts(trainer), done=True)
-
-    def note(self, what: str) -> bool:
-        """Show ``what``, an activity, in the place of the line; return whether it is drawn."""
-        if self._progress is None or self._progress.disable:
-            return False
-        self._progress.update(_TASK, description=f"{what} ...", refresh=True)
-        return True
 
     # -- the line ----------------------------------------------------------------------------------------------------
 
@@ -195,67 +181,44 @@ class ProgressLine(ProgressBar):
         if not self._enabled:
             return
         bar, now = self._bar(), self.clock()
-        if bar.disable:
+        if not TERMINAL.draws:
             if plain and (done or now - self._written >= self.seconds):
                 self._written = now
                 self._write(_SEPARATOR.join(parts))
         elif done or now - self._drawn >= _LEAST_SECONDS:
             self._drawn = now
-            self._line = fitted(parts, bar.console.width - (_BAR + 1) * (len(bar.columns) - 1))
-            bar.update(_TASK, description=self._line, refresh=True)
-
-    def _say(self, sentence: str) -> None:
-        """Write a line that stays, above the one that is drawn anew."""
-        if not self._enabled:
-            return
-        if self._bar().disable:
-            self._write(sentence)
-        else:
-            self._bar().console.print(sentence, highlight=False, markup=False)
+            width = TERMINAL.console.width - (_BAR + 1) * (len(bar.columns) - 1)
+            bar.update(_TASK, description=fitted(parts, width))
+            TERMINAL.draw(bar.get_renderable(), below=True)
 
     def _write(self, line: str) -> None:
-        file = self._bar().console.file
-        file.write(f"{line}\n")
-        file.flush()
+        """Write a line that stays, above the one that is drawn anew."""
+        if self._enabled:
+            TERMINAL.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _stop(self, *, keep: bool = True) -> None:
         bar, self._progress = self._progress, None
-        if bar is not None:
-            # The line of the last step, as a note about something else may stand in its place now.
-            bar.update(_TASK, description=self._line)
-            bar.live.transient = not keep
-            bar.live.stop()
+        if bar is None:
+            return
+        if keep and self._enabled and TERMINAL.draws:
+            # A message about something else may stand in the place of the last step's line.
+            TERMINAL.draw(bar.get_renderable(), below=True)
+        TERMINAL.clear(keep=keep)
 
     def _bar(self) -> Progress:
-        """Return the bar, which keeps the time of steps in any case, and is drawn where lines can be drawn anew."""
+        """Return the bar, which keeps the time of steps in any case."""
         if self._progress is None:
-            console = self.console or Console(stderr=True)
             line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
-            columns: list[ProgressColumn] = [BarColumn(_BAR)] if console.width >= _WIDE else []
-            plain = not console.is_terminal or console.is_dumb_terminal or os.environ.keys() & {"NO_COLOR", "CI"}
+            columns: list[ProgressColumn] = [BarColumn(_BAR)] if TERMINAL.console.width >= _WIDE else []
             self._progress = Progress(
                 *columns,
                 line,
-                console=console,
-                auto_refresh=False,
+                console=TERMINAL.console,
                 speed_estimate_period=_SPEED_SECONDS,
                 get_time=lambda: self.clock() - self._paused,
-                # What is printed goes above the line only where it goes to the terminal: into a file it goes as it is.
-                redirect_stdout=sys.stdout.isatty(),
-                disable=bool(plain) or not self._enabled,
             )
-            self._progress.add_task(self._line, total=None)
-            self._progress.start()
+            self._progress.add_task("", total=None)
         return self._progress
-
-
-def _in_mid_epoch(trainer: Trainer) -> bool:
-    """Return whether an epoch of several in a run goes on: with its end another loss comes."""
-    total = steps_of(trainer)
-    batches, ends = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    if ends or math.isinf(batches) or (total is not None and trainer.global_step >= total):
-        return False
-    return total is None or total * trainer.accumulate_grad_batches > batches
 
 
 def steps_of(trainer: Trainer) -> int | None:

@@ -28,11 +28,7 @@ _TRACES = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quant
 
 
 def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = False) -> None:
-    """Refuse settings with which a base of four bits cannot be trained.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Refuse settings with which a base of four bits cannot be trained; raises ``ConfigError`` naming the setting."""
     if quantize is None:
         return
     if quantize != "nf4":
@@ -52,11 +48,7 @@ def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = 
 
 
 def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> None:
-    """Refuse weights that are stored quantized, unless it is as NF4 and the settings say so.
-
-    Raises:
-        ConfigError: naming how they are stored.
-    """
+    """Raise ``ConfigError`` for weights that are stored quantized, unless it is as NF4 and the settings say so."""
     stored: Any = getattr(config, "quantization_config", None)
     if stored is None:
         return
@@ -83,20 +75,19 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Let ``model`` have its layers in four bits, and all else in ``dtype``, in which it then computes; return it.
 
     One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more, as
-    pages that were read are dropped. A GPU does the work, if there is one; the result is on the host. Layers
-    of four bits stay as they are.
-
-    Args:
-        model: a Hugging Face model, its weights on the host, in any dtype.
-        dtype: of everything else, and of the computations.
-
-    Raises:
-        ConfigError: if there is nothing to quantize, or a weight has rows that are no multiple of a block.
+    pages that were read are dropped. A GPU does the work, if there is one; the result is on the host. Layers of four
+    bits stay as they are. Raises ``ConfigError`` if there is nothing to quantize, or a weight has rows that are no
+    multiple of a block.
     """
     bnb = bitsandbytes()
     worker = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for _, module in packed_layers(model):
-        _compute_in(module, dtype)
+    loaded: Any
+    for _, loaded in packed_layers(model):  # they were stored in four bits
+        loaded.compute_dtype, loaded.compute_type_is_set = dtype, True
+        loaded.weight.quant_state.dtype = dtype
+        loaded.register_load_state_dict_pre_hook(_load_scales)
+        if loaded.bias is not None:
+            loaded.bias.data = loaded.bias.data.to(dtype)
     layers = check_layers(model)
     while layers:
         name, layer = layers.pop()  # the list would keep what the model lets go of
@@ -112,7 +103,14 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         new.train(layer.training)
         new.register_load_state_dict_pre_hook(_load_scales)
         model.set_submodule(name, new)
-    return _finished(model, dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_packed(parameter):
+            parameter.data = parameter.data.to(dtype)
+    if hasattr(model, "config"):
+        model.config.dtype = dtype
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    prepare(model)
+    return model
 
 
 def dequantized(model: nn.Module) -> nn.Module:
@@ -132,41 +130,17 @@ def dequantized(model: nn.Module) -> nn.Module:
         new.bias = module.bias
         model.set_submodule(name, new.train(module.training))
     for module in adapted:  # their own merge would round the sum to four bits
-        _as_plain_lora(module)
+        from peft.tuners.lora import layer
+
+        # peft has a class of adapters for each kind of layer. The layer inside is an ordinary one by now; so the
+        # class becomes that of ordinary layers, with two attributes that its constructor would have set.
+        vars(module).update(fan_in_fan_out=False, is_target_conv_1d_layer=False)
+        module.__class__ = layer.Linear
     for module in model.modules():
         for attribute in _TRACES & vars(module).keys():
             delattr(module, attribute)
         if hasattr(getattr(module, "config", None), "quantization_config"):
             del module.config.quantization_config  # type: ignore[union-attr]
-    return model
-
-
-def _as_plain_lora(module: nn.Module) -> None:
-    from peft.tuners.lora import layer
-
-    # peft has a class of adapters for each kind of layer. The layer inside is an ordinary one by now; so the
-    # class becomes that of ordinary layers, with two attributes that its constructor would have set.
-    vars(module).update(fan_in_fan_out=False, is_target_conv_1d_layer=False)
-    module.__class__ = layer.Linear
-
-
-def _compute_in(module: Any, dtype: torch.dtype) -> None:
-    """Let a layer of four bits that was loaded compute in ``dtype``."""
-    module.compute_dtype, module.compute_type_is_set = dtype, True
-    module.weight.quant_state.dtype = dtype
-    module.register_load_state_dict_pre_hook(_load_scales)
-    if module.bias is not None:
-        module.bias.data = module.bias.data.to(dtype)
-
-
-def _finished(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and not is_packed(parameter):
-            parameter.data = parameter.data.to(dtype)
-    if hasattr(model, "config"):
-        model.config.dtype = dtype
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]
-    prepare(model)
     return model
 
 

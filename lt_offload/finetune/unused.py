@@ -17,14 +17,10 @@ def default_of(owner: Callable[..., Any], name: str) -> Any:
 def refuse_unused(
     owner: Callable[..., Any], prefix: str, settings: Mapping[str, object], beside: str, *, instead: str
 ) -> None:
-    """Raise ``ConfigError`` for the first setting that is not at its default.
+    """Raise ``ConfigError`` for the first of ``settings`` that is not at the default of ``owner``'s parameter.
 
-    Args:
-        owner: function, or class, with the settings as parameters.
-        prefix: of their names, in recipes or on the command line: ``data.``, ``--``.
-        settings: values by name.
-        beside: the setting with which they change nothing, and perhaps the reason.
-        instead: the alternative to the default.
+    Their names have a ``prefix``: ``data.``, ``--``. They change nothing ``beside`` another setting; ``instead`` is the
+    alternative to the default.
     """
     for name, value in settings.items():
         default = default_of(owner, name)

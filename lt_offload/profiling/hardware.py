@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.resources import is_file, shipped_files
+from lt_offload.schema.files import first_fault
 from lt_offload.schema.profile import EMULATED, HardwareProfile
-from lt_offload.schema.profile import problems_of_machine as problems
 from lt_offload.suggest import nearest
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 from lt_offload.yaml_files import read_yaml
@@ -121,15 +121,9 @@ def _validated(path: Path, values: dict[str, Any]) -> HardwareProfile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        machine = TypeAdapter(HardwareProfile).validate_python(values)
+        return TypeAdapter(HardwareProfile).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"hardware description {str(path)!r}: {where}: {first['msg']}") from None
-    problem = next(problems(machine), None)
-    if problem is not None:
-        raise ConfigError(f"hardware description {str(path)!r}: {problem}")
-    return machine
+        raise ConfigError(f"hardware description {str(path)!r}: {first_fault(error)}") from None
 
 
 def _description(name: str, setting: str, folder: str) -> Path:

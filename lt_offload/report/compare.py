@@ -27,8 +27,7 @@ Rows = Mapping[str, Sequence[str]]
 def read_runs(paths: Sequence[str]) -> dict[str, RunFolder]:
     """Return the runs in the folders ``paths``, by the folders' names, or by their paths where these are the same.
 
-    Raises:
-        ConfigError: if there are fewer than two, one is no run folder, has no metrics, or is given twice.
+    Raises ``ConfigError`` if there are fewer than two, one is no run folder, has no metrics, or is given twice.
     """
     if len(paths) < 2:
         count = len(paths) or "none"

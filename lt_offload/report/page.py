@@ -26,14 +26,7 @@ _POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; 
 
 
 def write_page(path: Path, title: str, details: str, parts: Iterable[str]) -> Path:
-    """Write a page, and its folder where there is none; return the path.
-
-    Args:
-        path: the file.
-        title: text, also of the window.
-        details: text below the title.
-        parts: HTML.
-    """
+    """Write a page of ``parts`` in HTML, and its folder where there is none; return the path."""
     content = "\n".join(part for part in parts if part)
     # Texts of users are escaped, so that all scripts in the content are those of figures.
     scripts = re.findall(r"<script[^>]*>(.*?)</script>", content, re.DOTALL)
@@ -66,12 +59,9 @@ def section(title: str, note: str, *content: str) -> str:
 
 
 def drawn(figure: Figure, name: str, label: str) -> str:
-    """Return ``figure`` as HTML.
+    """Return ``figure``, whose height is set, as HTML.
 
-    Args:
-        figure: of plotly; its height is set.
-        name: unique in the page.
-        label: what it shows, in words, for those who cannot see it.
+    ``name`` is unique in the page; ``label`` says in words what it shows, for those who cannot see it.
     """
     # Below, where a phone has as many lines of it as it needs.
     legend = {"orientation": "h", "xref": "container", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom"}

@@ -16,8 +16,7 @@ from lt_offload.plan.what_if import Gain
 from lt_offload.report import plan_page
 from lt_offload.report.compare import described
 from lt_offload.report.page import LIMIT, drawn, section, table, thinned, write_page
-from lt_offload.report.processes import told
-from lt_offload.report.runs import RunFolder, RunSample, read_run
+from lt_offload.report.runs import RunFolder, RunSample, read_run, told
 from lt_offload.schema.lanes import shown
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds
@@ -46,12 +45,7 @@ _HEIGHT = 190
 
 
 def write_run_report(folder: str | Path, gains: Sequence[Gain] = ()) -> Path:
-    """Write ``report.html`` into the run folder ``folder`` and return its path.
-
-    Args:
-        folder: the run folder.
-        gains: what more of each lane would buy.
-    """
+    """Write ``report.html`` into the run folder ``folder`` and return its path; ``gains``: what more would buy."""
     run = read_run(folder)
     plan, profile = run.plan, run.profile
     title, about, planned = run.model, run.name, []

@@ -20,12 +20,53 @@ from typing import Any
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.nested import dotted
 from lt_offload.replacing import replacing
-from lt_offload.report.processes import ProcessTimes
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
+from lt_offload.units import format_seconds
 from lt_offload.yaml_files import read_yaml
+
+_NOTICEABLE = 0.02
+"""The slowest is named where its own time is longer than the next one's by more than this part of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessTimes:
+    """Medians of one process, in seconds per step."""
+
+    rank: int
+    host: str
+    step_s: float
+    """Time from the start of a step to the start of the next one, without validation and checkpoints."""
+    waited_s: float
+    """The part of ``step_s`` spent waiting for other processes, before a batch and before gradients are added up."""
+
+    @property
+    def own_s(self) -> float:
+        """Time of a step without the waiting."""
+        return self.step_s - self.waited_s
+
+    @property
+    def name(self) -> str:
+        """Its number and its machine."""
+        return f"process {self.rank} on {self.host}"
+
+
+def told(times: Sequence[ProcessTimes]) -> str:
+    """Return the slowest process and the longest wait as the rest of a sentence; empty without ``times``."""
+    if not times:
+        return ""
+    longest = max(times, key=lambda one: one.waited_s)
+    *others, second, slow = sorted(times, key=lambda one: one.own_s) if len(times) > 1 else (*times, *times)
+    if slow.own_s - second.own_s <= _NOTICEABLE * slow.step_s:
+        return f"none is slower than all others; they wait {format_seconds(longest.waited_s)} of a step at most"
+    middle = [*others, second][len(others) // 2]
+    return (
+        f"{slow.name} is the slowest: its part of a step takes {format_seconds(slow.own_s)}, the others' "
+        f"{format_seconds(middle.own_s)}; {longest.name} waits {format_seconds(longest.waited_s)} of each"
+    )
+
 
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
@@ -60,20 +101,14 @@ class RunPart:
     error: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: ``start``, ``steps``, ``between``, ``validation``, ``samples``, ``checkpoints``."""
-    medians: Mapping[str, float] = field(default_factory=dict)
-    """``step_s``, ``iteration_s`` and ``between_s``."""
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
     """Most RAM that the whole process had, with the libraries' own."""
     tokens: int = 0
     trained_tokens: int = 0
-    samples: int = 0
     loss_before: float | None = None
     """Held-out loss before the first step."""
-    flops_per_token: float | None = None
-    peak_flops_per_s: float | None = None
-    peak_source: str | None = None
     processes: tuple[ProcessTimes, ...] = ()
     """Times of several processes that wait for each other."""
 
@@ -143,11 +178,7 @@ class RunFolder:
 
 
 def read_run(path: str | Path) -> RunFolder:
-    """Return the parsed run folder ``path``.
-
-    Raises:
-        ConfigError: if it is not a run folder.
-    """
+    """Return the parsed run folder ``path``; raises ``ConfigError`` if it is not a run folder."""
     folder = user_path(path)
     if not is_dir(folder):
         why = "it is a file" if is_file(folder) else "there is no such folder"
@@ -224,7 +255,8 @@ def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
             warnings.append(f"{path.name} cannot be read: {error}")
             continue
         # A run that was left where a validation was due begins with it: that step is told of in the part before.
-        taken = [step for step, values in rows if not all(map(_of_validation, values))] or [step for step, _ in rows]
+        steps = [step for step, _ in rows]
+        taken = [step for step, values in rows if any(n != "epoch" and n[:4] != "val_" for n in values)] or steps
         first = min(taken, default=0)
         for name, curve in merged.items():
             merged[name] = {step: value for step, value in curve.items() if step < first}
@@ -232,10 +264,6 @@ def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
             for name, value in values.items():
                 merged[name][step] = value
     return {name: tuple(sorted(curve.items())) for name, curve in merged.items() if curve}
-
-
-def _of_validation(name: str) -> bool:
-    return name == "epoch" or name.startswith("val_")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:

@@ -5,15 +5,36 @@ Validation is pydantic's: unknown keys, missing keys and wrong types are named w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from pydantic import ConfigDict
 
 from lt_offload.errors import PlanError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 T = TypeVar("T")
 MOST_NUMBER = 2**60
 """Numbers beyond this do not fit the planners' arithmetic."""
+
+
+class Strict:
+    """The base of data structures whose files have no other keys than their fields."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the place and the reason of the first fault, with the value where it is one."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"]) or "the document"
+    value = f", not {first['input']!r:.40}" if isinstance(first["input"], int | float) else ""
+    return f"{path}: {first['msg']}{value}"
 
 
 def to_json(obj: Any) -> str:
@@ -24,19 +45,10 @@ def to_json(obj: Any) -> str:
 
 
 def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T:
-    """Return an instance of the dataclass ``cls`` from JSON.
+    """Return an instance of the dataclass ``cls`` from JSON; errors name the ``source``.
 
-    Args:
-        cls: dataclass with a field ``schema``.
-        text: the JSON document.
-        source: where it comes from, for errors.
-        schema: the schema version this release reads.
-
-    Raises:
-        PlanError: if the text is not JSON, is of another schema version, or does not fit ``cls``.
+    Raises ``PlanError`` if the text is not JSON, is of another version than ``schema``, or does not fit ``cls``.
     """
-    import json
-
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -58,9 +70,7 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
     try:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise PlanError(f"{source} is not a valid {cls.__name__} file: {path}: {first['msg']}") from None
+        raise PlanError(f"{source} is not a valid {cls.__name__} file: {first_fault(error)}") from None
 
 
 def save_json(obj: Any, path: str | Path) -> Path:
@@ -89,16 +99,10 @@ def load_json(
     schema: int,
     problems: Callable[[T], Iterator[str]] | None = None,
 ) -> T:
-    """Read an instance of ``cls`` from ``path``.
+    """Read an instance of ``cls``, of the version ``schema``, from ``path``.
 
-    Args:
-        cls: dataclass with a field ``schema``.
-        path: the file.
-        schema: the schema version this release reads.
-        problems: says what is wrong with an instance beyond its types.
-
-    Raises:
-        PlanError: if the file is missing or is not a valid ``cls`` of this schema version.
+    Raises ``PlanError`` if the file is missing, is no valid ``cls`` of this version, or has one of the ``problems``
+    beyond its types.
     """
     try:
         text = Path(path).read_bytes()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict
+from annotated_types import Ge, Gt, Interval
 
-from lt_offload.schema.files import MOST_NUMBER, load_json, save_json
-from lt_offload.schema.lanes import LANES, LaneName
+from lt_offload.schema.files import MOST_NUMBER, Strict, load_json, save_json
+from lt_offload.schema.lanes import LaneName
 from lt_offload.units import format_bytes
 
 PROFILE_SCHEMA = 2
@@ -26,6 +26,12 @@ COLLECTED_BELOW = 16 << 20
 
 GATHERED_BELOW = 256 << 10
 """Gradients smaller than this are gathered on the device before they leave for the host."""
+
+Size = Annotated[int, Ge(0)]
+Count = Annotated[int, Gt(0)]
+Amount = Annotated[float, Interval(ge=0, le=MOST_NUMBER)]
+Speed = Annotated[float, Interval(gt=0, le=MOST_NUMBER)]
+Share = Annotated[float, Interval(ge=0, le=1)]
 
 OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard", "fused", "chunked"]
 """See :mod:`lt_offload.model.saving`."""
@@ -39,35 +45,29 @@ BlockKind = Literal["embedding", "layer", "head", "other"]
 def fingerprint(tensors: Sequence[tuple[tuple[int, ...], str, bool, tuple[int, ...]]], blocks: int) -> str:
     """Return the identity of a model structure.
 
-    Args:
-        tensors: (shape, dtype, trainable, indices of the blocks that use it) per tensor.
-        blocks: number of blocks.
+    ``tensors`` are (shape, dtype, trainable, indices of the blocks that use it).
     """
     # Of built-in types alone, so that the text, and with it the identity, is the same on every machine.
     return hashlib.sha256(repr([*tensors, blocks]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadProfile:
+class ReadProfile(Strict):
     """Cost of one block's reading one tensor in host memory instead of a device copy."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     forward_s: float
     """Device seconds that its forward takes longer."""
     backward_s: float
     """Device seconds that its backward takes longer."""
-    forward_bytes: int
+    forward_bytes: Size
     """Bytes that cross the link to the device in its forward: for an embedding the rows of the batch only."""
-    backward_bytes: int
+    backward_bytes: Size
     """Bytes that cross the link to the device in its backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroCopyProfile:
+class ZeroCopyProfile(Strict):
     """Cost of computations' access to one tensor in host memory."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     reads: tuple[ReadProfile, ...]
     """One per block that uses the tensor, in their order: of a tied table, the embedding's and the projection's."""
@@ -76,26 +76,24 @@ class ZeroCopyProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorProfile:
+class TensorProfile(Strict):
     """One parameter tensor. Its index in :attr:`Profile.tensors` identifies it in plans."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: str
     """Name in ``model.named_parameters()`` (the first one, if tied)."""
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
     """torch name without prefix, e.g. ``"float32"``."""
-    bytes: int
+    bytes: Size
     """Size of the parameter; its gradient has the same size."""
     trainable: bool
     blocks: tuple[int, ...]
     """Indices of the blocks that use it, ascending; more than one if tied."""
-    state_bytes: int = 0
+    state_bytes: Size = 0
     """Optimizer state that is paged with it: all state tensors of more than one element."""
     sum_bytes: int = 0
     """Part of ``state_bytes`` that stands for a sum of gradients: of several processes each has one."""
-    scratch_bytes: int | None = None
+    scratch_bytes: Size | None = None
     """Taken for a moment by its update on the device. None: as the largest tensor's (``OptimizerProfile``)."""
     zero_copy: ZeroCopyProfile | None = None
     """None: it cannot be accessed in host memory."""
@@ -110,25 +108,23 @@ class TensorProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptionProfile:
+class OptionProfile(Strict):
     """One way to handle a block's activations. ``saved`` excludes the block's input, see ``keeps_input``."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
     name: OptionName
-    forward_s: float
+    forward_s: Amount
     """Device time of the forward, without waits for copies."""
-    backward_s: float
+    backward_s: Amount
     """Device time of the backward including what is recomputed, without waits and without the optimizer."""
-    saved_bytes: int
+    saved_bytes: Size
     """Device bytes held from the end of the forward to the start of the backward."""
     keeps_input: bool
     """True: the block's input stays on the device between forward and backward."""
-    offload_bytes: int
+    offload_bytes: Size
     """Copied to the host in the forward and back in the backward; they stay allocated on the host."""
-    forward_peak_bytes: int
+    forward_peak_bytes: Size
     """Peak above saved bytes, input and output while the forward runs."""
-    backward_peak_bytes: int
+    backward_peak_bytes: Size
     """Peak above saved bytes, input, output and the gradient of the input while the backward runs, parameter gradients
     excluded; includes everything that is rebuilt or fetched back."""
     held_peak_bytes: int | None = None
@@ -157,19 +153,17 @@ class OptionProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockProfile:
+class BlockProfile(Strict):
     """One element of the block sequence."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: str
     """Module path."""
     kind: BlockKind
-    input_bytes: int
+    input_bytes: Size
     """Interface activation that arrives from the block before (0 for the first: token ids are not counted)."""
-    output_bytes: int
+    output_bytes: Size
     """Interface activation handed on; 0 for the last block."""
-    launch_s: float
+    launch_s: Amount
     """Host time to launch the kernels of one forward or backward."""
     options: tuple[OptionProfile, ...]
     has_backward: bool = True
@@ -188,23 +182,21 @@ class BlockProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerProfile:
+class OptimizerProfile(Strict):
     """Cost of one update, for the optimizer and dtype that will really run."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
     name: str
-    host_bytes_per_s: float
+    host_bytes_per_s: Speed
     """Parameter bytes updated per second by the host."""
-    device_bytes_per_s: float
+    device_bytes_per_s: Speed
     """Parameter bytes updated per second by the device."""
     fused_bytes_per_s: float = 0.0
     """The same by a kernel that touches each byte once, as people with enough memory run it; 0: none is faster."""
-    scratch_ratio: float = 0.0
+    scratch_ratio: Amount = 0.0
     """Temporary bytes per parameter byte during a device update (foreach 1-2, fused 0), of the largest tensor."""
-    host_threads: int = 0
+    host_threads: Size = 0
     """Threads with which the host was measured and shall update; 0: as many as torch uses."""
-    host_speeds: dict[int, float] = field(default_factory=dict)
+    host_speeds: dict[Count, Speed] = field(default_factory=dict)
     """The same speed by number of threads, where it is known: fewer take less of the host's memory from copies."""
 
 
@@ -213,61 +205,57 @@ EMULATED = "emulated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HardwareProfile:
+class HardwareProfile(Strict):
     """One machine: measured by ``profile.hardware``, or read from ``configs/hardware/*.yaml``."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
     name: str
-    device_bytes: int
+    device_bytes: Count
     """Memory of the device."""
-    host_bytes: int
+    host_bytes: Count
     """RAM that the process may take in all."""
-    pinnable_bytes: int
+    pinnable_bytes: Size
     """RAM that may be pinned; equals ``host_bytes`` where there is no limit. Memory that is taken first gets it."""
-    h2d_bytes_per_s: float
+    h2d_bytes_per_s: Speed
     """Host to device: of a machine while the other direction is busy, too; in a profile that says how lanes slow each
     other down (``Profile.contention``) alone, or the other direction would count twice."""
-    d2h_bytes_per_s: float
+    d2h_bytes_per_s: Speed
     """Device to host, likewise."""
-    h2d_alone_bytes_per_s: float = 0.0
+    h2d_alone_bytes_per_s: Amount = 0.0
     """Host to device, while nothing else is copied; 0: not measured."""
-    d2h_alone_bytes_per_s: float = 0.0
+    d2h_alone_bytes_per_s: Amount = 0.0
     """Device to host, likewise."""
-    staged_bytes_per_s: float = 0.0
+    staged_bytes_per_s: Amount = 0.0
     """The slower direction while both are busy, for RAM that cannot be pinned; 0: not measured."""
-    context_bytes: int = 0
+    context_bytes: Size = 0
     """Device memory taken before the first tensor: context, kernels, library workspaces."""
-    process_bytes: int = 0
+    process_bytes: Size = 0
     """RAM that the process takes before the first tensor: Python, PyTorch, libraries, the host's side of CUDA."""
-    flops_per_s: dict[str, float] = field(default_factory=dict)
+    flops_per_s: dict[str, Amount] = field(default_factory=dict)
     """Sustained matrix multiplication rate per dtype, for estimated profiles."""
-    peak_flops_per_s: dict[str, float] = field(default_factory=dict)
+    peak_flops_per_s: dict[str, Amount] = field(default_factory=dict)
     """The same as the card's vendor specifies it, without sparsity; a plan's rate is a share of it."""
-    device_memory_bytes_per_s: float = 0.0
+    device_memory_bytes_per_s: Amount = 0.0
     """For estimated profiles."""
-    host_memory_bytes_per_s: float = 0.0
+    host_memory_bytes_per_s: Amount = 0.0
     """For estimated profiles."""
-    root_bytes_per_s: float = 0.0
+    root_bytes_per_s: Amount = 0.0
     """Speed of copies of all cards of the machine together, in one direction; 0: each as fast as alone."""
-    exchange_bytes_per_s: float = 0.0
+    exchange_bytes_per_s: Amount = 0.0
     """Bytes of gradients in host memory that the processes add up per second; 0: not measured."""
-    device_exchange_bytes_per_s: float = 0.0
+    device_exchange_bytes_per_s: Amount = 0.0
     """The same of gradients on the devices."""
-    network_bytes_per_s: float = 1.1e9
+    network_bytes_per_s: Speed = 1.1e9
     """Between machines, in each direction. By default that of an Ethernet of 10 Gbit/s, of which about 94 % are data
     with frames of 1500 bytes (1448 of 1538 on the wire, IEEE 802.3, TCP with timestamps), 88 % assumed."""
-    network_s: float = 5e-5
+    network_s: Amount = 5e-5
     """Latency of a message; assumed."""
     source: str = ""
     """Origin of the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slowdown:
+class Slowdown(Strict):
     """Measured slowdown of one lane while others are busy all the time."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     lane: LaneName
     beside: tuple[LaneName, ...]
@@ -278,7 +266,7 @@ class Slowdown:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contention:
+class Contention(Strict):
     """Shares of the lanes in the bandwidth of the host's memory; on the emulated device in the cores, too.
 
     A lane's share is the part of it that the lane takes while it runs alone, at full speed. Lanes whose shares add up
@@ -286,12 +274,10 @@ class Contention:
     fairness). By default nothing is shared.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    compute: float = 0.0
-    h2d: float = 0.0
-    d2h: float = 0.0
-    host: float = 0.0
+    compute: Share = 0.0
+    h2d: Share = 0.0
+    d2h: Share = 0.0
+    host: Share = 0.0
     """Share of updates on the host."""
     slowdowns: tuple[Slowdown, ...] = ()
     """The measurements that the shares come from; empty for an estimate."""
@@ -303,25 +289,23 @@ class Contention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Profile:
+class Profile(Strict):
     """Everything the planner needs to know."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     model: str
     """Class name or config name, for people."""
     dtype: str
-    batch_size: int
-    sequence_length: int
+    batch_size: Count
+    sequence_length: Count
     tensors: tuple[TensorProfile, ...]
     blocks: tuple[BlockProfile, ...]
     optimizer: OptimizerProfile
     hardware: HardwareProfile
-    shared_bytes: int = 0
+    shared_bytes: Size = 0
     """On the device during the whole iteration: masks, rotary tables, buffers, parameters outside the blocks."""
     page_table_bytes: int = 0
     """Device memory through which the device reaches the host copies, once they are page-locked."""
-    slack_bytes: int = 0
+    slack_bytes: Size = 0
     """Device memory that the framework's allocator holds beyond what it has allocated: rounding, fragmentation."""
     slack_share: float = 0.0
     """At least this part of the device memory that a plan takes is added as slack, 0.02 being 2 %: blocks are measured
@@ -329,27 +313,27 @@ class Profile:
     """
     contention: Contention = Contention()
     """Slowdown of lanes by each other."""
-    forwards: int = 1
+    forwards: Count = 1
     """Calls of the model with gradients per micro-batch. Blocks are those of the largest one."""
-    deferred_forwards: int = 0
+    deferred_forwards: Size = 0
     """Number of them that another call follows before their backward; each of these runs a second time for it."""
-    scatter: float = 0.0
+    scatter: Amount = 0.0
     """Half the distance between the extremes of repeated measurements of the blocks, relative to what was taken of
     them, 0.02 being 2 %; more on a machine that is busy with something else."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     iterations: tuple[int, ...] = ()
     """Iterations of the training, from 1, that measured and corrected it; empty: it was measured outside a training."""
-    flops_per_token: float = 0.0
+    flops_per_token: Amount = 0.0
     """Operations that training takes per token, as :mod:`lt_offload.profiling.flops` counts them; 0: not known."""
-    peak_flops_per_s: float = 0.0
+    peak_flops_per_s: Amount = 0.0
     """The rate that the device is specified for, in the dtype in which products are computed; 0: not known."""
-    parts: int = 1
+    parts: Count = 1
     """Parts of the batch that go through each block in turn: times, and what is saved, are of all of them, peaks those
     of one beside what the others hold."""
-    processes: int = 1
+    processes: Count = 1
     """Processes of the machine that train together. RAM is counted for one of them: common memory by its part."""
-    machines: int = 1
+    machines: Count = 1
     """Machines like this one that train together, each with as many processes."""
     common_updates: bool = False
     """True: beside frozen weights, they have in common the weights that the host updates, and their states."""
@@ -400,41 +384,9 @@ class Profile:
 
 
 def problems(profile: Profile) -> Iterator[str]:
-    """Yield the contradictions in ``profile``, one sentence each; nothing if it is sound."""
-    optimizer = profile.optimizer
-    for name, value in (
-        ("batch_size", profile.batch_size),
-        ("sequence_length", profile.sequence_length),
-        ("parts", profile.parts),
-        ("optimizer.host_bytes_per_s", optimizer.host_bytes_per_s),
-        ("optimizer.device_bytes_per_s", optimizer.device_bytes_per_s),
-    ):
-        if value <= 0:
-            yield f"{name} is {value}, it has to be positive"
-    for threads, speed in optimizer.host_speeds.items():
-        if threads <= 0 or speed <= 0:
-            yield f"optimizer.host_speeds.{threads} is {speed}, both have to be positive"
-    for name, value in (
-        ("shared_bytes", profile.shared_bytes),
-        ("slack_bytes", profile.slack_bytes),
-        ("scatter", profile.scatter),
-        ("flops_per_token", profile.flops_per_token),
-        ("peak_flops_per_s", profile.peak_flops_per_s),
-        ("optimizer.scratch_ratio", optimizer.scratch_ratio),
-        ("optimizer.host_threads", optimizer.host_threads),
-    ):
-        if value < 0:
-            yield f"{name} is {value}, it cannot be negative"
-    for name, count in (("processes", profile.processes), ("machines", profile.machines)):
-        if count < 1:
-            yield f"{name} is {count}, it has to be positive"
-    if not 0 <= profile.deferred_forwards <= profile.forwards or profile.forwards < 1:
+    """Yield the contradictions between values of ``profile``, one sentence each; nothing if it is sound."""
+    if profile.deferred_forwards > profile.forwards:
         yield f"deferred_forwards is {profile.deferred_forwards} of {profile.forwards} forwards"
-    yield from (f"hardware.{problem}" for problem in problems_of_machine(profile.hardware))
-    for lane in LANES:
-        share = profile.contention.of(lane.name)
-        if not 0 <= share <= 1:
-            yield f"contention.{lane.name} is {share}, it is a part: between 0 and 1"
     if len(profile.blocks) < 2:
         yield f"it has {len(profile.blocks)} blocks, a model has two or more"
     backward = [block.has_backward for block in profile.blocks]
@@ -442,41 +394,14 @@ def problems(profile: Profile) -> Iterator[str]:
     if any(before and not after for before, after in pairwise(backward)):
         yield "blocks: one without a backward comes after one with a backward"
     for at, block in enumerate(profile.blocks):
-        yield from (f"blocks.{at}: {problem}" for problem in _of_block(block))
+        names = [option.name for option in block.options]
+        if not names or len(set(names)) < len(names):
+            yield f"blocks.{at}: its options are {', '.join(names) or 'none'}; it needs one or more different ones"
     for at, tensor in enumerate(profile.tensors):
         yield from (f"tensors.{at}: {problem}" for problem in _of_tensor(tensor, backward))
 
 
-def problems_of_machine(machine: HardwareProfile) -> Iterator[str]:
-    """Yield the same for a machine alone."""
-    values = {field.name: getattr(machine, field.name) for field in fields(machine)}
-    values |= {f"flops_per_s.{dtype}": rate for dtype, rate in machine.flops_per_s.items()}
-    values |= {f"peak_flops_per_s.{dtype}": rate for dtype, rate in machine.peak_flops_per_s.items()}
-    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    for name, value in numbers.items():
-        # Not a number fails here, too.
-        if not 0 <= value <= MOST_NUMBER:
-            yield f"{name} is {value}, it cannot be negative, infinite or so large"
-    for name in ("device_bytes", "host_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "network_bytes_per_s"):
-        if numbers[name] == 0:
-            yield f"{name} is 0, it has to be positive"
-
-
-def _of_block(block: BlockProfile) -> Iterator[str]:
-    names = [option.name for option in block.options]
-    if not names or len(set(names)) < len(names):
-        yield f"its options are {', '.join(names) or 'none'}; it needs one or more different ones"
-    if min(block.input_bytes, block.output_bytes) < 0 or block.launch_s < 0:
-        yield "a size or time is negative"
-    for option in block.options:
-        sizes = (option.saved_bytes, option.offload_bytes, option.forward_peak_bytes, option.backward_peak_bytes)
-        if min(sizes) < 0 or min(option.forward_s, option.backward_s) < 0:
-            yield f"option {option.name}: a size or time is negative"
-
-
 def _of_tensor(tensor: TensorProfile, backward: list[bool]) -> Iterator[str]:
-    if min(tensor.bytes, tensor.state_bytes, tensor.scratch_bytes or 0, *tensor.shape) < 0:
-        yield "a size is negative"
     # The order counts: the first block is the one that ops on the tensor name, and `zero_copy.reads` has one entry for
     # each.
     if not tensor.blocks or list(tensor.blocks) != sorted(set(tensor.blocks)):
@@ -488,5 +413,3 @@ def _of_tensor(tensor: TensorProfile, backward: list[bool]) -> Iterator[str]:
         yield "it is trainable, but no block that uses it has a backward"
     if tensor.zero_copy is not None and len(tensor.zero_copy.reads) != len(tensor.blocks):
         yield f"zero_copy.reads: {len(tensor.zero_copy.reads)} for {len(tensor.blocks)} blocks"
-    if tensor.zero_copy is not None and any(min(r.forward_bytes, r.backward_bytes) < 0 for r in tensor.zero_copy.reads):
-        yield "zero_copy.reads: a size is negative"

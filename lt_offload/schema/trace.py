@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import ConfigDict
-
-from lt_offload.schema.files import load_json, save_json
+from lt_offload.schema.files import Strict, load_json, save_json
 from lt_offload.schema.lanes import LaneName
 
 TRACE_SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class Span(Strict):
     """One op on one lane; times in seconds from the start of the iteration."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     op: int
     lane: LaneName
@@ -29,10 +25,8 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
+class Trace(Strict):
     """One iteration in the steady state."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     source: Literal["simulated", "measured"]
     iteration_time: float

@@ -52,11 +52,7 @@ def _shape(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def named(model: str) -> NamedModel:
-    """Return the causal language model called ``model``.
-
-    Raises:
-        ConfigError: if there is none, or it is another kind of model.
-    """
+    """Return the causal language model called ``model``; ``ConfigError`` if there is none, or it is of another kind."""
     located = _located(model)
     _check_causal(model, located.config)
     return located

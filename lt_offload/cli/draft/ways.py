@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,19 +14,88 @@ import yaml
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
 from lt_offload.cli.draft.model import NamedModel
-from lt_offload.cli.planning.estimate import estimate
-from lt_offload.cli.progress import keeping_quiet, status
+from lt_offload.cli.planning import estimate
 from lt_offload.cli.verbs.plan import plan
 from lt_offload.errors import InfeasibleError, OffloadError, UnsupportedError, named
+from lt_offload.finetune.terminal import keeping_quiet, status
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.orders import in_parts
 from lt_offload.plan.sweep import reason
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import HardwareProfile, Profile
+
+RAM = re.compile(r" \(\d+ GB of RAM\)$")
+"""The end of a recipe's first line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedStep:
+    """Figures of a plan for one update."""
+
+    samples: int
+    """Sequences per update, of all processes."""
+    sequence_length: int
+    iteration_s: float
+    """Seconds of an update ..."""
+    no_offload_s: float
+    """... and with enough memory on the device."""
+    device_peak_bytes: int
+    host_peak_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> SimulatedStep:
+        """Return the figures of ``plan``."""
+        predicted = plan.predicted
+        return cls(
+            samples=plan.processes * plan.batch_size * plan.accumulate,
+            sequence_length=plan.sequence_length,
+            iteration_s=predicted.iteration_s,
+            no_offload_s=predicted.no_offload_s,
+            device_peak_bytes=predicted.device_peak_bytes,
+            host_peak_bytes=predicted.host_peak_bytes,
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, padding included."""
+        return self.samples * self.sequence_length / self.iteration_s
+
+    @property
+    def ram(self) -> str:
+        """The RAM in whole GB, rounded up."""
+        return f"{math.ceil(self.host_peak_bytes / 1e9)} GB"
+
+
+def header(
+    title: str,
+    recipe: str,
+    hardware: str | None,
+    figures: SimulatedStep,
+    *,
+    flags: str = " --data.path my.json",
+    made: str = "",
+) -> list[str]:
+    """Return the lines of the comment.
+
+    ``title`` is the model and the way it is trained, and may have the RAM of an earlier plan at its end; ``hardware``
+    the machine of the plan, as ``--hardware`` takes it (None: this one); ``made`` the date of the plan, and the
+    version.
+    """
+    step, enough = format_seconds(figures.iteration_s), format_seconds(figures.no_offload_s)
+    device, host = format_bytes(figures.device_peak_bytes), format_bytes(figures.host_peak_bytes)
+    return [
+        f"# {RAM.sub('', title)} ({figures.ram} of RAM)",
+        f"#   lt-finetune {recipe}{flags}",
+        f"#   lt-finetune plan {recipe}{f' --hardware {hardware}' if hardware else ''}",
+        f"# Simulated there: {step} per step of {figures.samples} x {figures.sequence_length} tokens ({enough} with "
+        f"enough memory), {device} on the GPU, {host} of RAM",
+        *([f"# Planned on {made}"] if made else []),
+    ]
+
 
 BATCH = 16
 """Sequences per update of every recipe written here, as usual for a few thousand examples."""
@@ -120,9 +191,8 @@ class Drafts:
     def ways(self, method: str) -> list[WayToTrain]:
         """Return every way with ``method``, at the longest sequences with which one fits.
 
-        Raises:
-            InfeasibleError: if none fits.
-            Exception: the first one's, if none is possible, however much memory there is.
+        Raises ``InfeasibleError`` if none fits, and the first one's error if none is possible, however much memory
+        there is.
         """
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
@@ -164,13 +234,14 @@ class Drafts:
         if way.plan is not None:
             return way
         short = [error for error in errors if isinstance(error, InfeasibleError)]
-        return replace(way, error=min(short, key=_needs) if short else errors[0])
+        # By what is missing, RAM after device memory.
+        least = min(short, key=lambda one: (one.needed_host_bytes or 0, one.needed_bytes or 0), default=errors[0])
+        return replace(way, error=least)
 
     def choose(self, ways: Sequence[WayToTrain]) -> tuple[list[WayToTrain], WayToTrain]:
         """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
 
-        Raises:
-            Exception: the best one's, if no way with a rough plan works.
+        Raises the best one's error if no way with a rough plan works.
         """
         left, errors = [*ways], list[Exception]()
         # A plan at a glance may be of a profile that was scaled. If
@@ -185,11 +256,7 @@ class Drafts:
         raise errors[0]
 
     def final(self, way: WayToTrain) -> WayToTrain:
-        """Return ``way`` with the plan of the very recipe that will be written.
-
-        Raises:
-            OffloadError: if the way does not work, in spite of its rough plan.
-        """
+        """Return ``way`` with the plan of the very recipe that will be written, or raise why there is none."""
         status(f"planning {way.method.title} at length")
         # Scaling does not know what a model refuses, as to take batches
         # in parts: then batches come one after the other.
@@ -249,11 +316,6 @@ class Drafts:
             memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds, accumulate=accumulate
         )
         return make_plan(profile, settings)
-
-
-def _needs(error: InfeasibleError) -> tuple[int, int]:
-    """Order errors by what is missing, RAM after device memory."""
-    return (error.needed_host_bytes or 0, error.needed_bytes or 0)
 
 
 def best(ways: Sequence[WayToTrain]) -> WayToTrain:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lt_offload.cli import recipes
-from lt_offload.cli.static.flags import standing_alone
 from lt_offload.cli.static.pages import SETTINGS, entries, groups
-from lt_offload.cli.static.settings import of_call
+from lt_offload.cli.static.settings import of_call, standing_alone
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.resources import shipped_files
 

@@ -23,6 +23,7 @@ from lt_offload.suggest import did_you_mean
 FOLDER = Path(__file__).with_name("pages")
 PROGRAM, SETTINGS = "lt-finetune", "settings"
 """Names of the pages that are not of a verb."""
+_FIRST_SENTENCE = re.compile(r"(?<=\.)\s(?=[A-Z])")
 _NARROWEST, _WIDEST = 40, 100
 _ENTRY = re.compile(r"^  ((?:--)?[\w.]+)(?: (?!= )(\S+))?(?: = (.*))?\n      (.*)$", re.MULTILINE)
 _COLUMNS = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
@@ -117,18 +118,16 @@ def recipe_help(verb: str, files: Sequence[Path], values: dict[str, Any]) -> str
         # needs: those that are set, the names of the others.
         chosen = [entry for entry in own if name != "trainer" or entry.key in values]
         lines += ["", f"{name}: {about.splitlines()[0]}"]
-        lines += [replace(_with_value(one, values), about=_first_sentence(one.about)).text for one in chosen]
+        lines += [
+            replace(_with_value(one, values), about=_FIRST_SENTENCE.split(one.about, 1)[0]).text for one in chosen
+        ]
         if left := [entry.key.rpartition(".")[2] for entry in own if entry not in chosen]:
             lines += ["", f"  Others, explained by --{name}.help: {', '.join(left)}"]
     return "\n".join(lines)
 
 
 def group_help(key: str, values: dict[str, Any]) -> str:
-    """Return the help of the settings at and below ``key``, in full.
-
-    Raises:
-        ConfigError: if there are none.
-    """
+    """Return the help of the settings at and below ``key``, in full; raises ``ConfigError`` if there are none."""
     chosen = of_group(key)
     if not chosen:
         raise ConfigError(f"there is no setting {key!r} to explain{did_you_mean(key, [*groups(), *entries(SETTINGS)])}")
@@ -148,10 +147,6 @@ def _with_value(entry: HelpEntry, values: dict[str, Any]) -> HelpEntry:
         return replace(entry, value=shown(values[entry.key]))
     below = entry.value == "null" and any(key.startswith(f"{entry.key}.") for key in values)
     return replace(entry, value="see below") if below else entry
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s(?=[A-Z])", text, maxsplit=1)[0]
 
 
 def show(text: str) -> int:

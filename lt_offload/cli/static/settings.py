@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lt_offload.cli.recipes import read
-from lt_offload.cli.static.flags import flags_of, split
+from lt_offload.cli.static import pages
 from lt_offload.cli.static.pages import SETTINGS, HelpEntry, entries, groups, page
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError
@@ -16,6 +18,52 @@ from lt_offload.nested import dotted
 from lt_offload.resources import is_file
 from lt_offload.suggest import did_you_mean, nearest
 from lt_offload.yaml_files import read_yaml
+
+WANDB_PROJECT = "lt-offload"
+"""The value of ``--wandb`` alone."""
+_END = "--"
+Flags = list[tuple[str, str | None]]
+"""Names, without dashes, and values; None: the flag stands alone."""
+
+
+@cache
+def standing_alone() -> dict[str, str | None]:
+    """Return the flags that need no value, with their value alone; None: they never have one."""
+    switches = [entry.key for verb in VERBS for entry in pages.entries(verb).values() if entry.is_switch]
+    of_every_verb = [entry.key for entry in pages.entries("every-verb").values() if entry.is_switch]
+    return {**dict.fromkeys(switches, "true"), "wandb": WANDB_PROJECT, **dict.fromkeys([*of_every_verb, "help"])}
+
+
+def split(args: Sequence[str]) -> tuple[list[str], Flags]:
+    """Return the words of ``args`` that belong to no flag, and the flags."""
+    words, flags = list[str](), Flags()
+    taken = False
+    for arg, following in pairwise([*args, _END]):
+        if taken or not arg.startswith("--"):
+            words += [] if taken else [arg]
+            taken = False
+            continue
+        name, equals, value = arg[2:].partition("=")
+        alone = standing_alone().get(name, "")
+        # A switch may be followed by a word, which is no value of it unless it says true or false.
+        takes = following in ("true", "false") if alone == "true" else alone is not None and following[:2] != "--"
+        taken = takes and not equals
+        flags.append((name, value if equals else following if taken else alone or None))
+    return words, flags
+
+
+def flags_of(args: Sequence[str]) -> Flags:
+    """Return the flags of a verb with a recipe; raises ``ConfigError`` if there is a word that belongs to no flag."""
+    words, flags = split(args)
+    if words:
+        raise ConfigError(f"unknown setting {words[0]!r}: settings are flags, such as --model.lr 1e-5")
+    return flags
+
+
+def joined(args: Sequence[str]) -> list[str]:
+    """Return ``args`` as the parser wants them: each value with an equals sign, or ``-3GB`` would be another flag."""
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in flags_of(args)]
+
 
 STRATEGY_NAMES = ("lt_offload.OffmateStrategy", "OffmateStrategy", "offmate")
 """Names in recipes of the class with the settings of ``trainer.strategy``."""
@@ -58,16 +106,7 @@ def of_call(verb: Verb) -> list[str]:
 
 
 def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
-    """Look for settings that do not exist, in ``files`` and in the flags ``args``.
-
-    Args:
-        files: recipe and what it builds on.
-        args: flags.
-        verb: its own flags are settings, too.
-
-    Raises:
-        ConfigError: names the first one, and those that may have been meant.
-    """
+    """Raise ``ConfigError`` for the first setting in ``files`` and flags that does not exist; it names near ones."""
     flags = flags_of(args)
     more = [Path(text) for name, text in flags if name == "config" and text is not None and is_file(text)]
     # The class of the strategy decides whether settings below it can be known, so it is looked for first.
@@ -152,8 +191,8 @@ def unknown(key: str, known: Sequence[str], where: str = "") -> str:
 def parse(verb: Verb, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words and the flags of ``args`` as the function of ``verb``, which needs no recipe, takes them.
 
-    Raises:
-        ConfigError: if there are too many or too few words, or a flag is unknown, lacks its value or has a wrong one.
+    Raises ``ConfigError`` if there are too many or too few words, or a flag is unknown, lacks its value or has a wrong
+    one.
     """
     known, usage = entries(verb.name), page(verb.name).partition("\n")[0].removeprefix("usage: ")
     words, flags = split(args)

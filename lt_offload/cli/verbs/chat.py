@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from lt_offload.cli.app import App
 from lt_offload.cli.preflight import check_early
-from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer
+from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.finetune.unused import default_of
 
 _COMMANDS = ("/reset", "/system TEXT", "/exit")

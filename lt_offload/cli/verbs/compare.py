@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from lt_offload.cli.figures import print_table
+from lt_offload.cli.outputs import print_table
 from lt_offload.report.compare import read_runs, tables, trajectories
 
 _WIDTH = 80

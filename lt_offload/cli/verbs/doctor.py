@@ -6,9 +6,8 @@ import platform
 
 import torch
 
-from lt_offload.cli.figures import print_table
-from lt_offload.cli.outputs import check_output
-from lt_offload.cli.progress import clear, status
+from lt_offload.cli.outputs import check_output, print_table
+from lt_offload.finetune.terminal import clear, status
 from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.pinning import advice, is_wsl2, memlock_bytes
 from lt_offload.profiling.hardware import measure_machine, save_hardware

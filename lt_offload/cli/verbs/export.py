@@ -17,8 +17,8 @@ from lt_offload.finetune.export import ExportDtype, Format, check_form, check_ta
 from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.unused import refuse_unused
+from lt_offload.finetune.weights.gguf import Bits, check_writable
 from lt_offload.finetune.weights.left_out import KEY
-from lt_offload.finetune.weights.to_gguf import Bits, check_writable
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint import sums
 from lt_offload.units import format_bytes, parse_bytes
@@ -60,7 +60,11 @@ def export(
     """
     format = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
     kind = "adapter" if not merge else format
-    target = check_target(output or _default_output(app, kind), format)
+    if output is None:  # in its run folder, or named after the recipe in the working folder
+        folder, name = app.recipe.parent, _NAMES[kind]
+        is_run = (folder / "checkpoints").is_dir()
+        output = str(folder / name if is_run else f"{recipes.run_name(app.recipe)}-{name}")
+    target = check_target(output, format)
     check_form(format, merge=merge, quantize=quantize)
     parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
     # The settings tell it already; the export itself would notice it once the model is loaded, minutes later.
@@ -104,13 +108,6 @@ def export(
     )
     print(f"{written}: {_LOADED[kind].format(size=_size(written), path=repr(str(written)), file=written)}")
     return 0
-
-
-def _default_output(app: App, kind: str) -> Path:
-    """Return the default path of the model: in its run folder, or named after the recipe in the working folder."""
-    name = _NAMES[kind]
-    folder = app.recipe.parent
-    return folder / name if (folder / "checkpoints").is_dir() else Path(f"{recipes.run_name(app.recipe)}-{name}")
 
 
 def _size(path: Path) -> str:

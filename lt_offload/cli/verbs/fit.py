@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import make_folder
 from lt_offload.cli.preflight import check_early
-from lt_offload.cli.progress import clear, status, wrapped
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
 from lt_offload.finetune.run import summary
+from lt_offload.finetune.terminal import clear, status, wrapped
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
@@ -49,8 +48,11 @@ def fit(
     first = processes.is_first()
     if first:
         # A new run only: one that goes on finds its own files there.
-        if app.resumed is None:
-            _check_unused(app.run_dir)
+        if app.resumed is None and ((app.run_dir / "metrics.csv").exists() or any(app.run_dir.glob("checkpoints/*"))):
+            raise ConfigError(
+                f"trainer.default_root_dir={str(app.run_dir)!r} has a run already, which would be overwritten; go on "
+                f"with it by 'lt-finetune {app.run_dir} --resume', choose another folder, or remove it"
+            )
         make_folder(app.run_dir, "trainer.default_root_dir")
     if hasattr(trainer.strategy, "explain"):
         trainer.strategy.explain = explain
@@ -64,7 +66,9 @@ def fit(
     except BaseException as error:
         processes.end_others(trainer)
         clear()
-        _put_back(app, before)
+        # A run that could not be continued with the present settings keeps its own.
+        if before is not None and app.summary.first_step is None:
+            config.write_bytes(before)
         report = app.summary.end(trainer, error)
         left = error if isinstance(error, SystemExit) else None
         terminated = EXIT_CODES[signal.SIGTERM]
@@ -98,18 +102,3 @@ def fit(
         clear()
         summary.print_summary(app.summary, trainer, report)
     return 0 if app.summary.broken is None else 3
-
-
-def _check_unused(folder: Path) -> None:
-    """Raise ``ConfigError`` if ``folder`` has a run with a step or a checkpoint: its files would be overwritten."""
-    if (folder / "metrics.csv").exists() or any(folder.glob("checkpoints/*")):
-        raise ConfigError(
-            f"trainer.default_root_dir={str(folder)!r} has a run already, which would be overwritten; go on with it by "
-            f"'lt-finetune {folder} --resume', choose another folder, or remove it"
-        )
-
-
-def _put_back(app: App, config: bytes | None) -> None:
-    """Restore the earlier ``config.yaml`` of a run that could not be continued with the present settings."""
-    if config is not None and app.summary.first_step is None:
-        (app.run_dir / "config.yaml").write_bytes(config)

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 
 from lt_offload.cli.app import App
 from lt_offload.cli.preflight import check_early
-from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune import load
 from lt_offload.finetune.generation import Sampler, check_length
 from lt_offload.finetune.run.samples import prompts
+from lt_offload.finetune.terminal import clear, status
 
 
 def generate(

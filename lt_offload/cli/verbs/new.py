@@ -11,13 +11,11 @@ from typing import Literal
 import torch
 
 from lt_offload.cli import messages
-from lt_offload.cli.draft.header import SimulatedStep, header
 from lt_offload.cli.draft.model import NamedModel, named
-from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, WayToTrain
-from lt_offload.cli.figures import print_table
-from lt_offload.cli.outputs import check_output
-from lt_offload.cli.progress import clear, say, status
+from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, SimulatedStep, WayToTrain, header
+from lt_offload.cli.outputs import check_output, print_table
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
 from lt_offload.resources import is_file, user_path
 from lt_offload.units import Budget, format_bytes, format_seconds
@@ -62,7 +60,9 @@ def new(
         drafts = Drafts(source, machine, data, Path(folder))
         ways, chosen = drafts.choose(drafts.ways(method))
     clear()
-    target = user_path(output) if output else Path(_file_name(source, chosen, machine))
+    memory_name = machine.memory.replace(" ", "").lower()
+    name = f"{source.architecture.removesuffix('.json')}-{chosen.method.name}-{memory_name}.yaml"
+    target = user_path(output) if output else Path(name)
     _check_free(target)
     _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
     _explain(source, machine, ways, chosen)
@@ -110,11 +110,6 @@ def _card(memory: str | None, wanted: int | None) -> str:
 
 
 # -- files and words ---------------------------------------------------------------------------------------------------
-
-
-def _file_name(source: NamedModel, way: WayToTrain, machine: Machine) -> str:
-    memory = machine.memory.replace(" ", "").lower()
-    return f"{source.architecture.removesuffix('.json')}-{way.method.name}-{memory}.yaml"
 
 
 def _check_free(target: Path) -> None:
@@ -165,15 +160,9 @@ def _explain(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], c
     assert chosen.plan is not None
     predicted = chosen.plan.predicted
     slower = predicted.iteration_s / predicted.no_offload_s
-    why = f"{chosen.method.title}, {_because(ways, chosen)}"
-    reasons = f"Chosen: {why}; its step takes {slower:.2f} times as long as with enough memory."
-    print(textwrap.fill(reasons, _WIDTH))
-
-
-def _because(ways: Sequence[WayToTrain], chosen: WayToTrain) -> str:
     fitting = [way.method for way in ways if way.plan is not None]
-    if len(fitting) == 1:
-        return "the only one that fits"
+    why = "the most exact one that is at least half as fast as the fastest"
     if fitting[0] == chosen.method:
-        return "the most exact one that fits"
-    return "the most exact one that is at least half as fast as the fastest"
+        why = "the only one that fits" if len(fitting) == 1 else "the most exact one that fits"
+    reasons = f"Chosen: {chosen.method.title}, {why}; its step takes {slower:.2f} times as long as with enough memory."
+    print(textwrap.fill(reasons, _WIDTH))

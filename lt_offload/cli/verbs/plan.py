@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.planning.estimate import estimate, on_machine, parts_of, settings_of, solver
-from lt_offload.cli.planning.sweep import plan_sweep
-from lt_offload.cli.progress import clear, status
+from lt_offload.cli.planning import estimate, on_machine, parts_of, plan_sweep, settings_of, solver
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.finetune.terminal import clear, status
 from lt_offload.plan import choose_batch, make_plan, simulate
 from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.plan.several import check_cards, gain, one_of

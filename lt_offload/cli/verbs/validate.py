@@ -6,9 +6,9 @@ import math
 
 from lt_offload.cli.app import App
 from lt_offload.cli.preflight import check_early
-from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.processes import is_first
+from lt_offload.finetune.terminal import clear, status
 
 
 def validate(app: App, *, ckpt_path: str | None = None) -> int:

@@ -49,37 +49,30 @@ class Columns:
     of_messages: bool = False
 
     @property
+    def of_texts(self) -> bool:
+        """True for texts that no chat template writes: plain ones, or prompts and completions."""
+        return self.format == "text" or (self.format == "completion" and not self.of_messages)
+
+    @property
     def said(self) -> str:
         """Format and columns in a few words."""
         return f"{self.format} (column{'s' if len(self.columns) > 1 else ''} {', '.join(self.columns.values())})"
 
     def value(self, row: Row, role: str) -> Any:
-        """Return the content of a column; None if it is missing and need not be there.
-
-        Raises:
-            RowFault: if a column that rows of this format need is missing.
-        """
+        """Return the content of a column; None if it is missing and need not be there, else that is a ``RowFault``."""
         column = self.columns.get(role)
         if column is not None and column not in row and role in NEEDED[self.format]:
             raise RowFault(f"{column} is missing")
         return None if column is None else row.get(column)
 
     def text(self, row: Row, role: str) -> str:
-        """Return the text in a column, an empty one for none where it need not be there.
-
-        Raises:
-            RowFault: if it is no text.
-        """
+        """Return the text in a column, an empty one where it need not be there; ``RowFault`` if it is no text."""
         value = self.value(row, role)
         return "" if value is None and role not in NEEDED[self.format] else check_text(value, self.columns[role])
 
 
 def check_columns(mapping: Mapping[str, str]) -> None:
-    """Check ``data.columns`` by itself.
-
-    Raises:
-        ConfigError: if a role is unknown, or two have one column.
-    """
+    """Check ``data.columns`` by itself; raises ``ConfigError`` if a role is unknown, or two have one column."""
     for role in mapping:
         if role not in ROLES:
             near = nearest(role, ROLES, most=1)
@@ -98,17 +91,10 @@ def check_columns(mapping: Mapping[str, str]) -> None:
 def find_columns(
     choice: FormatChoice, mapping: Mapping[str, str], names: Sequence[str], first: Row, where: str
 ) -> Columns:
-    """Return the roles of the columns ``names``, and the format of the rows.
+    """Return the roles of the columns ``names``, and the format of the rows, of which ``first`` is one.
 
-    Args:
-        choice: ``data.format``.
-        mapping: ``data.columns``.
-        names: columns of the data.
-        first: a row.
-        where: source of the rows, for errors.
-
-    Raises:
-        ConfigError: if columns are missing, speak for no format, or are those of preference pairs.
+    ``choice`` is ``data.format``, ``mapping`` is ``data.columns``, and errors name the source ``where``. Raises
+    ``ConfigError`` if columns are missing, speak for no format, or are those of preference pairs.
     """
     keys = {role: mapping[role] for role in _OF_MESSAGES if role in mapping}
     chosen = {role: column for role, column in mapping.items() if role not in keys}

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lt_offload import __version__
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.streaming import Place, unchanged
+from lt_offload.finetune.data.batches.loaders import unchanged
+from lt_offload.finetune.data.batches.streaming import Place
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
 from lt_offload.finetune.data.rows import RowFault
@@ -49,13 +50,6 @@ class Encoded(IterableDataset["list[Placed] | ConfigError"]):
 
     Each of several workers reads all rows and makes every so-many-th batch. A file that cannot be read is an item, as
     an exception would come from a worker in the words of the worker's loader.
-
-    Args:
-        encoder: makes the tokens.
-        layout: columns of the rows by their roles.
-        source: of the rows.
-        streaming: whether no file may be read as a whole.
-        start: number of rows in front that are left out.
     """
 
     def __init__(self, encoder: Encoder, layout: Columns, source: Source, *, streaming: bool, start: int = 0) -> None:
@@ -81,17 +75,7 @@ class Encoded(IterableDataset["list[Placed] | ConfigError"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """The settings and steps that make examples of sources.
-
-    Args:
-        encoder: makes the tokens.
-        format: ``data.format``.
-        columns: ``data.columns``.
-        skip_bad_rows: leave out unusable rows with a warning, instead of refusing them.
-        cache_dir: folder of the cache; null for that of the user.
-        num_proc: processes; null for this one, whose tokenizer has threads.
-        say: prints one line for the user.
-    """
+    """The settings, called as in recipes, and the steps that make examples of sources."""
 
     encoder: Encoder
     format: FormatChoice
@@ -100,12 +84,12 @@ class Preparation:
     cache_dir: str | None = None
     num_proc: int | None = None
     say: Callable[[str], None] = _log.info
+    """Prints one line for the user."""
 
     def examples(self, sources: Sequence[Source]) -> Documents:
         """Return the examples of all ``sources``.
 
-        Raises:
-            ConfigError: if one cannot be read, or has rows that cannot be used, unless they are skipped.
+        Raises ``ConfigError`` if one cannot be read, or has rows that cannot be used, unless they are skipped.
         """
         from datasets import concatenate_datasets
 
@@ -116,8 +100,7 @@ class Preparation:
     def layout(self, source: Source, *, streaming: bool = True) -> Columns:
         """Return the columns of ``source`` by their roles, from its first rows.
 
-        Raises:
-            ConfigError: if its columns are of no known format, or settings do not fit it.
+        Raises ``ConfigError`` if its columns are of no known format, or settings do not fit it.
         """
         names, first = source.first(streaming=streaming)
         layout = find_columns(self.format, self.columns, names, first, source.said)
@@ -147,7 +130,7 @@ class Preparation:
         said = f"{source.said}: {rows} as {layout.said}"
         if format == "text":
             return f"{said}; every token is learned"
-        plain = template is None or (format == "completion" and not layout.of_messages)
+        plain = template is None or layout.of_texts
         by = "no chat template" if plain or template is None else f"chat template: {template.name}"
         learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
         said = f"{said}; {by}; learned: {learned}"
@@ -199,20 +182,24 @@ class Preparation:
                     yield {"ids": made.ids, "labels": made.labels, "place": place, "fault": None, "notes": made.notes}
 
     def _fingerprint(self, source: Source, layout: Columns) -> str:
-        encoder = self.encoder
-        template = encoder.template
+        import tokenizers
+        import transformers
+
+        encoder, template, here = self.encoder, self.encoder.template, Path(__file__).parent
+        # The code that makes tokens of rows; batches/ arranges them only.
+        code = [file.read_bytes() for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")])]
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
         # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
         # are told by size and time.
         of_tables = () if source.files else source.tables
         parts: list[Any] = [
-            __version__, code_fingerprint(), source.kind, of_files,
+            __version__, transformers.__version__, tokenizers.__version__, source.kind, of_files,
             [opened(False)._fingerprint for _, opened in of_tables],
-            tokenizer_fingerprint(encoder.tokenizer),
+            type(encoder.tokenizer).__name__, encoder.tokenizer.backend_tokenizer.to_str(),
             None if template is None else (template.name, template.text, template.tool_text, template.special),
             asdict(layout), encoder.train_on, encoder.system, encoder.explicit_template,
         ]  # fmt: skip
-        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+        return hashlib.sha256(b"".join([json.dumps(parts, default=str).encode(), *code])).hexdigest()[:32]
 
 
 class Stream:
@@ -264,17 +251,9 @@ class Stream:
 
 
 def report_bad(named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool) -> None:
-    """Report rows that cannot be used.
+    """Report ``number`` rows of ``count`` (None: not known) that cannot be used, with the ``named`` first ones.
 
-    Args:
-        named: the first of them, by file and row, with their faults.
-        number: of them.
-        count: of all rows, None if that is not known.
-        source: of the rows.
-        skip: whether they are left out.
-
-    Raises:
-        ConfigError: unless they are left out, or if none is left.
+    Raises ``ConfigError`` unless they are left out (``skip``), or if none is left.
     """
     more = "; ..." if number > len(named) else ""
     rows = f"{number:,} of {count:,} rows" if count is not None else "a row"
@@ -284,25 +263,6 @@ def report_bad(named: Sequence[str], number: int, count: int | None, source: Sou
     if number == count:
         raise ConfigError(f"{problem}; data.skip_bad_rows=true leaves none: choose data.format and data.columns")
     _log.warning("%s; they are left out", problem)
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a fingerprint of a tokenizer: equal ones make the same tokens."""
-    inner = tokenizer.backend_tokenizer
-    return hashlib.sha256(inner.to_str().encode(errors="surrogatepass")).hexdigest() + type(tokenizer).__name__
-
-
-def code_fingerprint() -> str:
-    """Return a fingerprint of the code that makes tokens from rows, and of the libraries that it calls."""
-    import tokenizers
-    import transformers
-
-    digest = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
-    here = Path(__file__).parent
-    # batches/ is left out: it arranges tokens in rows, and does not change them.
-    for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _unusable(root: Path, error: OSError | ValueError) -> ConfigError:

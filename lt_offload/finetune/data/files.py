@@ -61,15 +61,10 @@ def kind_of_file(file: Path) -> str | None:
 
 
 def find_files(path: str, *, split: str, setting: str) -> DataFiles:
-    """Return the files that ``path`` names; nothing is read.
+    """Return the files that ``path``, the value of ``setting``, names; nothing is read.
 
-    Args:
-        path: file, folder, glob, or the name of a data set on the hub.
-        split: split to take from a folder with a file for each; for validation, ``train`` means the split for that.
-        setting: name of the setting that ``path`` comes from, for errors.
-
-    Raises:
-        ConfigError: if it is a path and there is nothing there, or files of several kinds.
+    Of a folder with a file for each split, ``split`` is taken; for validation, ``train`` means the split for that.
+    Raises ``ConfigError`` if it is a path and there is nothing there, or files of several kinds.
     """
     local = user_path(path)
     if is_dir(local):
@@ -109,8 +104,8 @@ def _of_folder(path: str, folder: Path, split: str, setting: str) -> DataFiles:
         files = [file for data in below.values() for file in data]
     if not files:
         raise ConfigError(
-            f"{where} is a folder with no data files{_besides(beside)}, nor are any one level below; they should end "
-            f"with one of {_ENDINGS}"
+            f"{where} is a folder with no data files{f' beside {_named(beside)}' if beside else ''}, nor are any one "
+            f"level below; they should end with one of {_ENDINGS}"
         )
     splits: dict[str | None, list[Path]] = {}
     for file in files:
@@ -182,10 +177,6 @@ def _named(files: Sequence[Path], folder: Path | None = None) -> str:
     names = [str(file.relative_to(folder)) if folder is not None else file.name for file in files[:_MOST_NAMED]]
     more = f" and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
     return ", ".join(names) + more
-
-
-def _besides(about: Sequence[Path]) -> str:
-    return f" beside {_named(about)}" if about else ""
 
 
 def _of_one_kind(files: Sequence[Path], where: str) -> Sequence[Path]:

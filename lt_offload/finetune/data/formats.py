@@ -76,17 +76,9 @@ class Written:
 
 
 class Encoder:
-    """A converter of rows into examples.
+    """A converter of rows into examples, by the settings of data of these names.
 
-    Args:
-        tokenizer: a fast one.
-        template: chat template; None if there is none.
-        train_on: part of a conversation that is learned.
-        system: system message of conversations that have none.
-        explicit_template: whether the user has named ``template``, and it is not just the tokenizer's.
-
-    Raises:
-        ConfigError: if the tokenizer cannot say which characters a token stands for.
+    ``explicit_template``: the user has named ``template``, and it is not just the tokenizer's.
     """
 
     def __init__(
@@ -109,27 +101,23 @@ class Encoder:
         self.system = system
         self.explicit_template = explicit_template
         self.locator = Locator(template) if template is not None else None
-        self.closes_itself = _closes_itself(tokenizer)
+        end = tokenizer.eos_token_id
+        self.closes_itself = end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]
+        """True if the tokenizer itself adds the end token to every text."""
 
     def check(self, layout: Columns) -> None:
-        """Compare the settings with the format of the data.
-
-        Raises:
-            ConfigError: if a setting has no place in it, or a chat template is needed.
-        """
-        strings = layout.format == "completion" and not layout.of_messages
-        if layout.format == "text" or strings:
-            what = "plain text" if layout.format == "text" else "a prompt and a completion that are texts"
-            hint = "; set it to null"
-            if strings:
+        """Raise ``ConfigError`` if a setting has no place in the format of the data, or a chat template is needed."""
+        if layout.of_texts:
+            what, hint = "plain text", "; set it to null"
+            if layout.format == "completion":
+                what = "a prompt and a completion that are texts"
                 hint += f", or make conversations of them: {as_conversations(layout)}"
             for name, is_set in (("template", self.explicit_template), ("system", self.system is not None)):
                 if is_set:
                     raise ConfigError(f"data.{name} has no place in data.format={layout.format}: it is {what}{hint}")
         if layout.format == "text" and self.train_on == "last":
             raise ConfigError("data.train_on=last: data.format=text has no answers; set it to responses")
-        chat = layout.format == "chat" or (layout.format == "completion" and not strings)
-        if chat and self.template is None:
+        if not layout.of_texts and layout.format != "alpaca" and self.template is None:
             raise ConfigError(
                 f"data.format={layout.format} needs a chat template, and this tokenizer has none; choose one, for "
                 "example --data.template chatml (or the one that the model was trained with)"
@@ -148,12 +136,7 @@ class Encoder:
         return tokens
 
     def encode(self, rows: Sequence[Row | RowFault], layout: Columns) -> list[Example | RowFault]:
-        """Return an example for each row, or the fault of a row that cannot be used.
-
-        Args:
-            rows: of one data set; faults are handed on.
-            layout: columns of their parts.
-        """
+        """Return an example for each row, or the fault of a row that cannot be used; faults are handed on."""
         made: list[Any] = []
         for row in rows:
             try:
@@ -170,35 +153,22 @@ class Encoder:
         return made
 
     def write(self, row: Row, layout: Columns) -> Written:
-        """Return a row as text.
-
-        Raises:
-            RowFault: if it has no text.
-        """
+        """Return a row as text; raises ``RowFault`` if it has no text."""
         if layout.format == "text":
             return self._plain("", layout.text(row, "text"))
-        if layout.format == "completion" and not layout.of_messages:
+        if layout.of_texts:
             return self._plain(layout.text(row, "prompt"), layout.text(row, "completion"))
         conversation = self.conversation(row, layout)
         return self._alpaca(row, layout) if conversation is None else self.write_conversation(conversation)
 
     def conversation(self, row: Row, layout: Columns) -> Conversation | None:
-        """Return the messages of a row, with ``data.system``; None if no chat template writes it.
-
-        Raises:
-            RowFault: if it has none.
-        """
-        strings = layout.format == "completion" and not layout.of_messages
-        if layout.format == "text" or strings or (layout.format == "alpaca" and self.template is None):
+        """Return the messages of a row, with ``data.system``; None if no chat template writes it."""
+        if layout.of_texts or (layout.format == "alpaca" and self.template is None):
             return None
         return self._with_system(from_row(row, layout))
 
     def write_conversation(self, conversation: Conversation) -> Written:
-        """Return a conversation as the chat template writes it.
-
-        Raises:
-            RowFault: if it cannot.
-        """
+        """Return a conversation as the chat template writes it; raises ``RowFault`` if it cannot."""
         assert self.template is not None, "check() comes first"
         assert self.locator is not None
         notes = oddities(conversation)
@@ -213,8 +183,7 @@ class Encoder:
     ) -> list[int]:
         """Return the tokens of a conversation, with ``ask`` up to where the assistant goes on.
 
-        Raises:
-            ConfigError: if there is no chat template, or it refuses the conversation.
+        Raises ``ConfigError`` if there is no chat template, or it refuses the conversation.
         """
         if self.template is None:
             raise ConfigError(
@@ -302,9 +271,3 @@ def as_conversations(layout: Columns) -> str:
 def _stanford(intro: str, instruction: str, added: str) -> str:
     middle = f"### Input:\n{added}\n\n" if added else ""
     return f"{intro}### Instruction:\n{instruction}\n\n{middle}### Response:\n"
-
-
-def _closes_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer itself adds the end token to every text."""
-    end = tokenizer.eos_token_id
-    return end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,21 +20,26 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.collate import Collate, padded_width
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
+from lt_offload.finetune.data.batches.loaders import (
+    TOKENS,
+    Collate,
+    ResumableLoader,
+    held_out,
+    held_out_loader,
+    padded_width,
+    sizes_for,
+    trained_tokens,
+)
 from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
 from lt_offload.finetune.data.batches.packing import Integers, Losses, Pack, Sequences, sequences_of
-from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.batches.streaming import (
     Place,
     StreamedBatches,
-    StreamLoader,
     batches_of,
     check_end,
     check_streaming,
 )
-from lt_offload.finetune.data.batches.updates import TOKENS, sizes_for, trained_tokens
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import MOST_NAMED, Preparation, Stream
@@ -50,7 +56,43 @@ _log.addFilter(is_first)
 Batch = dict[str, Tensor]
 
 
-class FineTuneData(LightningDataModule):
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Settings:
+    """The settings of :class:`FineTuneData`, each declared once."""
+
+    model: str = field(kw_only=False)
+    path: str | list[str]
+    format: FormatChoice = "auto"
+    columns: dict[str, str] | None = None
+    template: str | None = None
+    system: str | None = None
+    train_on: TrainOn = "responses"
+    subset: str | None = None
+    split: str = "train"
+    validation_path: str | list[str] | None = None
+    validation_share: float = 0.05
+    validation_rows: int | None = None
+    validation_seed: int | None = None
+    tokenizer: str | None = None
+    new_tokens: list[str] | None = None
+    max_length: int = 512
+    pack: Pack = True
+    group_by_length: bool = False
+    batch_size: int = 1
+    seed: int = 0
+    streaming: bool = False
+    stream_buffer: int = 1000
+    num_workers: int = 0
+    sample_prompt: str | list[str] | None = None
+    skip_bad_rows: bool = False
+    num_proc: int | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        """Hand over to the class that has the settings."""
+
+
+class FineTuneData(_Settings, LightningDataModule):
     """Text or instructions as token batches, from files or from the hub.
 
     The training order depends on ``seed`` and the epoch only; a resumed run takes it up in the middle of an epoch.
@@ -107,121 +149,63 @@ class FineTuneData(LightningDataModule):
     counts_tokens = True
     """Batches say how many tokens are trained in all of their update, if the module asks for it."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        path: str | list[str],
-        format: FormatChoice = "auto",
-        columns: dict[str, str] | None = None,
-        template: str | None = None,
-        system: str | None = None,
-        train_on: TrainOn = "responses",
-        subset: str | None = None,
-        split: str = "train",
-        validation_path: str | list[str] | None = None,
-        validation_share: float = 0.05,
-        validation_rows: int | None = None,
-        validation_seed: int | None = None,
-        tokenizer: str | None = None,
-        new_tokens: list[str] | None = None,
-        max_length: int = 512,
-        pack: Pack = True,
-        group_by_length: bool = False,
-        batch_size: int = 1,
-        seed: int = 0,
-        streaming: bool = False,
-        stream_buffer: int = 1000,
-        num_workers: int = 0,
-        sample_prompt: str | list[str] | None = None,
-        skip_bad_rows: bool = False,
-        num_proc: int | None = None,
-        cache_dir: str | None = None,
-    ) -> None:
-        super().__init__()
-        for setting, value, low in (
-            ("max_length", max_length, 2),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("stream_buffer", stream_buffer, 1),
-            ("validation_rows", validation_rows, 0),
-            ("validation_seed", validation_seed, 0),
-            ("num_proc", num_proc, 1),
-        ):
+    def __post_init__(self) -> None:
+        super(_Settings, self).__init__()
+        least = {"max_length": 2, "batch_size": 1, "num_workers": 0, "stream_buffer": 1}
+        least |= {"validation_rows": 0, "validation_seed": 0, "num_proc": 1}
+        for setting, low in least.items():
+            value = getattr(self, setting)
             if value is not None and value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
-        check_columns(columns or {})
-        if not -(2**63) <= seed < 2**63:
-            raise ConfigError(f"data.seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")
-        if group_by_length and pack:
+        check_columns(self.columns or {})
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"data.seed={self.seed} is out of range; choose a number from 0 to {2**63 - 1}")
+        if self.group_by_length and self.pack:
             raise ConfigError(
-                f"data.group_by_length=true changes nothing with data.pack={str(pack).lower()}, whose sequences are of "
-                "one length; set one of them to false"
+                f"data.group_by_length=true changes nothing with data.pack={str(self.pack).lower()}, whose sequences "
+                "are of one length; set one of them to false"
             )
-        if not 0 <= validation_share < 1:
+        if not 0 <= self.validation_share < 1:
             raise ConfigError(
-                f"data.validation_share={validation_share} is not a share; choose a number from 0 to less than 1"
+                f"data.validation_share={self.validation_share} is not a share; choose a number from 0 to less than 1"
             )
         unused = partial(refuse_unused, FineTuneData, "data.")
-        if streaming:
+        rows = self.validation_rows
+        if self.streaming:
             check_streaming(
-                group_by_length=group_by_length,
-                num_workers=num_workers,
-                holds_out=validation_path is not None or validation_rows is not None or path == sources.PYDOC,
-                validation_seed=validation_seed,
+                group_by_length=self.group_by_length,
+                num_workers=self.num_workers,
+                holds_out=self.validation_path is not None or rows is not None or self.path == sources.PYDOC,
+                validation_seed=self.validation_seed,
             )
             unused(
-                {"num_proc": None if num_proc == 1 else num_proc, "cache_dir": cache_dir},
+                {"num_proc": None if self.num_proc == 1 else self.num_proc, "cache_dir": self.cache_dir},
                 "data.streaming=true, which tokenises rows in one process while training and keeps nothing",
                 instead="set data.streaming=false",
             )
         else:
-            unused({"stream_buffer": stream_buffer}, "data.streaming=false", instead="set data.streaming=true")
-        seed_alone = {"validation_seed": validation_seed}
-        if validation_path is not None:
-            beside = f"data.validation_path={validation_path!r}, which holds all the validation rows"
-            settings = {"validation_rows": validation_rows or None} | seed_alone  # 0 is true: no others are
+            buffer = {"stream_buffer": self.stream_buffer}
+            unused(buffer, "data.streaming=false", instead="set data.streaming=true")
+        seed_alone = {"validation_seed": self.validation_seed}
+        if self.validation_path is not None:
+            beside = f"data.validation_path={self.validation_path!r}, which holds all the validation rows"
+            settings = {"validation_rows": rows or None} | seed_alone  # 0 is true: no others are
             unused(settings, beside, instead="set data.validation_path to null")
-        elif path == sources.PYDOC:
-            beside = f"data.path={path}, which brings validation rows of its own"
-            unused({"validation_rows": validation_rows} | seed_alone, beside, instead="choose other data")
-        elif validation_rows == 0 or (validation_rows is None and validation_share == 0):
-            none = "validation_share=0" if validation_rows is None else "validation_rows=0"
+        elif self.path == sources.PYDOC:
+            beside = f"data.path={self.path}, which brings validation rows of its own"
+            unused({"validation_rows": rows} | seed_alone, beside, instead="choose other data")
+        elif rows == 0 or (rows is None and self.validation_share == 0):
+            none = "validation_share=0" if rows is None else "validation_rows=0"
             unused(seed_alone, f"data.{none}, which holds out nothing", instead="hold out some rows")
-        self.model = model
-        self.path = path
-        self.format: FormatChoice = format
-        self.columns = dict(columns or {})
-        self.template = template
-        self.system = system
-        self.train_on: TrainOn = train_on
-        self.subset = subset
-        self.split = split
-        self.validation_path = validation_path
-        self.validation_share = validation_share
-        self.validation_rows = validation_rows
-        self.validation_seed = validation_seed
-        self.max_length = max_length
-        self.pack: Pack = pack
-        self.group_by_length = group_by_length
-        self.num_workers = num_workers
-        self.streaming = streaming
-        self.stream_buffer = stream_buffer
-        self.batch_size = batch_size
-        self.seed = seed
-        self.sample_prompt = sample_prompt
-        self.skip_bad_rows = skip_bad_rows
-        self.num_proc = num_proc
-        self.cache_dir = cache_dir
-        self.tokenizer_name = tokenizer or model
-        self.new_tokens = tuple(new_tokens or ())
+        # The attribute is the tokenizer itself, which is loaded when it is first asked for.
+        self.tokenizer_name: str = vars(self).pop("tokenizer") or self.model
         self._train: Sequences | None = None
         self._validation: Sequences | None = None
         self._streamed: Stream | None = None
         self._begin: Place = (0, 0)
         self._said = False
         self._read: tuple[Documents, Documents | None] | None = None
-        self._loader: ResumableLoader | StreamLoader | None = None
+        self._loader: ResumableLoader | None = None
         self._resume_at: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
@@ -231,11 +215,7 @@ class FineTuneData(LightningDataModule):
             self._read = self.examples()
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise everything, once.
-
-        Raises:
-            ConfigError: if there is nothing to train on.
-        """
+        """Read and tokenise everything, once; raises ``ConfigError`` if there is nothing to train on."""
         if self._train is not None or self._streamed is not None:
             return
         self.check_paths()
@@ -277,7 +257,7 @@ class FineTuneData(LightningDataModule):
         refuse_unused(FineTuneData, "data.", settings, beside, instead="name a data set of the hub")
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]
         """The tokenizer, with the chat template that is used; loaded when first asked for."""
         return self._tokenizer_and_template[0]
 
@@ -299,7 +279,7 @@ class FineTuneData(LightningDataModule):
         return Preparation(
             encoder=self.encoder,
             format=self.format,
-            columns=self.columns,
+            columns=self.columns or {},
             skip_bad_rows=self.skip_bad_rows,
             cache_dir=self.cache_dir,
             num_proc=self.num_proc,
@@ -308,7 +288,7 @@ class FineTuneData(LightningDataModule):
 
     @cached_property
     def _tokenizer_and_template(self) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
-        tokenizer = load.load_tokenizer(self.tokenizer_name, self.new_tokens)
+        tokenizer = load.load_tokenizer(self.tokenizer_name, self.new_tokens or ())
         template, notes = find_template(self.template, tokenizer)
         for note in notes:
             _log.warning("%s", note)
@@ -372,8 +352,7 @@ class FineTuneData(LightningDataModule):
                     f"{error}; how a prompt is written depends on the data with data.format={self.format}: set it to "
                     "text, alpaca or chat to do without them"
                 ) from None
-            layout = self.preparation.layout(source)
-            return layout.format in ("alpaca", "chat") or (layout.format == "completion" and layout.of_messages)
+            return not self.preparation.layout(source).of_texts
         return self.format in ("alpaca", "chat")
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
@@ -415,7 +394,7 @@ class FineTuneData(LightningDataModule):
             sizes=sizes,
         )
 
-    def _stream_loader(self) -> StreamLoader:
+    def _stream_loader(self) -> ResumableLoader:
         assert self._streamed is not None, "setup() comes first"
         batches = StreamedBatches(
             self._streamed.read,
@@ -430,7 +409,7 @@ class FineTuneData(LightningDataModule):
             share=share_of(self.trainer),
         )
         count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
-        return StreamLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
+        return ResumableLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order.
@@ -509,7 +488,7 @@ class FineTuneData(LightningDataModule):
                 return []
             path = sources.PYDOC
         if path == sources.PYDOC and (
-            self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"})
+            self.format not in ("auto", "text") or self.columns not in (None, {}, {"text": "text"})
         ):
             raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
@@ -535,8 +514,7 @@ class FineTuneData(LightningDataModule):
     def _of_stretch(self, documents: Documents) -> Sequences:
         """Return the documents of a stretch as sequences; warn of losses the first time."""
         rows, losses = sequences_of(documents, np.arange(len(documents)), self.max_length, self.pack)
-        if not self._said:
-            self._said = self._say(losses, "data.path", f"the {len(documents)} examples read first, as of later ones")
+        self._said = self._said or self._say(losses, "data.path", f"the {len(documents)} first rows, as of later ones")
         return rows
 
     def _say(self, losses: Losses, setting: str, of: str) -> bool:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_offload.finetune.data.batches.collate import padded_width
 from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.loaders import padded_width
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import sequences_of
 from lt_offload.finetune.data.examples import MOST_NAMED
@@ -30,25 +30,17 @@ LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPreview:
-    """Findings about training data.
-
-    Args:
-        said: interpretation of each source.
-        documents: tokenised rows.
-        whole: whether these are all rows.
-    """
+    """Findings about training data."""
 
     said: Sequence[str]
+    """Interpretation of each source."""
     documents: Documents
     whole: bool = True
+    """True if these are all rows."""
 
 
 def look_at(data: FineTuneData) -> DataPreview:
-    """Return a preview of ``data``; of streamed data, of the first rows.
-
-    Raises:
-        ConfigError: if the data cannot be used.
-    """
+    """Return a preview of ``data``, of streamed data of the first rows; ``ConfigError`` if they cannot be used."""
     said: list[str] = []
     data.preparation = replace(data.preparation, say=said.append)
     if not data.streaming:
@@ -63,13 +55,9 @@ def look_at(data: FineTuneData) -> DataPreview:
 
 
 def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
-    """Yield the parts of ``preview`` for a console of rich.
+    """Yield the parts of ``preview`` for a console of rich, with so many ``samples`` from beginning to end of the data.
 
-    Args:
-        data: the settings.
-        preview: the findings.
-        samples: examples to show, from the beginning to the end of the data.
-        color: whether colour shows the learned parts; if not, they stand between « and ».
+    Learned parts have a ``color``, or stand between « and ».
     """
     from rich.text import Text
 

@@ -27,16 +27,10 @@ class RowFault(Exception):
 
 
 def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Iterator[Row | RowFault]:
-    """Yield the rows of a file, and a fault in the place of each row that is none.
+    """Yield the rows of a file of a ``kind``, and a fault in the place of each row that is none.
 
-    Args:
-        file: json, csv, tsv or text, possibly with the ending ``.gz``.
-        kind: ``json``, ``csv``, ``tsv`` or ``text``.
-        setting: name of the setting that names the file, for errors.
-        whole: whether the file may be read as a whole; if not, a JSON file must have one object per line.
-
-    Raises:
-        ConfigError: if the file cannot be read at all.
+    Where it may not be read as a ``whole``, a JSON file must have one object per line. Errors name ``setting``. Raises
+    ``ConfigError`` if the file cannot be read at all.
     """
     where = f"{setting}: {str(file)!r}"
     if file.stat().st_size == 0:
@@ -83,11 +77,7 @@ def kind_of(value: Any) -> str:
 
 
 def check_text(value: Any, name: str) -> str:
-    """Return ``value``, which must be a text that can be written as UTF-8.
-
-    Raises:
-        RowFault: if it is not.
-    """
+    """Return ``value``, which must be a text that can be written as UTF-8; raises ``RowFault`` if it is not."""
     if not isinstance(value, str):
         raise RowFault(f"{name} is {kind_of(value)}, not a text")
     if not value.isascii():

@@ -66,11 +66,8 @@ class Source:
     def rows(self, *, streaming: bool) -> Iterator[tuple[str, Row | RowFault]]:
         """Yield one row after the other, each with its file and its number there, which begins at 1.
 
-        Args:
-            streaming: whether no file may be read as a whole, and data on the hub are fetched as they are read.
-
-        Raises:
-            ConfigError: if a file cannot be read, or only as a whole.
+        With ``streaming`` no file is read as a whole, and data on the hub are fetched as they are read. Raises
+        ``ConfigError`` if a file cannot be read, or only as a whole.
         """
         for file in () if self.is_table else self.files:
             of_file = read_rows(file, self.kind, self.setting, whole=not streaming)
@@ -86,14 +83,7 @@ class Source:
                 raise self._unreadable(error, name) from error
 
     def first(self, *, streaming: bool) -> tuple[list[str], Row]:
-        """Return the columns of the first rows, and the first one that can be read.
-
-        Args:
-            streaming: whether data on the hub are fetched as they are read.
-
-        Raises:
-            ConfigError: if there is none.
-        """
+        """Return the columns of the first rows, and the first one that can be read; ``ConfigError`` without one."""
         # All rows of a table have the same columns, and each one may have to be fetched. A row of
         # JSON may lack a key that others have, so the first one does not tell all columns.
         rows = self.rows(streaming=streaming and self.is_table)
@@ -133,33 +123,22 @@ def _dense(value: Any) -> Any:
 
 
 def sources(path: str | Sequence[str], *, subset: str | None, split: str, setting: str) -> list[Source]:
-    """Return the sources that ``path`` names; nothing is read yet.
+    """Return the sources that ``path``, the value of ``setting``, names; nothing is read yet.
 
-    Args:
-        path: file, folder of files of one kind, glob, or the name of a data set on the hub; or a list of these.
-        subset: name of a configuration of a hub data set.
-        split: split of a hub data set, or of a folder that has several.
-        setting: name of the setting that ``path`` comes from, for errors.
-
-    Raises:
-        ConfigError: if there is nothing there.
+    ``subset`` is the configuration of a data set on the hub, and ``split`` that of one, or of a folder that has
+    several. Raises ``ConfigError`` if there is nothing there.
     """
     if path == PYDOC:
         return [_pydoc(setting)]
-    return [_source(item, subset, split, setting) for item in _listed(path, setting)]
-
-
-def _listed(path: str | Sequence[str], setting: str) -> list[str]:
     items = [path] if isinstance(path, str) else list(path)
-    if not items:
-        raise ConfigError(f"{setting}={path!r} names no data; give a file, a folder or a name on the hub")
-    if not all(items):
-        raise ConfigError(f"{setting}='' names no data; give a file, a folder or a name on the hub")
+    if not all(items) or not items:
+        given = "''" if items else repr(path)
+        raise ConfigError(f"{setting}={given} names no data; give a file, a folder or a name on the hub")
     if PYDOC in items:
         raise ConfigError(f"{setting}: {PYDOC} cannot be one of several; write {setting}={PYDOC}, or leave it out")
     if doubled := [item for item in items if items.count(item) > 1]:
         raise ConfigError(f"{setting} names {doubled[0]!r} twice; remove one of them")
-    return items
+    return [_source(item, subset, split, setting) for item in items]
 
 
 def _source(path: str, subset: str | None, split: str, setting: str) -> Source:

@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lt_offload.compat.lightning import adds_up, flush_metrics
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import total
-from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.flops import Peak, peak_of
 from lt_offload.machine.driver import beside_bytes
 from lt_offload.profiling.flops import product_flops_per_token
 from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
+
+
+class RunClock:
+    """A clock that divides the time of a run into phases, with a few readings per step.
+
+    The phases are ``start`` (from the settings to the first step), ``steps``, ``between`` (the next batch, logging),
+    ``validation``, ``samples`` and ``checkpoints``. Every moment belongs to one of them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("start", "steps", "between", "validation", "samples", "checkpoints"), 0.0)
+        self.steps = array("d")
+        """Seconds within each step, of all its micro-batches."""
+        self.between = array("d")
+        """Seconds before each step since the one before, validation, samples and checkpoints not counted."""
+        self.waited = array("d")
+        """Seconds of each step, and before it, of waiting for other processes; where there is an engine."""
+        self._mark = time.perf_counter()
+        self._phase = "start"
+        self._step = self._gap = 0.0
+
+    def enter(self, phase: str) -> str:
+        """End the present phase, begin ``phase``, and return the one that has ended; ``ended`` counts no more."""
+        now = time.perf_counter()
+        spent, self._mark = now - self._mark, now
+        if self._phase in self.seconds:
+            self.seconds[self._phase] += spent
+        if self._phase == "steps":
+            self._step += spent
+        elif self._phase == "between":
+            self._gap += spent
+        before, self._phase = self._phase, phase
+        return before
+
+    def end_step(self) -> None:
+        """Note the step that has just ended; micro-batches before the last one of a step are no steps."""
+        self.steps.append(self._step)
+        self.between.append(self._gap)
+        self._step = self._gap = 0.0
+
+    @property
+    def training(self) -> float:
+        """Seconds so far that count for rates: steps and the gaps between them."""
+        running = time.perf_counter() - self._mark if self._phase in ("steps", "between") else 0.0
+        return self.seconds["steps"] + self.seconds["between"] + running
+
+
+def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> float | None:
+    """Return the rated peak of ``count`` devices like ``device``; None where it is not known, as for a CPU.
+
+    ``precision`` is the Trainer's, e.g. ``bf16-mixed``, and ``dtype`` that of the weights.
+    """
+    computes: Any = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else dtype
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings():  # of cards that Lightning has no figure for
+        warnings.simplefilter("ignore")
+        flops = get_available_flops(device, computes)
+    return None if flops is None else float(flops) * count
 
 
 class RunMetrics(Metrics, Callback):
@@ -37,10 +98,10 @@ class RunMetrics(Metrics, Callback):
         self.clock = clock
         self.peaks: dict[str, int] = {}
         """``device_peak_bytes`` and ``host_peak_bytes`` over the run, where they are measured."""
-        self.tokens = self.trained = self.samples = 0
+        self.tokens = self.trained = 0
         """Totals of all records so far."""
         self.flops_per_token: float | None = None
-        self.peak: Peak | None = None
+        self.peak: float | None = None
         self._counts: Tensor | None = None
         self._met = 0.0
         """Seconds that the strategy has waited at the beginning of batches so far."""
@@ -99,7 +160,6 @@ class RunMetrics(Metrics, Callback):
         self.clock.end_step()
         stats = None if engine is None or engine.plan is None else engine.stats
         if stats is not None:
-            self.clock.iterations.append(stats.iteration_s)
             met = getattr(trainer.strategy, "waited_s", 0.0)
             self.clock.waited.append(stats.waited_s + met - self._met)
             self._met = met
@@ -149,8 +209,8 @@ class RunMetrics(Metrics, Callback):
         if tokens:
             self._log("tokens_per_s", tokens / spent, prog_bar=True)
             self._log("trained_tokens_per_s", trained / spent)
-            if self.peak is not None and self.flops_per_token:
-                self._log("mfu", self.flops_per_token * tokens / spent / self.peak.flops_per_s)
+            if self.peak and self.flops_per_token:
+                self._log("mfu", self.flops_per_token * tokens / spent / self.peak)
         if samples:
             self._log("samples_per_s", samples / spent)
         self._log("wall_step_s", spent / done)
@@ -161,7 +221,7 @@ class RunMetrics(Metrics, Callback):
             return 0, 0, 0
         tokens, trained, samples = (int(count) for count in total(trainer, self._counts).tolist())
         self._counts = None
-        self.tokens, self.trained, self.samples = self.tokens + tokens, self.trained + trained, self.samples + samples
+        self.tokens, self.trained = self.tokens + tokens, self.trained + trained
         return tokens, trained, samples
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lt_offload.finetune.progress import ProgressLine
-from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.metrics import RunClock
+from lt_offload.finetune.terminal import status
 from lt_offload.report.runs import SAMPLES, RunSample, without_later
 
 TOKENS = 24
@@ -28,10 +27,6 @@ class Samples(Callback):
 
     The most likely token is taken each time. Nothing about training changes: random states and the modes of modules are
     put back. All processes take part, and the first one writes.
-
-    Args:
-        clock: of the run.
-        folder: of ``samples.jsonl``; None: nothing is written.
     """
 
     def __init__(self, clock: RunClock, folder: Path | None = None) -> None:
@@ -72,16 +67,16 @@ class Samples(Callback):
             return
         before = self.clock.enter("samples")
         what = "writing a sample" if len(wanted) == 1 else f"writing {len(wanted)} samples"
-        bar = trainer.progress_bar_callback
-        if not (isinstance(bar, ProgressLine) and bar.note(what)):
-            rank_zero_info(f"{what} ...")
+        status(what)
         # Modes are put back one by one: train() on the whole would wake up dropout in
         # what a user keeps in evaluation mode.
         modes = [(module, module.training) for module in pl_module.modules()]
         pl_module.eval()
         try:
             with isolate_rng(), torch.no_grad():
-                texts = [self._continue(trainer, data, prompt, tokens) for prompt in wanted]
+                asked = [trainer.strategy.batch_to_device(data.prompt(one, max_new_tokens=tokens)) for one in wanted]
+                answers: list[Any] = [trainer.strategy.predict_step(batch, 0) for batch in asked]
+                texts = [str(data.tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -94,12 +89,6 @@ class Samples(Callback):
         if self.folder is not None and trainer.is_global_zero:
             with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in made)
-
-    def _continue(self, trainer: Trainer, data: Any, prompt: str, tokens: int) -> str:
-        batch = trainer.strategy.batch_to_device(data.prompt(prompt, max_new_tokens=tokens))
-        new_ids: Any = trainer.strategy.predict_step(batch, 0)
-        text: str = data.tokenizer.decode(new_ids, skip_special_tokens=True)
-        return text
 
 
 def is_whole(trainer: Trainer) -> bool:

@@ -5,30 +5,34 @@ Works with any strategy; one that has a plan, a profile and a trace is compared 
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import platform
 import resource
 import socket
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lt_offload import __version__
 from lt_offload.errors import named
 from lt_offload.finetune.processes import several
-from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.environment import write_environment
-from lt_offload.finetune.run.metrics import RunMetrics
+from lt_offload.finetune.run.metrics import RunClock, RunMetrics
 from lt_offload.finetune.run.samples import Samples, is_whole
-from lt_offload.report.processes import ProcessTimes, told
-from lt_offload.report.runs import RunPart, write_part
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.profiling.hardware import total_host_bytes
+from lt_offload.report.compare import described
+from lt_offload.report.runs import ENVIRONMENT, ProcessTimes, RunPart, read_run, told, write_part
 
 if TYPE_CHECKING:
     from lt_offload.plan.what_if import Gain
@@ -42,7 +46,7 @@ _MOST_PATIENCE = 40.0
 _LEAST_PATIENCE = 2.0
 """... and not at all with fewer seconds than that for each of its plans."""
 _WIDTH = 80
-_LABEL = 15
+_LABEL = 30
 
 
 class RunSummary(Callback):
@@ -101,11 +105,7 @@ class RunSummary(Callback):
         """Write the end of this part of the run, and the report; return the report's path.
 
         Nothing is written about a run that has not begun to train, and only the first of several processes writes.
-        After an error this raises none of its own.
-
-        Args:
-            trainer: of the run.
-            error: the one that ended it early.
+        After an ``error`` that ended the run early this raises none of its own.
         """
         if self.folder is None or self.first_step is None or not trainer.is_global_zero:
             return None
@@ -122,7 +122,7 @@ class RunSummary(Callback):
     def part(self, trainer: Trainer, error: BaseException | None = None) -> RunPart:
         """Return this part of the run, which ended with ``error`` or as it should."""
         self.clock.enter("ended")
-        metrics, peak = self.metrics, self.metrics.peak
+        metrics = self.metrics
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         ended = "finished" if error is None else "interrupted" if interrupted else "failed"
         why = named(error) if error is not None and ended == "failed" else None
@@ -134,27 +134,19 @@ class RunSummary(Callback):
             ended=ended,
             error=why,
             seconds={name: round(seconds, 6) for name, seconds in self.clock.seconds.items()},
-            medians={name: round(seconds, 9) for name, seconds in self.clock.medians().items()},
             device_peak_bytes=metrics.peaks.get("device_peak_bytes"),
             host_peak_bytes=metrics.peaks.get("host_peak_bytes"),
             process_peak_bytes=process_peak(),
             tokens=metrics.tokens,
             trained_tokens=metrics.trained,
-            samples=metrics.samples,
             loss_before=self.losses[0][1] if self.losses and self.losses[0][0] == 0 else None,
-            flops_per_token=metrics.flops_per_token,
-            peak_flops_per_s=None if peak is None else peak.flops_per_s,
-            peak_source=None if peak is None else peak.source,
             processes=tuple(self.processes),
         )
 
     def facts(self, trainer: Trainer) -> dict[str, str]:
-        """Return the facts about the finished run, for people, by their titles."""
-        plan: Plan | None = getattr(trainer.strategy, "plan", None)
-        seconds, peaks = self.clock.seconds, dict(self.metrics.peaks)
-        if "host_peak_bytes" in peaks and trainer.strategy.root_device.type == "cuda":  # else the device is in RAM, too
-            peaks["host_peak_bytes"] = max(peaks["host_peak_bytes"], process_peak())
-        facts = {"steps": f"{trainer.global_step}, {format_seconds(seconds['steps'] + seconds['between'])} of training"}
+        """Return the figures of the finished run, as its page has them, by their titles."""
+        assert self.folder is not None
+        facts = described(read_run(self.folder))
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
             if self.processes:
@@ -163,25 +155,11 @@ class RunSummary(Callback):
             facts["loss"] = f"{self.broken}: the weights are of no use"
         elif first := self.metrics.loss.first:
             facts["loss"] = f"not finite at step {first}, finite at the end"
-        if self.losses:
-            facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
-        if self.metrics.tokens and self.clock.training > 0:
-            facts["speed"] = f"{self.metrics.tokens / self.clock.training:.4g} tokens/s"
-        if len(self.clock.steps):
-            step = self.clock.medians().get("iteration_s", self.step_time)
-            planned = f" (planned: {format_seconds(plan.predicted.iteration_s)})" if plan is not None else ""
-            facts["step time"] = format_seconds(step) + planned
-        if plan is not None:
+        plan: Plan | None = getattr(trainer.strategy, "plan", None)
+        if plan is not None and (plan.accumulate > 1 or plan.batch_curve):
             batches = f"{plan.accumulate} micro-batches of " if plan.accumulate > 1 else ""
             chosen = f", chosen from {len(plan.batch_curve)} sizes" if plan.batch_curve else ""
-            if batches or chosen:
-                facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"
-        budgets = (0, 0) if plan is None else (plan.budget_bytes, plan.host_budget_bytes)
-        names = ("device memory", "device_peak_bytes"), ("RAM", "host_peak_bytes")
-        for (name, key), budget in zip(names, budgets, strict=True):
-            if key in peaks:
-                allowed = f" of {format_bytes(budget)} allowed" if budget else " at most"
-                facts[name] = f"{format_bytes(peaks[key])}{allowed}"
+            facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"
         return facts
 
     @property
@@ -190,11 +168,6 @@ class RunSummary(Callback):
         if not self.metrics.loss.is_finite:
             return f"not finite since step {self.metrics.loss.first}"
         return None if not self.losses or math.isfinite(self.losses[-1][1]) else "not finite on held-out data"
-
-    @property
-    def step_time(self) -> float:
-        """The median step."""
-        return self.clock.medians().get("step_s", 0.0)
 
 
 def process_peak() -> int:
@@ -271,5 +244,40 @@ def _short(path: str) -> str:
         return path
 
 
-def _ends(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    return losses if len(losses) < 2 else [losses[0], losses[-1]]
+_PACKAGES = (
+    "torch", "lightning", "transformers", "datasets", "tokenizers", "safetensors", "peft", "bitsandbytes", "numpy",
+)  # fmt: skip
+
+
+def environment() -> dict[str, object]:
+    """Return the versions of the libraries, and the properties of the machine."""
+    facts: dict[str, object] = {"lt_offload": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts |= {"cuda": torch.version.cuda, "gpu": card.name, "gpu_bytes": card.total_memory}
+        facts["gpu_capability"] = f"{card.major}.{card.minor}"
+    facts["system"] = f"{platform.system()} {platform.release()}"
+    facts["processor"] = _processor()
+    facts["cores"] = os.cpu_count()
+    facts["threads"] = torch.get_num_threads()
+    facts["ram_bytes"] = total_host_bytes()
+    return facts
+
+
+def write_environment(folder: Path) -> None:
+    """Write :func:`environment` into a run folder."""
+    (folder / ENVIRONMENT).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

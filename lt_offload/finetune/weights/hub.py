@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from lt_offload.errors import ConfigError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ConnectTimeout"}
 
@@ -73,11 +77,7 @@ def _explained(name: str, error: BaseException) -> str:
 @contextmanager
 def without_advice() -> Iterator[None]:
     """Keep transformers from logging advice about models: our errors say it better, or no user can follow it."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
-
+    logger, nothing = logging.getLogger("transformers.modeling_utils"), logging.Filter("nobody")
     logger.addFilter(nothing)
     try:
         yield
@@ -106,8 +106,7 @@ def _cache() -> str:
 def safetensors_of(where: str) -> list[Path]:
     """Return the safetensors files of the model at ``where``, downloaded if it is a name; none if it has other files.
 
-    Raises:
-        ConfigError: if a file that its index names is missing.
+    Raises ``ConfigError`` if a file that its index names is missing.
     """
     single = _file(where, SINGLE)
     if single is not None:
@@ -142,3 +141,30 @@ def _file(where: str, name: str) -> Path | None:
 
     path = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
+
+
+def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
+    """Return all tensors of safetensors ``files`` by name, each to be read by ``[...]`` into memory of its own.
+
+    transformers itself maps such files into memory, and lets weights be pages of them where the dtype is the same. That
+    costs all of its time later, page by page, where a profile measures; the pages count as free memory although weights
+    that are trained take them; and a file that somebody writes to changes the model. Raises ``ConfigError`` if a file
+    is damaged or cut short, or holds weights that are no floating-point numbers.
+    """
+    tensors: dict[str, Any] = {}
+    for path in files:
+        try:
+            file: Any = safe_open(path, framework="pt", backend="pread")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{path} is damaged or cut short ({str(error) or type(error).__name__}); copy or download it again"
+            ) from None
+        of_file = {name: file.get_slice(name) for name in file.offset_keys()}
+        for name, one in of_file.items():
+            if name.endswith(".weight") and (kind := one.get_dtype()) not in _OF_WEIGHTS:
+                raise ConfigError(
+                    f"{path}: {name} is of dtype {kind}, not one of {', '.join(_OF_WEIGHTS)}; give the model that this "
+                    "one was quantized from"
+                )
+        tensors |= of_file
+    return tensors

@@ -30,16 +30,13 @@ Description = tuple[str, tuple[int, ...], str | None]
 
 def describe(tensor: Tensor) -> Description:
     """Return the properties that tell ``tensor`` from another of the same name."""
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _digest(tensor)
-
-
-def _digest(tensor: Tensor) -> str | None:
-    if not tensor.is_floating_point():
-        return None
-    flat = tensor.detach().reshape(-1)
-    # An odd step, as a power of two would see one column of most matrices only.
-    few = flat[:: flat.numel() // _SAMPLES | 1].cpu().contiguous()
-    return hashlib.sha256(few.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    digest = None
+    if tensor.is_floating_point():
+        flat = tensor.detach().reshape(-1)
+        # An odd step, as a power of two would see one column of most matrices only.
+        few = flat[:: flat.numel() // _SAMPLES | 1].cpu().contiguous()
+        digest = hashlib.sha256(few.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest
 
 
 def frozen_base(model: Any) -> dict[str, Description]:
@@ -67,14 +64,9 @@ def leave_out(
     name: str,
     optimizers: Iterable[Optimizer],
 ) -> None:
-    """Take the unchanged tensors of ``base`` out of ``checkpoint``, and note which.
+    """Take the unchanged tensors of ``base`` (:func:`frozen_base`) out of ``checkpoint``, and note which.
 
-    Args:
-        checkpoint: with a state dictionary of its own.
-        model: with the adapters.
-        base: see :func:`frozen_base`.
-        name: of the model.
-        optimizers: tensors that they train, or have trained, stay in the checkpoint.
+    Tensors that ``optimizers`` train, or have trained, stay in it.
     """
     state = checkpoint["state_dict"]
     # Parameters that an optimizer holds count as trained: a callback may have trained
@@ -97,8 +89,8 @@ def leave_out(
 def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> MutableMapping[str, Tensor]:
     """Return the state dictionary of ``checkpoint`` with the left-out tensors of ``model``; no copies are made.
 
-    Raises:
-        ConfigError: if the tensors of ``model``, which is called ``name``, differ; on meta only shapes are compared.
+    Raises ``ConfigError`` if the tensors of ``model``, which is called ``name``, differ; on meta only shapes are
+    compared.
     """
     state: MutableMapping[str, Tensor] = checkpoint["state_dict"]
     if KEY not in checkpoint:
@@ -106,33 +98,28 @@ def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> Mu
     base, tensors = checkpoint[KEY]["model"], checkpoint[KEY]["tensors"]
     mine = {_PREFIX + key: tensor for key, tensor in model.state_dict().items()}
     has = f"the checkpoint holds adapters without the model under them, model.name={base!r}"
-    for key, (_, shape, _) in tensors.items():
-        if key not in mine:
-            raise ConfigError(
-                f"{has}; model.name={name!r} has no {key} with the present settings of model; use the config.yaml of "
-                "its run folder as the recipe"
+    another = f"set model.name to the model that they were trained on ({base!r})"
+    for key, (dtype, shape, digest) in tensors.items():
+        here, why = mine.get(key), ""
+        if here is None:
+            why = (
+                f"model.name={name!r} has no {key} with the present settings of model; use the config.yaml of its run "
             )
-        here = tuple(mine[key].shape)
-        if here != tuple(shape):
-            raise _another(has, f"{key} has shape {tuple(shape)} there and {here} in model.name={name!r}", base)
-    for key, (dtype, _, digest) in tensors.items():
-        if mine[key].is_meta:  # some models have tensors in float32 whatever is asked for, which meta knows not
-            continue
-        my_dtype, _, my_digest = describe(mine[key])
-        if my_dtype != dtype:
-            raise ConfigError(
-                f"{has}; {key} is {dtype} there and {my_dtype} here; set model.dtype and model.quantize as in that run"
-            )
-        if digest != my_digest:
-            raise _another(has, f"{key} has other numbers there than in model.name={name!r}", base)
+            why += "folder as the recipe"
+        elif here.shape != tuple(shape):
+            why = f"{key} has shape {tuple(shape)} there and {tuple(here.shape)} in model.name={name!r}; {another}"
+        elif not here.is_meta:  # some models have tensors in float32 whatever is asked for, which meta knows not
+            my_dtype, _, my_digest = describe(here)
+            if my_dtype != dtype:
+                why = f"{key} is {dtype} there and {my_dtype} here; set model.dtype and model.quantize as in that run"
+            elif digest != my_digest:
+                why = f"{key} has other numbers there than in model.name={name!r}; {another}"
+        if why:
+            raise ConfigError(f"{has}; {why}")
     missing = {key: tensor for key, tensor in mine.items() if key not in state and _belongs(key, tensors)}
     whole = copy(state)  # with its attributes, which torch reads
     whole.update(missing)
     return whole
-
-
-def _another(has: str, what: str, base: str) -> ConfigError:
-    return ConfigError(f"{has}; {what}; set model.name to the model that they were trained on ({base!r})")
 
 
 def _belongs(key: str, tensors: Mapping[str, Any]) -> bool:

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Return ``tokenizer`` with the new ones of ``tokens``, in this order, behind its own.
-
-    Raises:
-        ConfigError: if one of them is empty or there twice.
-    """
+    """Return ``tokenizer`` with ``tokens``, none of them empty or doubled, in this order behind its own."""
     check_tokens(tokens)
     tokenizer.add_tokens(list(tokens))
     return tokenizer
@@ -36,13 +32,9 @@ def check_tokens(tokens: Sequence[str]) -> None:
 
 
 def check_rows(rows: int, tokens: int, *, added: int, tokenizer: str) -> None:
-    """Raise ``ConfigError`` if a model would get more random embeddings than tokens were ``added`` on purpose.
+    """Raise ``ConfigError`` if a model with ``rows`` would get more random ones than were ``added`` on purpose.
 
-    Args:
-        rows: embeddings of the model.
-        tokens: of the tokenizer, with the added ones.
-        added: number of tokens in ``model.new_tokens``.
-        tokenizer: its name, for the error.
+    ``tokens`` are all those of ``tokenizer``, with the added ones.
     """
     more = tokens - rows - added
     if more > 0:

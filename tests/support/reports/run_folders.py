@@ -22,13 +22,11 @@ ENDED = RunPart(
     last_step=40,
     ended="finished",
     seconds={"start": 9.0, "steps": 74.0, "between": 2.0, "validation": 10.0, "samples": 4.0, "checkpoints": 1.0},
-    medians={"step_s": 1.85, "iteration_s": 1.83, "between_s": 0.05},
     device_peak_bytes=423_000_000,
     host_peak_bytes=2_290_000_000,
     process_peak_bytes=3_000_000_000,
     tokens=40960,
     trained_tokens=30000,
-    samples=160,
     loss_before=3.5,
 )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lt_offload.cli import recipes
-from lt_offload.cli.compose import compose
+from lt_offload.cli.recipes import compose
 from lt_offload.errors import ConfigError
 from lt_offload.resources import shipped_root
 

@@ -104,7 +104,7 @@ def test_a_second_turn_runs_only_what_is_new(family: str) -> None:
 
 
 @pytest.mark.parametrize("refuse", [True, False])
-def test_want_of_memory_leaves_what_was_seen_before(refuse: bool) -> None:
+def test_want_of_memory_leaves_nothing_half_written(refuse: bool) -> None:
     """Layers before the one that had no room have got further than those behind it."""
     model = models.build("llama").eval()
     widths: list[int] = []
@@ -131,10 +131,8 @@ def test_want_of_memory_leaves_what_was_seen_before(refuse: bool) -> None:
     ids = torch.tensor([[5, 6, 7, *first, 8]])
     widths.clear()
     new = continuation(model, ids, **options)
-    assert widths == [2, 1, 1, 1], "the last token of the first answer had not been read"
+    assert widths == [8, 1, 1, 1], "everything is read once more"
     assert new == continuation(model, ids, max_new_tokens=4, end=None)
-    for layer in remembered.cache.layers:
-        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
 
 
 def test_a_cache_that_cannot_go_back_is_left_behind() -> None:

@@ -13,7 +13,6 @@ import torch
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.weights import gguf as stored
-from lt_offload.finetune.weights import shards as reading
 from tests.support import tiny
 
 
@@ -129,32 +128,6 @@ def test_shards_are_read_each_tensor_into_memory_of_its_own(folder: Path, shards
         path.write_bytes(bytes(path.stat().st_size))  # whoever has loaded it does not see that
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, kept[name]), name
-
-
-def test_large_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
-    tensors = {
-        "large": torch.randn(512, 600),
-        "half": torch.randn(1000, 700).bfloat16(),
-        "small": torch.randn(3),
-        "none": torch.empty(0, 4),
-        "one": torch.tensor(3, dtype=torch.int64),
-        "mask": torch.tensor([True, False]),
-    }
-    save_file(tensors, tmp_path / "x.safetensors")
-    monkeypatch.setattr(reading, "_PIECE_BYTES", 100_001)
-    read = reading.lazy_tensors([tmp_path / "x.safetensors"])
-    assert {name: tuple(lazy.get_shape()) for name, lazy in read.items()} == {n: t.shape for n, t in tensors.items()}
-    for name, tensor in tensors.items():
-        assert torch.equal(read[name][...], tensor), name
-        assert read[name][...].dtype == tensor.dtype
-    assert torch.equal(read["large"][3:5], tensors["large"][3:5])
-    lazy = read["large"]
-    (tmp_path / "x.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="ended while it was read"):
-        lazy[...]
 
 
 @pytest.mark.parametrize("what", ["short", "header", "table"])

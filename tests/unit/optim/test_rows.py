@@ -77,13 +77,3 @@ def test_rows_that_are_no_whole_cache_lines_are_updated_with_the_table() -> None
     half_a_line = nn.Parameter(torch.zeros(8, 16, dtype=torch.bfloat16))
     assert updates_rows(AdamW([half_a_line]), half_a_line)
     assert not updates_rows(torch.optim.AdamW([half_a_line], fused=True), half_a_line)
-
-
-def test_no_rows_are_nothing_to_do() -> None:
-    table = nn.Parameter(torch.ones(8, 32, dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW([table], lr=1e-2, fused=True)
-    rows = RowUpdates(optimizer, table, optimizer.param_groups[0])
-    state = rows.new_state(table.data)
-    rows.run(table.data, torch.ones_like(table), state, [], begins=True)
-    assert bool((table == 1).all())
-    assert float(state["step"]) == 1

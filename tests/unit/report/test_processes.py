@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lt_offload.report.processes import ProcessTimes, told
 from lt_offload.report.run_page import write_run_report
-from lt_offload.report.runs import RunPart, read_run, write_part
+from lt_offload.report.runs import ProcessTimes, RunPart, read_run, told, write_part
 from tests.support.reports.pages import plain
 
 FAST = [ProcessTimes(rank=rank, host="alpha", step_s=1.0, waited_s=0.25) for rank in (0, 1)]

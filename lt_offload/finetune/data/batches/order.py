@@ -32,17 +32,10 @@ class ResumableBatches(Sampler[list[int]]):
     rows that no process has taken yet are shared out anew, so that none comes twice or not at all. Batches are counted
     as if the epoch had been divided among these processes from its beginning.
 
-    Args:
-        count: rows.
-        batch_size: rows of a batch.
-        seed: of the order.
-        lengths: of the rows, if batches shall have rows of like lengths.
-        tokens: of all rows, to notice other data when a run goes on.
-        share: the batches of this process.
-        reshuffled: whether epochs have orders of their own; if false, all have that of the first.
-        silent: whether a process without a batch at the end takes one without loss, a row with a number below 0 (see
-            :class:`Silenced`), so that all take as many. If not, they share the rows that are left, and leave them out
-            where these are fewer than processes.
+    With ``lengths`` batches have rows of like lengths. The number of all ``tokens`` shows other data where a run goes
+    on. Without ``reshuffled`` all epochs have the order of the first. With ``silent`` a process without a batch at the
+    end takes one without loss, a row with a number below 0 (see :class:`Silenced`), so that all take as many. Without
+    it they share the rows that are left, and leave them out where these are fewer than processes.
     """
 
     def __init__(
@@ -67,7 +60,7 @@ class ResumableBatches(Sampler[list[int]]):
         self.silent = silent
         self.epoch = 0
         self.position = 0
-        """Batches that training in this process has taken in this epoch; the loader counts them."""
+        """Batches that training in this process has taken in this epoch."""
         self.moved = 0
         """Difference, in batches, between the position here and the saved one of another number of processes."""
         self._arranged_for = share.of
@@ -146,6 +139,10 @@ class ResumableBatches(Sampler[list[int]]):
         if not self._counts:
             self.epoch = epoch
 
+    def take(self, _: object) -> None:
+        """Note that training has taken a batch."""
+        self.position += 1
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in this epoch, and the settings that the order depends on."""
         known = {key: getattr(self, key) for key in _DEPENDS_ON}
@@ -156,8 +153,7 @@ class ResumableBatches(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, by as many processes or by others.
 
-        Raises:
-            ConfigError: if the data, the batch size or the seed differ, so that another order would follow.
+        Raises ``ConfigError`` if the data, the batch size or the seed differ, so that another order would follow.
         """
         if "position" not in state:
             raise ConfigError("the checkpoint is of a run with data.streaming=true; continue it with that setting")

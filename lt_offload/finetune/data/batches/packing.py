@@ -1,10 +1,15 @@
-"""Contents of a row of a batch: one document, several documents side by side, or a stretch of running text."""
+"""Contents of a row of a batch: one document, several documents side by side, or a stretch of running text.
+
+A packed row has several documents, and ``position_ids`` that begin again with each of them. ``transformers`` makes the
+mask that keeps them apart from these alone, if a model asks it for its mask, passes the positions on, and mixes
+tokens nowhere else. Others read across documents without a word, so that only models that were tried are let through.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.formats import IGNORED
 
@@ -19,6 +25,24 @@ Integers = NDArray[np.int64]
 Pack = bool | Literal["wrapped"]
 Row = tuple[Tensor, Tensor, Tensor]
 """Ids, labels and positions."""
+
+
+PACKABLE = frozenset(
+    {
+        "apertus", "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+        "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
+        "hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo",
+        "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    }
+)  # fmt: skip
+"""Model types with which a test found a document's logits equal, bit for bit, whatever the other documents are.
+
+In a mixture of experts logits change by the rounding of the experts' batches, as with any other row of a batch.
+"""
+
+_VARYING_ROPE = ("dynamic", "longrope")
+"""Rotations that change for a whole batch once one of its documents is longer than the model was trained for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,11 +154,8 @@ def best_fit(lengths: Integers, capacity: int) -> list[list[int]]:
 class Sequences(Dataset[Row]):
     """Rows of pieces, put together when they are asked for: item ``i`` is ``(ids, labels, positions)``.
 
-    Args:
-        documents: source of the tokens.
-        pieces: in the order of the rows.
-        ends: number of pieces up to the end of each row.
-        apart: whether a piece begins anew: with position 0, and with a token that is not predicted from the one before.
+    Row ``i`` has the pieces up to number ``ends[i]``. Those that are ``apart`` begin anew: with position 0, and with a
+    token that is not predicted from the one before.
     """
 
     def __init__(self, documents: Documents, pieces: Pieces, ends: Integers, *, apart: bool) -> None:
@@ -183,14 +204,7 @@ class Sequences(Dataset[Row]):
 
 
 def sequences_of(documents: Documents, selected: Integers, length: int, pack: Pack) -> tuple[Sequences, Losses]:
-    """Return the ``selected`` documents as rows of at most ``length`` tokens, and the losses.
-
-    Args:
-        documents: source of the tokens.
-        selected: numbers of documents.
-        length: of a full row.
-        pack: ``data.pack``.
-    """
+    """Return the ``selected`` documents as rows of at most ``length`` tokens, by ``data.pack``, and the losses."""
     if pack == "wrapped":
         return wrapped(documents, selected, length), Losses()
     pieces, losses = pieces_of(documents, selected, length)
@@ -233,3 +247,29 @@ def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
     whole = np.minimum.reduceat(text, rows.begins) & (rows.lengths > 1) if len(rows) else text
     learned = [number for number in range(len(rows)) if whole[number] or (rows[number][1][1:] != IGNORED).any()]
     return rows.take(np.asarray(learned, np.int64))
+
+
+def check_packing(config: Any, *, max_length: int, attention: str | None = None, batch_size: int = 1) -> None:
+    """Raise ``ConfigError`` if a model of ``config`` does not keep packed documents apart, or nobody has tried."""
+    way_out = (
+        "set data.pack=false (data.group_by_length=true keeps padding small), or data.pack=wrapped for running text, "
+        "where documents may read each other"
+    )
+    kind = getattr(config, "model_type", type(config).__name__)
+    if kind not in PACKABLE:
+        raise ConfigError(
+            f"data.pack=true: models of type {kind!r} are not known to keep the documents of a row apart; {way_out}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if rope.get("rope_type") in _VARYING_ROPE and trained is not None and max_length > trained:
+        raise ConfigError(
+            f"data.pack=true: beyond {trained} tokens this model turns positions differently for all documents of a "
+            f"batch; set data.max_length={trained} or less, or data.pack=false"
+        )
+    if attention is not None and attention.startswith("flash_attention") and batch_size > 1:
+        raise ConfigError(
+            f"data.pack=true: model.attention={attention} finds documents where a batch is one row, and "
+            f"data.batch_size is {batch_size}; set data.batch_size=1 (a larger data.max_length packs as many tokens), "
+            "or model.attention=sdpa"
+        )

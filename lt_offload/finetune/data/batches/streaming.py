@@ -11,15 +11,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import check_continues
 from lt_offload.finetune.data.batches.packing import Row, Sequences
-from lt_offload.finetune.data.batches.updates import Sizes, with_tokens
 from lt_offload.finetune.data.formats import Example
 from lt_offload.finetune.processes import Share
 
@@ -37,17 +35,9 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
     All processes read everything and take their share of the batches. The position is that after the last of their
     batches, so that a run may go on with any number of processes.
 
-    Args:
-        read: yields the examples from a place on, each with the place after it.
-        begin: place of the first training data; examples before it are held out.
-        buffer: examples of a stretch.
-        batch_size: sequences of a batch.
-        sequences: puts the documents of a stretch into sequences.
-        collate: makes a batch of sequences.
-        seed: of the order within stretches, which is another one in each pass over the data.
-        name: of the data, for errors.
-        settings: other settings that decide about the batches, by name.
-        share: the batches of this process.
+    ``read`` yields the examples from a place on, each with the place after it; ``begin`` is that of the first training
+    data. ``sequences`` are made of the documents of a stretch, ``buffer`` examples, and other ``settings`` decide about
+    them, too. The order within stretches, of ``seed``, is another one in each pass.
     """
 
     def __init__(
@@ -75,15 +65,30 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
             "seed": seed, "batch_size": batch_size, "stream_buffer": buffer, "begin": list(begin), **settings
         }  # fmt: skip
         """Settings that decide about the batches."""
-        self.start: Position = self._whole(0)
-        """The position at which the next iteration of this object begins."""
+        self.position: Position = self._whole(0)
+        """The position after the last batch that was taken, at which the next iteration begins."""
 
     def __iter__(self) -> Iterator[tuple[Position, Batch]]:
-        rows = self._rows(self.start)
+        rows = self._rows(self.position)
         begin = self._share.first * self._batch_size
         while True:
             some = list(islice(rows, self._share.of * self._batch_size))
             yield some[-1][0], self._collate([row for _, row in some[begin : begin + self._batch_size]])
+
+    def take(self, item: tuple[Position, Batch]) -> None:
+        """Note that training has taken ``item``."""
+        self.position = item[0]
+
+    def state_dict(self) -> Position:
+        """Return the position after the last batch that was taken, and the settings that the order depends on."""
+        return self.position | {"depends_on": self.depends_on}
+
+    def load_state_dict(self, state: Position) -> None:
+        """Continue where ``state`` was taken; raises ``ConfigError`` if other batches would follow."""
+        if "depends_on" not in state:
+            raise ConfigError("the checkpoint is of a run with data.streaming=false; continue it with that setting")
+        check_continues(state["depends_on"], self.depends_on)
+        self.position = {key: value for key, value in state.items() if key != "depends_on"}
 
     def _rows(self, position: Position) -> Iterator[tuple[Position, Row]]:
         """Yield sequences without end, each with the position after it."""
@@ -120,59 +125,6 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
 
     def _whole(self, epoch: int) -> Position:
         return {"epoch": epoch, _STRETCH: 0, "place": self.depends_on["begin"], "used": 0}
-
-
-class StreamLoader:
-    """A loader of streamed batches whose position Lightning saves and restores with its checkpoints.
-
-    Args:
-        batches: the source.
-        count: number of batches that Lightning shall take for an epoch; the next epoch goes on where it ends.
-        num_workers: 1 prepares batches in a process of its own.
-        sizes: of updates, whose tokens are counted; None: they are not.
-    """
-
-    def __init__(
-        self, batches: StreamedBatches, *, count: int, num_workers: int = 0, sizes: Sizes | None = None
-    ) -> None:
-        self._batches = batches
-        self._count = count
-        self._workers = num_workers
-        self._sizes = sizes
-        self._position = batches.start
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Batch]:
-        self._batches.start = self._position
-        # A generator of its own, as other loaders have.
-        loader: DataLoader[Any] = DataLoader(
-            self._batches,
-            batch_size=None,
-            num_workers=self._workers,
-            collate_fn=unchanged,
-            generator=torch.Generator(),
-        )
-        epoch = islice(loader, self._count)
-        for position, batch in with_tokens(epoch, self._sizes, lambda pair: pair[1]):
-            self._position = position
-            yield batch
-
-    def state_dict(self) -> Position:
-        """Return the position after the last batch that was taken, and the settings that the order depends on."""
-        return self._position | {"depends_on": self._batches.depends_on}
-
-    def load_state_dict(self, state: Position) -> None:
-        """Continue where ``state`` was taken.
-
-        Raises:
-            ConfigError: if other batches would follow.
-        """
-        if "depends_on" not in state:
-            raise ConfigError("the checkpoint is of a run with data.streaming=false; continue it with that setting")
-        check_continues(state["depends_on"], self._batches.depends_on)
-        self._position = {key: value for key, value in state.items() if key != "depends_on"}
 
 
 def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool, validation_seed: int | None) -> None:
@@ -212,8 +164,3 @@ def batches_of(trainer: Any) -> int:
     for callback in trainer.callbacks:
         factors += getattr(callback, "scheduling", {}).values()
     return int(max(trainer.max_steps, 1) * max(factors))
-
-
-def unchanged(batch: Any) -> Any:
-    """Return ``batch``: the collation of items that are whole already."""
-    return batch

@@ -94,8 +94,7 @@ def says_something(message: Message) -> bool:
 def from_row(row: Row, layout: Columns) -> Conversation:
     """Return the conversation in a row of messages, of a prompt and a completion, or of an instruction.
 
-    Raises:
-        RowFault: if it has none.
+    Raises ``RowFault`` if it has none.
     """
     context = 0
     if layout.format == "alpaca":
@@ -130,25 +129,16 @@ def _of_instruction(row: Row, layout: Columns) -> list[Message]:
 
 
 def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = None) -> list[Message]:
-    """Return messages in OpenAI's form from those of OpenAI or ShareGPT.
+    """Return messages in OpenAI's form from ``value``, a list of those of OpenAI or ShareGPT, or JSON of one.
 
-    Args:
-        value: a list, or JSON of one.
-        column: its name, for errors.
-        keys: names of the keys that hold ``role`` and ``content``, if they are none of the usual ones.
-
-    Raises:
-        RowFault: if a message is none.
+    ``keys`` names the keys that hold ``role`` and ``content``, if they are none of the usual ones, and ``column`` the
+    place in errors. Raises ``RowFault`` if a message is none.
     """
-    if isinstance(value, str):
-        value = _json(value, column)
-    if not isinstance(value, list | tuple):
-        raise RowFault(f"{column} is {kind_of(value)}, not a list of messages")
-    if not value:
-        raise RowFault(f"{column} is empty")
     messages: list[Message] = []
     calls: list[str] = []
-    for number, item in enumerate(value, start=1):
+    if not (items := _listed(value, column, "messages")):
+        raise RowFault(f"{column} is empty")
+    for number, item in enumerate(items, start=1):
         try:
             message = _message(item, keys or {})
         except RowFault as fault:
@@ -183,9 +173,7 @@ def _message(item: Any, keys: Mapping[str, str]) -> Message:
         raise RowFault(f"(role {name!r}) has tool_calls, which only the assistant can make")
     message: Message = {"role": role, "content": _content(item.get(content_key), of_role, bool(called))}
     if called is not None:
-        if not isinstance(called, list | tuple):
-            raise RowFault(f"tool_calls is {kind_of(called)}, not a list")
-        message["tool_calls"] = [_call(call, "tool_calls") for call in called]
+        message["tool_calls"] = [_call(call, "tool_calls") for call in _listed(called, "tool_calls", "calls")]
     if role == "tool" and isinstance(item.get("tool_call_id"), str):
         message["tool_call_id"] = item["tool_call_id"]
     for key in _KEPT:
@@ -248,18 +236,8 @@ def _link(message: Message, calls: list[str]) -> None:
 
 
 def _tools(row: Row, layout: Columns) -> list[Message] | None:
-    value = layout.value(row, "tools")
-    name = layout.columns.get("tools", "tools")
-    if isinstance(value, str):
-        value = _json(value, name) if value.strip() else None
-    if value is None or value == []:
-        return None
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        raise RowFault(f"{name} is {kind_of(value)}, not a list of functions")
-    tools = []
-    for tool in value:
+    name, tools = layout.columns.get("tools", "tools"), []
+    for tool in _listed(layout.value(row, "tools"), name, "functions"):
         if isinstance(tool, str):
             tool = _json(tool, name)
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -267,23 +245,23 @@ def _tools(row: Row, layout: Columns) -> list[Message] | None:
             raise RowFault(f"{name} has an entry that is no function with a name: {kind_of(tool)}")
         _check_json(tool, name)
         tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
-    return tools
+    return tools or None
 
 
 def history(row: Row, layout: Columns) -> Sequence[Any]:
-    """Return the turns before an instruction.
+    """Return the turns before an instruction; raises ``RowFault`` if they are no list."""
+    return _listed(layout.value(row, "history"), "history", "pairs")
 
-    Raises:
-        RowFault: if they are no list.
-    """
-    value = layout.value(row, "history")
-    if value is None or value == "":
-        return []
+
+def _listed(value: Any, name: str, what: str) -> Sequence[Any]:
+    """Return a list, or JSON of one, empty for nothing; an object is one of its items if they are functions."""
     if isinstance(value, str):
-        value = _json(value, "history")
-    if not isinstance(value, list | tuple):
-        raise RowFault(f"history is {kind_of(value)}, not a list of pairs")
-    return value
+        value = _json(value, name) if value.strip() else None
+    if isinstance(value, Mapping) and what == "functions":
+        return [value]
+    if not isinstance(value, list | tuple) and (value is not None or what in ("messages", "calls")):
+        raise RowFault(f"{name} is {kind_of(value)}, not a list of {what}")
+    return value or []
 
 
 def _json(text: str, name: str) -> Any:

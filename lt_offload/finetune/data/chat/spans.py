@@ -25,19 +25,15 @@ _OTHER = "\U00100001"
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The text of a template around the assistant's words, in a turn that is not the last.
-
-    Args:
-        header: text that asks for the turn.
-        opening: text between the header and the words.
-        closing: text that ends the turn.
-        next_ends: whether nothing ends a turn but the token that begins the next one.
-    """
+    """The text of a template around the assistant's words, in a turn that is not the last."""
 
     header: str = ""
+    """Text that asks for the turn."""
     opening: str = ""
+    """Text between the header and the words."""
     closing: str = ""
     next_ends: bool = False
+    """True if nothing ends a turn but the token that begins the next one."""
 
 
 class Locator:
@@ -49,8 +45,7 @@ class Locator:
     def locate(self, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
         """Return the text of ``conversation``, and the spans of the assistant's messages ``turns`` in it.
 
-        Raises:
-            RowFault: if the template refuses it, leaves out a message, or cannot be understood.
+        Raises ``RowFault`` if the template refuses it, leaves out a message, or cannot be understood.
         """
         messages = conversation.messages
         try:

@@ -36,28 +36,18 @@ _TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """The ability of a template to write about functions.
-
-    Args:
-        tools: True if it writes descriptions of functions.
-        calls: form of the arguments in calls, ``object`` or ``text``; None if it writes no calls.
-        results: True if it writes messages with the role ``tool``.
-    """
+    """The ability of a template to write descriptions of functions, calls, and messages with the role ``tool``."""
 
     tools: bool
     calls: Literal["object", "text"] | None
+    """Form of the arguments in calls; None if it writes no calls."""
     results: bool
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it writes.
+    """A chat template in Jinja, and ``tool_text`` for conversations with tools, where that is another one.
 
-    Args:
-        name: its name in messages.
-        text: in Jinja.
-        special: names and texts of the tokenizer's special tokens.
-        tokens: texts that are one token each wherever they stand.
-        tool_text: template for conversations with tools, where it is another one.
+    ``special`` tokens are the tokenizer's by their names; ``tokens`` are texts that are one token wherever they stand.
     """
 
     def __init__(
@@ -72,8 +62,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False) -> str:
         """Return the text of a conversation; with ``ask``, of one that the assistant is to go on with.
 
-        Raises:
-            RowFault: if the template refuses it.
+        Raises ``RowFault`` if the template refuses it.
         """
         return self.render_with_spans(messages, tools, ask=ask)[0]
 
@@ -82,8 +71,7 @@ class ChatTemplate:
     ) -> tuple[str, list[Span] | None]:
         """Return the text, and the spans of the assistant's words in it if the template marks them.
 
-        Raises:
-            RowFault: if the template refuses the conversation.
+        Raises ``RowFault`` if the template refuses the conversation.
         """
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -218,12 +206,7 @@ def _with_text_arguments(message: Message) -> Message:
 def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[ChatTemplate | None, list[str]]:
     """Return the chat template that ``data.template`` names, and notes for the user.
 
-    Args:
-        setting: null for the tokenizer's own, name of a shipped one, or a file.
-        tokenizer: may have none, and then None is returned for null.
-
-    Raises:
-        ConfigError: if there is no such template, or it is no Jinja.
+    Null is the tokenizer's own, if it has one. Raises ``ConfigError`` if there is no such template, or it is no Jinja.
     """
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     tokens = tuple(tokenizer.added_tokens_encoder)

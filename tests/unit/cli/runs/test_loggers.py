@@ -10,8 +10,8 @@ import lightning.pytorch.loggers
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lt_offload.cli import loggers as module
-from lt_offload.cli.loggers import loggers
+from lt_offload.cli import app as module
+from lt_offload.cli.app import loggers
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 

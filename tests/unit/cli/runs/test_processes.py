@@ -97,7 +97,7 @@ def test_a_recipe_trains_in_two_processes(
         Path("alone/samples.jsonl").read_text().splitlines()
     )
     [part], [other] = found.parts, expected.parts
-    assert (part.tokens, part.trained_tokens, part.samples) == (other.tokens, other.trained_tokens, other.samples)
+    assert (part.tokens, part.trained_tokens) == (other.tokens, other.trained_tokens)
     assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
     # Stock ddp does not say how long it waits for others.
     expected_times = [(rank, socket.gethostname()) for rank in range(2)] if strategy else []

@@ -12,9 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora
-from lt_offload.finetune.run.clock import RunClock
-from lt_offload.finetune.run.flops import peak_of
-from lt_offload.finetune.run.metrics import RunMetrics, _count
+from lt_offload.finetune.run.metrics import RunClock, RunMetrics, _count, peak_of
 from lt_offload.profiling.flops import product_flops_per_token
 from lt_offload.report.runs import read_run
 from lt_offload.strategy.metrics import Metrics
@@ -79,7 +77,6 @@ def test_what_is_logged(strategy: str, folder: str, tmp_path: Path) -> None:
     if strategy == "offmate":
         expected |= {"step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb", "grad_norm"}
         assert metrics.peaks["device_peak_bytes"] <= 2_000_000
-        assert len(metrics.clock.iterations) == 6
     assert set(found.curves) - {"val_loss"} == {*expected, "epoch"}
     assert [step for step, _ in found.curve("lr")] == [2, 4, 6]
     per_step = len(seen.lrs) // 6
@@ -107,7 +104,6 @@ def test_the_peak_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     peak = peak_of(torch.device("cuda"), "bf16-mixed", torch.float32)
     assert peak is not None
-    assert peak.flops_per_s == 989e12 or 9e14 < peak.flops_per_s < 2e15
-    assert peak.source == "NVIDIA H100 80GB HBM3, rated peak of dense bfloat16"
+    assert 9e14 < peak < 2e15
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A card of next year")
     assert peak_of(torch.device("cuda"), "32-true", torch.bfloat16) is None

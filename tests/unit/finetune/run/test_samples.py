@@ -14,7 +14,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.metrics import RunClock
 from lt_offload.finetune.run.samples import TOKENS, TOKENS_AT_END, Samples
 from tests.unit.finetune.conftest import data, trainer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import io
 import json
+import re
 import socket
 from array import array
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any
 import pytest
 
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.run.environment import environment
-from lt_offload.finetune.run.summary import RunSummary, print_summary, run_gains, write_report
+from lt_offload.finetune.run.summary import RunSummary, environment, print_summary, run_gains, write_report
 from lt_offload.plan import Settings, make_plan, solve
 from lt_offload.report.runs import read_parts
 from lt_offload.schema.plan import Plan
@@ -77,15 +77,15 @@ def test_training_is_told_and_written(
     assert report == tmp_path / "report.html"
     [part] = read_parts(tmp_path)
     assert (part.first_step, part.last_step, part.ended, part.error) == (0, 4, "finished", None)
-    assert (part.tokens, part.trained_tokens, part.samples) == (4 * 2 * 32, 4 * 2 * 31, 8)
+    assert (part.tokens, part.trained_tokens) == (4 * 2 * 32, 4 * 2 * 31)
     assert part.loss_before == summary.losses[0][1]
     assert part.seconds["steps"] > 0
     facts = summary.facts(run)
-    assert facts["held-out loss"] == f"{summary.losses[0][1]:.4f} -> {summary.losses[2][1]:.4f}"
-    assert facts["steps"].startswith("4, ")
+    assert facts["held-out loss, first"] == f"{summary.losses[0][1]:.4f}"
+    assert facts["steps"] == "4"
     print_summary(summary, run, report)
     out = capsys.readouterr().out
-    assert "sample         the quick" in out
+    assert re.search("sample +the quick", out)
     assert str(report) in out
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
     terminal = Terminal()

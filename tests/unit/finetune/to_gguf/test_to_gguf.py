@@ -11,7 +11,7 @@ import torch
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.export import export
-from lt_offload.finetune.weights.to_gguf import FAMILIES
+from lt_offload.finetune.weights.gguf import FAMILIES
 from tests.unit.finetune.to_gguf import tokenizers
 
 gguf = pytest.importorskip("gguf")

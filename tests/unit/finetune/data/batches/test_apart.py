@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.attention import check_packing
-from lt_offload.finetune.data.batches.collate import Collate
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.packing import packed, pieces_of
+from lt_offload.finetune.data.batches.loaders import Collate
+from lt_offload.finetune.data.batches.packing import check_packing, packed, pieces_of
 from lt_offload.finetune.data.formats import IGNORED, Example
 
 WINDOW = 4

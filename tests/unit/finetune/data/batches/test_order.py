@@ -5,10 +5,9 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import ResumableLoader
+from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import one_by_one, pieces_of
-from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.formats import Example
 
 LENGTHS = np.random.default_rng(0).integers(1, 400, 2003)
@@ -72,13 +71,6 @@ def test_another_order_is_not_continued(change: dict[str, int]) -> None:
     state = order().state_dict() | change
     with pytest.raises(ConfigError, match=f"{next(iter(change))} was {next(iter(change.values()))}, now it is"):
         order().load_state_dict(state)
-
-
-def test_an_order_saved_before_there_were_groups_continues() -> None:
-    state = {"position": 2, "count": 11, "batch_size": 2, "seed": 3}
-    batches = order()
-    batches.load_state_dict(state)
-    assert list(batches) == list(order())[2:]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])

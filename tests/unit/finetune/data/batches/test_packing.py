@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lt_offload.finetune.data.batches.collate import Collate
 from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.loaders import Collate
 from lt_offload.finetune.data.batches.packing import (
     Pieces,
     Sequences,

@@ -11,11 +11,11 @@ import pytest
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.collate import Collate
 from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.loaders import Collate, ResumableLoader
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import Sequences, packed, pieces_of
-from lt_offload.finetune.data.batches.streaming import Place, StreamedBatches, StreamLoader
+from lt_offload.finetune.data.batches.streaming import Place, StreamedBatches
 from lt_offload.finetune.data.formats import IGNORED, Example
 
 LENGTH = 12
@@ -40,7 +40,7 @@ def sequences(documents: Documents) -> Sequences:
     return packed(documents, pieces_of(documents, np.arange(len(documents)), LENGTH)[0], LENGTH)
 
 
-def loader(*sources: Source, workers: int = 0, count: int = 40, **settings: Any) -> StreamLoader:
+def loader(*sources: Source, workers: int = 0, count: int = 40, **settings: Any) -> ResumableLoader:
     defaults: dict[str, Any] = {"begin": (0, 0), "buffer": 7, "batch_size": 3, "seed": 5, "sequences": sequences}
 
     def read(place: Place) -> Iterator[tuple[Place, Example]]:
@@ -55,7 +55,7 @@ def loader(*sources: Source, workers: int = 0, count: int = 40, **settings: Any)
         name="data.path=x",
         **defaults | {"settings": {}} | settings,
     )
-    return StreamLoader(batches, count=count, num_workers=workers)
+    return ResumableLoader(batches, count=count, num_workers=workers)
 
 
 def sources() -> tuple[Source, Source]:

@@ -1,1 +1,0 @@
-"""Plans from settings alone, without weights: the verbs' profiles and requests to the planner."""
