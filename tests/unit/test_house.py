@@ -53,15 +53,16 @@ ROOMS_OF_PLAN = (
     ("plan",),  # __init__.py
 )
 ROOMS_OF_EXECUTE = (
-    ("device",),
+    ("device", "program"),
     ("memory",),
     ("updates",),
     ("blocks",),
     ("user_code",),
-    ("program", "iteration"),
+    ("interpreter", "iteration"),
     ("training",),
     ("engine",),
     ("execute",),  # __init__.py
+    ("installed",),
 )
 WITHOUT_TORCH = ("plan", "schema", "report")
 TORCH = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
