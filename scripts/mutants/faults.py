@@ -563,17 +563,6 @@ HEADS = (
     ),
 )
 
-EQUIVALENT = (
-    (
-        LINK,
-        'users = e.users if op.kind == "accumulate" else e.adds',
-        "users = e.adds",
-        "what adds waits for a copy of gradients, which waits for the update that has read its place on the host, and "
-        "for the adding of the pass before",
-    ),
-)
-"""Changes that no test can notice: the file, what was there, what is there then, and which order says the same."""
-
 MUTANTS = (
     *PLANNING,
     *MEMORY,

@@ -11,7 +11,6 @@ ASKED: dict[str, Any] = {
     "title": "lt_offload, auto",
     "model": "m",
     "budget_bytes": 1000,
-    "layers": 8,
     "date": "2025-01-31",
 }
 

@@ -16,7 +16,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.hf.report import RECORD
 from lt_offload.strategy import replay
 from scripts.hf import cases
-from scripts.hf.runs import Outcome, train
+from scripts.hf.runs import ended, train
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -51,12 +51,12 @@ def test_it_has_the_plan_of_its_run(evaluates: bool, tmp_path: Path, monkeypatch
     again = {"resume_from_checkpoint": two_steps(tmp_path)}
     resumed = train(make, tmp_path / "again", context(memory="150kB"), **again)
     assert resumed.offmate.plan == whole.offmate.plan
-    assert Outcome.of(whole).differs(Outcome.of(resumed)) == []
+    assert ended(whole).differs(ended(resumed)) == []
     # Another budget is another plan, for which the process takes what it took.
     other = train(make, tmp_path / "other", context(memory="300kB"), **again)
     assert other.offmate.plan.budget_bytes == 300_000
     assert other.offmate.plan.process_bytes == whole.offmate.plan.process_bytes
-    assert Outcome.of(whole).differs(Outcome.of(other)) == []
+    assert ended(whole).differs(ended(other)) == []
 
 
 class Swapping(TrainerCallback):  # type: ignore[misc]
@@ -90,9 +90,9 @@ class Freezing(TrainerCallback):  # type: ignore[misc]
 def test_it_trains_the_weights_that_its_run_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = partial(lt_offload.hf_trainer, memory="200kB", planner="stream")
     whole = train(held, tmp_path / "plain")
-    assert Outcome.of(whole).differs(Outcome.of(train(held, tmp_path, context()))) == []
+    assert ended(whole).differs(ended(train(held, tmp_path, context()))) == []
     resumed = train(held, tmp_path / "again", context(), resume_from_checkpoint=two_steps(tmp_path))
-    assert Outcome.of(whole).differs(Outcome.of(resumed)) == []
+    assert ended(whole).differs(ended(resumed)) == []
     said: list[str] = []
     monkeypatch.setattr(replay, "rank_zero_warn", said.append)
 

@@ -18,7 +18,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.hf.run import Run
 from lt_offload.strategy.first.survey import FirstIteration
 from scripts.hf import cases
-from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
+from scripts.hf.runs import BUDGETS, compare, ended, quiet, train
 from tests.sampling import grid
 
 
@@ -81,17 +81,17 @@ def test_a_step_without_a_backward_is_refused_before_training(kind: type[Trainer
 
 def test_with_a_larger_batch_that_is_given_a_step_is_measured_aside(tmp_path: Path) -> None:
     make = cases.plain(gradient_accumulation_steps=2)
-    plain = Outcome.of(train(make, tmp_path / "plain"))
+    plain = ended(train(make, tmp_path / "plain"))
     shortest, *_, longest = sorted(cases.rows(), key=lambda row: len(row["input_ids"]))
     batch = cases.collate([longest, shortest])
     context = lt_offload.hf_trainer(memory="200kB", planner="stream", sample_batch=batch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FirstIteration, "forward", lambda *_: pytest.fail("a step of the training shows what to plan"))
         found = train(make, tmp_path, context)
-    assert plain.differs(Outcome.of(found)) == []
+    assert plain.differs(ended(found)) == []
     path = tmp_path / "out" / "lt_offload" / "plan.json"
     again = train(make, tmp_path / "again", lt_offload.hf_trainer(plan=path))
-    assert plain.differs(Outcome.of(again)) == []
+    assert plain.differs(ended(again)) == []
     assert again.offmate.plan == found.offmate.plan
 
 
@@ -123,7 +123,7 @@ def test_an_evaluation_has_the_place_of_the_training_until_it_is_known_to_fit_be
 
     monkeypatch.setattr(Run, "_has_room", noted)
     found = train(make, tmp_path / "ours", lt_offload.hf_trainer(memory="200kB", planner="stream"))
-    assert Outcome.of(plain).differs(Outcome.of(found)) == []
+    assert ended(plain).differs(ended(found)) == []
     assert found.steps == plain.steps
     assert asked == [False] + [True] * (len(asked) - 1)
 
@@ -156,13 +156,13 @@ def test_checkpoints_are_the_plain_ones_and_go_on_in_both_directions(tmp_path: P
         "plain": lambda: None,
         "offloaded": lambda: lt_offload.hf_trainer(memory="150kB", planner="stream"),
     }
-    whole = {kind: Outcome.of(train(make, folders[kind], contexts[kind]())) for kind in folders}
+    whole = {kind: ended(train(make, folders[kind], contexts[kind]())) for kind in folders}
     assert whole["plain"].differs(whole["offloaded"]) == []
     saved = {kind: folder / "out" / "checkpoint-2" for kind, folder in folders.items()}
     assert flat(files(saved["plain"])) == flat(files(saved["offloaded"]))
     for mine, theirs in (("plain", "offloaded"), ("offloaded", "plain")):
         resumed = train(make, tmp_path / f"on {mine}", contexts[mine](), resume_from_checkpoint=str(saved[theirs]))
-        assert whole["plain"].differs(Outcome.of(resumed)) == []
+        assert whole["plain"].differs(ended(resumed)) == []
 
 
 class Interrupting(TrainerCallback):  # type: ignore[misc]
@@ -189,7 +189,7 @@ def listening() -> Iterator[None]:
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(number: int, tmp_path: Path) -> None:
-    whole = Outcome.of(train(cases.plain(), tmp_path / "plain"))
+    whole = ended(train(cases.plain(), tmp_path / "plain"))
     with pytest.raises(KeyboardInterrupt):
         train(
             cases.plain(_callbacks=[Interrupting(number)]),
@@ -200,7 +200,7 @@ def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(number: int, tmp_path: P
     resumed = train(
         cases.plain(), tmp_path, lt_offload.hf_trainer(memory="1GB", planner="resident"), resume_from_checkpoint=True
     )
-    assert whole.differs(Outcome.of(resumed)) == []
+    assert whole.differs(ended(resumed)) == []
     kept = {path.name for path in (tmp_path / "out" / "lt_offload").iterdir()}
     assert kept == {"plan.json", "profile.json", "trace.json", "trace.perfetto.json", "metrics.csv", "report.html"}
 
