@@ -42,7 +42,7 @@ CLIPPED = (
         CLIPPING,
         "ordered = [stand_ins[stand_in] for (alike,), _ in of_dtypes for stand_in in alike]",
         "ordered = [g for d in dict.fromkeys(g.dtype for g in grads) for g in grads if g.dtype == d]",
-        "unit/execute/updates/test_clipping.py",
+        "unit/execute/updates/test_updates.py",
     ),
     mutant(
         "only large gradients are clamped",

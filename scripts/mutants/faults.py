@@ -61,7 +61,7 @@ PLANNING = (
         "unit/planners/test_slots.py",
     ),
     mutant("a group is not side by side in every stay", GROUPS, " or not follows:", ":", PLANS, "unit/plan", VERIFY),
-    mutant("all weights are one mapping", GROUPS, "            span += 1\n", "", "unit/assembly/test_groups.py"),
+    mutant("all weights are one mapping", GROUPS, "            span += 1\n", "", "unit/assembly/test_build.py"),
     mutant(
         "what is apart on the host is copied as one",
         RESIDENCY,

@@ -1,12 +1,16 @@
-"""MemFerry's chain of layers: the optimum against enumeration, and what the paper's algorithm makes of it."""
+"""MemFerry: the optimum of its chain against enumeration, and plans that pass every check."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lt_offload.plan.assembly.just_in_time import Misfit
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.papers.memferry.model import (
     CopiedWeights,
     MemFerryLayer,
@@ -17,6 +21,22 @@ from lt_offload.plan.papers.memferry.model import (
     kept_gradients,
     switched_weights,
 )
+from lt_offload.plan.papers.memferry.propose import propose_memferry
+from lt_offload.plan.planners.baselines import streaming_decisions
+from lt_offload.plan.planners.embeddings import zero_copy_embeddings
+from lt_offload.plan.planners.offmate.rounding import round_tensors
+from lt_offload.plan.planners.request import NotApplicable, Request
+from lt_offload.plan.planners.slots import share_slots
+from lt_offload.plan.planners.timed_plan import timed_plan
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.verify.check import check
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
+from lt_offload.schema.trace import Trace
+from tests import sampling
+from tests.support.profiles.fixtures import llama7b_b4
+from tests.support.profiles.random_solutions import random_solution
+from tests.support.profiles.small import small_profile
 
 
 def random_weight(rng: np.random.Generator, *, reads: bool) -> MemFerryWeight:
@@ -141,3 +161,176 @@ def test_kept_gradients_are_the_best_choice_and_more_reserve_never_hurts() -> No
             assert gain >= before - 1e-9
             before = gain
         assert kept_gradients(weights, total) == [True] * len(weights)
+
+
+ROWS = llama7b_b4(1).blocks[0].output_bytes
+"""Bytes of an embedding that one batch reads."""
+
+
+def with_zero_copy(profile: Profile, *, tiles: float = 16.0, of_tied: bool = True) -> Profile:
+    """``profile`` with figures for direct host access: rows of embeddings, ``tiles`` times every matrix.
+
+    ``of_tied``: whether tied tensors have some.
+    """
+    link = profile.hardware.h2d_bytes_per_s
+
+    def read(tensor: TensorProfile, block: int) -> ReadProfile:
+        embedding = profile.blocks[block].kind == "embedding"
+        passes = 1.0 if len(tensor.shape) == 1 else tiles
+        forward = min(ROWS, tensor.bytes) if embedding else int(passes * tensor.bytes)
+        backward = 0 if embedding else forward
+        seconds = {"forward_s": forward / link, "backward_s": backward / link}
+        return ReadProfile(forward_bytes=forward, backward_bytes=backward, **seconds)
+
+    tensors = []
+    for tensor in profile.tensors:
+        reads = tuple(read(tensor, block) for block in tensor.blocks)
+        zero_copy = ZeroCopyProfile(reads=reads, grad_s=tensor.bytes / profile.hardware.d2h_bytes_per_s)
+        tensors.append(replace(tensor, zero_copy=zero_copy if of_tied or len(tensor.blocks) == 1 else None))
+    return replace(profile, tensors=tuple(tensors))
+
+
+def fast_host(profile: Profile) -> Profile:
+    """``profile`` with a host that does not hold up the iteration."""
+    return replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=20e9))
+
+
+def request(profile: Profile, budget: float, **kwargs: Any) -> Request:
+    defaults: dict[str, Any] = {
+        "host_budget_bytes": 10**12,
+        "allowed": tuple(block.options for block in profile.blocks),
+    }
+    defaults |= {name: kwargs.pop(name) for name in ("host_budget_bytes", "allowed") if name in kwargs}
+    return Request(profile=profile, budget_bytes=int(budget), settings=Settings(**kwargs), **defaults)
+
+
+def planned(decisions: Decisions, asked: Request) -> tuple[Plan, Trace]:
+    """The plan of ``decisions`` as select makes it, checked, and its simulation."""
+    found = timed_plan("memferry", decisions, asked)
+    assert not isinstance(found, Misfit)
+    plan, trace = share_slots(found.plan, asked.profile, found.trace)
+    assert check(plan, asked.profile) == []
+    return plan, trace
+
+
+def proposals(asked: Request) -> dict[str, tuple[Decisions, Trace]]:
+    """Proposals by name, each planned."""
+    found = propose_memferry(asked)
+    assert len({proposal.name for proposal in found}) == len(found)
+    assert all(proposal.name.startswith("memferry, ") for proposal in found)
+    return {proposal.name: (proposal.decisions, planned(proposal.decisions, asked)[1]) for proposal in found}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("reserve", [0.0, 0.3, 1.0])
+def test_gradients_are_kept_within_the_reserve(reserve: float, tied: bool) -> None:
+    profile = fast_host(with_zero_copy(llama7b_b4(4, tied=tied)))
+    total = sum(tensor.bytes for tensor in profile.tensors)
+    for decisions, _ in proposals(request(profile, 30e9, gradient_reserve=reserve)).values():
+        pairs = list(zip(profile.tensors, decisions.tensors, strict=True))
+        kept = sum(tensor.bytes for tensor, decision in pairs if not decision.grad_zero_copy)
+        assert 0.95 * reserve * total <= kept <= reserve * total
+
+
+def test_activations_stay_off_the_host_if_ram_is_short() -> None:
+    profile = fast_host(with_zero_copy(llama7b_b4(6)))
+    of_blocks = [sum(t.bytes for t in profile.tensors if block in t.blocks) for block in range(len(profile.blocks))]
+    ram = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors) + max(of_blocks)
+    for decisions, _ in proposals(request(profile, 8e9, host_budget_bytes=ram)).values():
+        assert set(decisions.options) == {"keep", "recompute"}
+    with pytest.raises(NotApplicable, match=r"need .* GB of .* GB of RAM"):
+        propose_memferry(request(profile, 8e9, host_budget_bytes=ram - 1))
+
+
+def test_what_does_not_apply_says_why() -> None:
+    profile = with_zero_copy(llama7b_b4(2))
+    with pytest.raises(NotApplicable, match="host_update=False"):
+        propose_memferry(request(profile, 40e9, host_update=False))
+    with pytest.raises(NotApplicable, match="no figures for direct host access"):
+        propose_memferry(request(llama7b_b4(2), 40e9))
+    with pytest.raises(NotApplicable, match=r"its smallest plan needs 2\.\d+ GB of the 2 GB on the device"):
+        propose_memferry(request(profile, 2e9))
+    tied = with_zero_copy(llama7b_b4(2, tied=True), of_tied=False)
+    with pytest.raises(NotApplicable, match=r"gradient_reserve=0.1, and the backward cannot write .*0\.\d+ or more"):
+        propose_memferry(request(tied, 40e9, gradient_reserve=0.1))
+
+
+# -- embeddings of other plans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_streaming_plans_may_read_their_embedding_directly(tied: bool) -> None:
+    profile = fast_host(with_zero_copy(llama7b_b4(4, tied=tied)))
+    asked = request(profile, 40e9)
+    before = streaming_decisions(profile, ("keep",) * 6, host_update=True)
+    after = zero_copy_embeddings(before, asked)
+    assert after is not None
+    assert after.tensors[0].zero_copy == (0, 11)
+    assert after.tensors[1:] == before.tensors[1:]
+    assert all(5 <= stay.start <= stay.end <= 6 for stay in after.tensors[0].stays)
+    assert bool(after.tensors[0].stays) == tied
+    (_, old), (plan, new) = planned(before, asked), planned(after, asked)
+    assert new.iteration_time < old.iteration_time
+    assert [op.zero_copy for op in plan.ops if op.kind == "forward" and op.block == 0] == [(0,)]
+    assert zero_copy_embeddings(after, asked) is None
+
+
+def test_embeddings_of_arbitrary_plans() -> None:
+    rng = np.random.default_rng(7)
+    changes = 0
+    for case in range(40):
+        profile = with_zero_copy(llama7b_b4(int(rng.integers(1, 4)), tied=bool(rng.integers(2))))
+        asked = request(profile, 10**12)
+        before = round_tensors(random_solution(rng, profile), profile)
+        after = zero_copy_embeddings(before, asked)
+        on_host = before.tensors[0].place == "host"
+        assert (after is not None) == on_host, case
+        if after is not None:
+            changes += 1
+            planned(after, asked)
+    assert 5 < changes < 35
+
+
+@pytest.mark.slow
+def test_arbitrary_small_models() -> None:
+    """Weights of one size, arbitrary costs of direct access, some without, and budgets from hopeless to ample."""
+    rng = np.random.default_rng(8)
+    planned_ones, reasons = 0, []
+    for _ in range(60 if sampling.FULL else 30):
+        blocks = int(rng.integers(1, 7))
+        frozen = tuple(int(block) for block in np.flatnonzero(rng.uniform(size=blocks) < rng.choice([0.0, 0.4])))
+        tied = blocks > 1 and 0 not in frozen and blocks - 1 not in frozen and bool(rng.uniform() < 0.3)
+        no_backward = 0 if tied else next((at for at in range(blocks) if at not in frozen), blocks)
+        if no_backward == blocks or (tied and frozen):
+            continue
+        profile = small_profile(blocks, tied=tied, frozen=frozen, no_backward=int(no_backward), launch_s=0.1)
+        profile = with_random_direct(rng, profile)
+        asked = request(profile, rng.choice([2000, 3000, 4500, 7000, 20000]), gradient_reserve=rng.choice([None, 1.0]))
+        try:
+            found = propose_memferry(asked)
+        except NotApplicable as reason:
+            reasons.append(str(reason))
+            continue
+        for proposal in found:
+            planned(proposal.decisions, asked)
+        planned_ones += 1
+    assert planned_ones > 12
+    assert all(reason.startswith(("its smallest plan", "the profile has no figures")) for reason in reasons)
+
+
+def random_read(rng: np.random.Generator) -> ReadProfile:
+    forward, backward = (float(x) for x in rng.uniform(0, 20, 2))
+    sizes = {"forward_bytes": int(100 * forward), "backward_bytes": int(100 * backward)}
+    return ReadProfile(forward_s=forward, backward_s=backward, **sizes)
+
+
+def with_random_direct(rng: np.random.Generator, profile: Profile) -> Profile:
+    tensors = []
+    for tensor in profile.tensors:
+        reads = tuple(random_read(rng) for _ in tensor.blocks)
+        zero_copy = ZeroCopyProfile(reads=reads, grad_s=float(rng.uniform(0, 20)))
+        tensors.append(replace(tensor, zero_copy=zero_copy if rng.uniform() < 0.8 else None))
+    blocks = tuple(
+        replace(block, kind="embedding" if at == 0 else block.kind) for at, block in enumerate(profile.blocks)
+    )
+    return replace(profile, tensors=tuple(tensors), blocks=blocks)

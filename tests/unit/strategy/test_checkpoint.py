@@ -86,6 +86,11 @@ def test_a_failed_save_leaves_the_last_checkpoint(io: Any, tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+def test_a_file_that_is_not_there_is_named(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nothing\.ckpt"):
+        io.load_checkpoint(tmp_path / "nothing.ckpt")
+
+
 def test_remote_paths_are_lightnings(io: Any) -> None:
     io.save_checkpoint(contents(), "memory://run/last.ckpt")
     assert same(io.load_checkpoint("memory://run/last.ckpt"), contents())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,13 @@ def test_results_come_back_and_changes_do_not() -> None:
     assert found["pid"] != os.getpid()
     assert seen == []
     assert torch.equal(tensor, torch.zeros(3))
+
+
+def test_files_stand_where_they_stood(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("a\nb\n")
+    with (tmp_path / "rows.txt").open() as file:
+        assert asked(file.readline) == "a\n"
+        assert file.readline() == "a\n"
 
 
 class Private(Exception):
