@@ -1,4 +1,4 @@
-"""Drafts of recipes: a model by its name, ways to train it, each planned as the recipe that would be written, a header."""
+"""Drafts of recipes: a model by its name, ways to train it, each planned as the recipe it would be, and a header."""
 
 from __future__ import annotations
 
