@@ -50,16 +50,6 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
 
 
-def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
-    """Raise ``ConfigError`` if a prompt of so many ``tokens`` and its answer are longer than the model's context."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and tokens + max_new_tokens > longest:
-        raise ConfigError(
-            f"a prompt of {tokens} tokens and an answer of max_new_tokens={max_new_tokens} are longer than the model's "
-            f"context of {longest}; lower --max_new_tokens, or write less"
-        )
-
-
 def room_for_answer(config: Any, tokens: int, max_new_tokens: int) -> int:
     """Return the number of tokens that may follow a prompt of ``tokens``: the setting, or the rest of the context.
 
