@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.torch import FORWARD_PRE_HOOKS, FORWARD_PRE_HOOKS_WITH_KWARGS
 from lt_offload.errors import ConfigError, OverBudget, PlanError
-from lt_offload.execute import find_device, open_device
+from lt_offload.execute import find_device
 from lt_offload.execute.engine import Engine
-from lt_offload.machine.driver import current
+from lt_offload.execute.installed import First, install
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.compiled import hide_from_copies
@@ -32,9 +32,6 @@ from lt_offload.profiling.step.capture import Run
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
-
-if TYPE_CHECKING:
-    from lt_offload.strategy.first.survey import FirstIteration
 
 _log = logging.getLogger(__name__)
 
@@ -163,16 +160,9 @@ def solved(
 @contextmanager
 def streamed(model: nn.Module, budget: int, structure: Structure, torch_device: torch.device) -> Iterator[Engine]:
     """Run forwards without gradients within ``budget`` bytes: there is no plan, and nothing is trained."""
-    device = open_device(budget, str(torch_device))
-    engine = Engine(model, None, None, device, structure=structure)
-    try:
-        with current(torch_device):
-            engine.install()
-            with device.between():
-                yield engine
-    finally:
-        engine.remove()
-        device.close()
+    engine, undo = install(model, None, None, structure, torch_device, budget=budget)
+    with undo:
+        yield engine
 
 
 @contextmanager
@@ -182,20 +172,10 @@ def installed(
     plan: Plan,
     structure: Structure,
     torch_device: torch.device,
-    first: FirstIteration | None = None,
+    first: First | None = None,
 ) -> Iterator[Engine]:
     """Carry out ``plan`` in every iteration within the context, beginning with the ``first`` step that was profiled."""
-    watch: AbstractContextManager[Any]
-    if first is None:
-        threads = plan.host_threads or None
-        device = open_device(plan.budget_bytes, str(torch_device), host_threads=threads, context=plan.context_bytes)
-        watch = device.between()
-    else:
-        device, watch = first.device, first.watch
-        device.expect(plan.context_bytes)
-    survey, first = None if first is None else first.leave(), None  # what it held goes when the step is over
-    engine = Engine(model, optimizer, plan, device, structure=structure, survey=survey)
-    begun, survey = survey is not None, None
+    begun = first is not None
     iteration = ExitStack()
     larger: list[tuple[int, int]] = []
     """Rows and length of the planned batch and of the batch that came, if that one is larger; else empty."""
@@ -212,33 +192,30 @@ def installed(
         for name in (FORWARD_PRE_HOOKS, FORWARD_PRE_HOOKS_WITH_KWARGS):
             state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
 
-    hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
-    shown = hide_from_copies(model, hide)
-    try:
-        with current(torch_device), plainly(model):
-            engine.install()
-            engine.follow(optimizer, iteration.close)
-            hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))
-            if begun:
-                iteration.enter_context(device.accounting())
-            with watch, iteration:
+    with plainly(model), ExitStack() as undo:
+        engine, remove = install(model, optimizer, plan, structure, torch_device, budget=plan.budget_bytes, first=first)
+        undo.push(remove)
+        first = None  # what it held goes when the step is over
+        device = engine.device
+        undo.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        undo.callback(hide_from_copies(model, hide))
+        engine.follow(optimizer, iteration.close)
+        undo.callback(optimizer.register_step_post_hook(lambda *_: iteration.close()).remove)
+        if begun:
+            iteration.enter_context(device.accounting())
+        try:
+            with iteration:
                 yield engine
-    except BaseException as error:
-        engine.abort()
-        if isinstance(error, OverBudget) and larger:
-            known, came = (f"{rows} x {length}" for rows, length in larger)
-            raise OverBudget(
-                f"a batch of {came} came, and the plan is for {known}, as in sample_batch: "
-                f"memory={format_bytes(plan.budget_bytes)} is too small for it as planned; give as sample_batch the "
-                "largest batch that will come: the longest rows, filled up to one length"
-            ) from error
-        raise
-    finally:
-        shown()
-        for hook in hooks:
-            hook.remove()
-        engine.remove()
-        device.close()
+        except BaseException as error:
+            engine.abort()
+            if isinstance(error, OverBudget) and larger:
+                known, came = (f"{rows} x {length}" for rows, length in larger)
+                raise OverBudget(
+                    f"a batch of {came} came, and the plan is for {known}, as in sample_batch: "
+                    f"memory={format_bytes(plan.budget_bytes)} is too small for it as planned; give as sample_batch "
+                    "the largest batch that will come: the longest rows, filled up to one length"
+                ) from error
+            raise
 
 
 def check_replay(

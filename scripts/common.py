@@ -95,10 +95,15 @@ def in_child(module: str, job: str, **arguments: Any) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        code = _run([sys.executable, "-m", module, "--child", job, str(answer), json.dumps(arguments)])
+        code = run(child_command(module, job, answer, arguments))
         if code or not answer.is_file():
             raise SystemExit(f"{module}: {job} failed (exit code {code}); its output is above")
         return read_json(answer)
+
+
+def child_command(module: str, job: str, answer: Path, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the command of a process that runs ``job`` of ``module`` and writes its figures to ``answer``."""
+    return [sys.executable, "-m", module, "--child", job, str(answer), json.dumps(arguments)]
 
 
 def serve_child(*jobs: Job) -> None:
@@ -112,40 +117,13 @@ def serve_child(*jobs: Job) -> None:
     raise SystemExit(0)
 
 
-def run_recipe(recipe: str, folder: Path, steps: int, settings: Sequence[str], *, checkpoint: bool = True) -> int:
-    """Train ``recipe`` for ``steps`` steps by the command line, without validation, and return its exit code.
-
-    ``scripts.training.Recorder`` leaves ``figures.json`` and, with ``checkpoint``, ``end.ckpt`` in ``folder``.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    recorder = {
-        "class_path": "scripts.training.Recorder",
-        "init_args": {"folder": str(folder), "checkpoint": checkpoint},
-    }
-    return _run(
-        [
-            *(sys.executable, "-m", "lt_offload.cli.main", recipe),
-            *("--trainer.max_steps", str(steps)),
-            *("--trainer.limit_val_batches", "0"),
-            *("--trainer.num_sanity_val_steps", "0"),
-            *("--data.sample_prompt", "null"),
-            *("--trainer.enable_checkpointing", "false"),
-            *("--trainer.enable_model_summary", "false"),
-            *("--trainer.default_root_dir", str(folder)),
-            *("--trainer.callbacks", "null"),  # the recorder alone, not beside the recipe's
-            *("--trainer.callbacks", json.dumps([recorder])),
-            *settings,
-        ]
-    )
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return result
 
 
-def _run(command: Sequence[str]) -> int:
+def run(command: Sequence[str]) -> int:
     """Run a Python process that can import these scripts; what it prints goes to standard error."""
     return subprocess.run(command, stdout=sys.stderr, env=environment()).returncode
 

@@ -8,22 +8,40 @@ Further settings go to both runs (those of trainer.strategy to offmate's only). 
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lt_offload.units import format_bytes, format_seconds
-from scripts.common import arguments, read_json, run_recipe, save
+from scripts.common import arguments, read_json, run, save
 
 STRATEGY = "--trainer.strategy"
 
 
 def train(recipe: str, folder: Path, steps: int, settings: Sequence[str]) -> dict[str, Any]:
-    """Train ``recipe`` and return what was recorded; leave its checkpoint in ``folder``."""
-    code = run_recipe(recipe, folder, steps, settings)
+    """Train ``recipe`` by the command line, without validation, and return what ``scripts.training`` has recorded.
+
+    Its checkpoint is left in ``folder``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = {"class_path": "scripts.training.Recorder", "init_args": {"folder": str(folder)}}
+    changed = {
+        "max_steps": steps,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": "false",
+        "enable_model_summary": "false",
+        "default_root_dir": folder,
+        "callbacks": "null",  # the recorder alone, not beside the recipe's
+    }
+    flags = [word for name, value in changed.items() for word in (f"--trainer.{name}", str(value))]
+    flags += ["--data.sample_prompt", "null", "--trainer.callbacks", json.dumps([recorder])]
+    code = run([sys.executable, "-m", "lt_offload.cli.main", recipe, *flags, *settings])
     if code:
         raise SystemExit(f"the run failed with exit code {code}; its output is above")
     return read_json(folder / "figures.json")
@@ -97,9 +115,9 @@ def show(stock: dict[str, Any], offmate: dict[str, Any], figures: dict[str, Any]
         print(f"{step:5d}  {x:14.9f}  {y:14.9f}  {y - x:.3g}")
     for name, value in figures["difference"].items():
         print(f"largest difference in {name}: {'not comparable' if value is None else f'{value:g}'}")
-    for name, run in (("plain", stock), ("offmate", offmate)):
-        peak, rss = format_bytes(run["device_peak_bytes"]), format_bytes(run["rss_peak_bytes"])
-        print(f"{name:8s} step {format_seconds(run['step_s'])}, device peak {peak}, process peak {rss}")
+    for name, each in (("plain", stock), ("offmate", offmate)):
+        peak, rss = format_bytes(each["device_peak_bytes"]), format_bytes(each["rss_peak_bytes"])
+        print(f"{name:8s} step {format_seconds(each['step_s'])}, device peak {peak}, process peak {rss}")
     print(f"time ratio {figures['time_ratio']:.3f}")
 
 
@@ -117,8 +135,8 @@ def main() -> int:
         stock = train(options.recipe, folder / "stock", options.steps, plain)
         offmate = train(options.recipe, folder / "offmate", options.steps, settings)
         difference = differences(stock, offmate, folder)
-    for run in (stock, offmate):
-        run["step_s"] = statistics.median(run["steps_s"])
+    for each in (stock, offmate):
+        each["step_s"] = statistics.median(each["steps_s"])
     ratio = offmate["step_s"] / stock["step_s"]
     figures = {"difference": difference, "time_ratio": ratio, "stock": stock, "offmate": offmate}
     show(stock, offmate, figures)

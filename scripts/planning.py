@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
-from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
+from lt_offload import Plan, Profile, simulate
 from lt_offload.plan import check
-from lt_offload.plan.assembly import just_in_time as schedules
 from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate import search
 
 NO_LIMIT_S = 1e5
 """A time limit that never ends a search, so that a busy machine finds the same plans."""
-_FINER: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (search, {"_SOLVED": (24, 24), "_STEP": 0.04, "_NEAR": 0.003, "_SCHEDULED": 12}),
-    (schedules, {"_FEW_STEPS": 10**6}),
-)
-_PHIS = (0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass
@@ -59,17 +49,6 @@ def shown(gap: float | None) -> str:
 def worst(gap: float | None) -> float:
     """Return a gap as it is sorted: what is not proved comes after all others."""
     return math.inf if gap is None else gap
-
-
-def floor_bytes(profile: Profile) -> int:
-    """Return the smallest budget that the planner itself says will do."""
-    try:
-        solve(profile, memory=1)
-    except InfeasibleError as error:
-        if error.needed_bytes is None:
-            raise
-        return error.needed_bytes
-    raise AssertionError("one byte cannot be enough")
 
 
 def scheduled(name: str, decisions: Decisions, profile: Profile) -> Plan:
@@ -113,26 +92,3 @@ def describe(plan: Plan, profile: Profile) -> dict[str, Any]:
         "weights_streamed": sum(sizes[t] for t in fetched) / sum(sizes),
         "updated_on_host": sum(on_host) / sum(sizes),
     }
-
-
-def best_plan(profile: Profile, **room: str | int) -> Plan:
-    """Return the best plan of several finer searches, each with another idea of when copies start."""
-    plans = []
-    for phi in _PHIS:
-        with _finer_search(), patch.object(search, "_PHI", phi):
-            plans.append(solve(profile, **room, time_limit=NO_LIMIT_S))  # type: ignore[arg-type]
-    return min(plans, key=lambda plan: plan.predicted.iteration_s)
-
-
-@contextmanager
-def _finer_search() -> Iterator[None]:
-    """Let searches be finer meanwhile.
-
-    The program is solved for more budgets, nearer to each other; more of its solutions are scheduled with care, and
-    every way to fill the arena is tried for each.
-    """
-    with ExitStack() as changed:
-        for module, values in _FINER:
-            for name, value in values.items():
-                changed.enter_context(patch.object(module, name, value))
-        yield

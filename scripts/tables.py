@@ -19,11 +19,7 @@ from lt_offload import limits
 from scripts.bench.contenders import tables as contender_tables
 from scripts.breadth import tables as breadth_tables
 from scripts.common import ROOT
-from scripts.docs import figures, gpu_runs, several
-from scripts.simulated import clipping, kernels, large_updates
-
-CURVE = "pictures/bench-curve.svg"
-"""Where the drawing is, seen from docs/."""
+from scripts.docs import figures, gpu_runs
 
 Result = dict[str, Any]
 Rows = list[list[str]]
@@ -37,9 +33,9 @@ def bench(results: Sequence[Result]) -> str:
         if result["settings"]["device"] != "cuda":
             continue
         command, lines = f"scripts.bench.suite --suite {suite}", contender_tables.rows(result)
-        parts.append(_section(contender_tables.TITLES[suite], command, [result], contender_tables.HEAD, lines))
-        if suite == "curve":
-            parts.append(f"![{contender_tables.TITLES[suite]}]({CURVE})")
+        filled = [at for at, cells in enumerate(zip(*lines, strict=True)) if any(cells)]
+        head, *lines = ([row[at] for at in filled] for row in (contender_tables.HEAD, *lines))
+        parts.append(_section(contender_tables.TITLES[suite], command, [result], head, lines))
     return "\n\n".join(parts)
 
 
@@ -53,34 +49,18 @@ def read(folder: Path) -> dict[str, list[Result]]:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Return what the files below ``root`` should hold that have blocks of figures or are drawings."""
+    """Return what the files below ``root`` should hold that have blocks of figures."""
     results = read(root / "results")
     blocks = {
         "README.md": {"numbers": figures.headline(results)},
-        "docs/batches.md": {"clipping": clipping.table(_section, results.get("bench-clipping-cards", []))},
-        "docs/faq.md": {
-            "home": figures.home(results.get("recipes", [])),
-            "quality": figures.quality(_section, results.get("quality", [])),
-        },
-        "docs/gpu.md": {
-            "bench": bench(results.get("bench", [])),
-            "budgets": gpu_runs.budgets(root),
-            "processes": several.processes(results.get("processes", [])),
-            "cards": several.cards(_section, results.get("bench-cards", [])),
-            "machines": several.machines(_section, results.get("bench-cards", [])),
-        },
+        "docs/faq.md": {"home": figures.home(results.get("recipes", []))},
+        "docs/gpu.md": {"bench": bench(results.get("bench", [])), "budgets": gpu_runs.budgets(root)},
         "docs/limits.md": {
             "limits": limits.markdown(),
-            "optimizers": figures.optimizers(results.get("optimizers", [])),
+            "optimizers": breadth_tables.optimizers(results.get(breadth_tables.NAME, [])),
         },
-        "docs/models.md": {
-            "breadth": breadth_tables.table(_section, results.get(breadth_tables.NAME, [])),
-            "kernels": kernels.table(_section, results.get(kernels.NAME, [])),
-        },
-        "docs/will-it-fit.md": {
-            **{kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},
-            "updates": large_updates.table(_section, results.get("large-updates", [])),
-        },
+        "docs/models.md": {"breadth": breadth_tables.table(_section, results.get(breadth_tables.NAME, []))},
+        "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},
     }
     files = {}
     for name, marked in blocks.items():
@@ -88,9 +68,6 @@ def pages(root: Path) -> dict[Path, str]:
         for mark, block in marked.items():
             text = insert(text, mark, block, name)
         files[root / name] = text
-    for result in results.get("bench", []):
-        if result["settings"]["suite"] == "curve":
-            files[root / "docs" / CURVE] = contender_tables.curve(result)
     return files
 
 

@@ -27,8 +27,9 @@ FULL = EVERY_ROW = False
 
 SHARES = {
     "parity": 8,
-    "parity/engine/test_engine.py": 2,
-    "parity/reruns": 2,
+    "parity/engine/test_engine.py": 3,
+    "parity/reruns": 4,
+    "parity/reruns/test_transformed_blocks.py": 8,
     "parity/users/test_hooks.py": 4,
     "unit/plan": 3,
     "unit/planners": 3,

@@ -6,10 +6,9 @@ newest. Libraries are imported where they are used: most programs need one of th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 LOSS_FUNCTION = "_loss_function"
 """The attribute of a model that holds its loss, which is set there: the engine's loss stands in for it."""
@@ -76,10 +75,8 @@ def compile_template(text: str) -> Any:
     return _compile_jinja_template(text)
 
 
-def train_batch_size(trainer: Any) -> int:
-    """Return the samples of a batch of a Trainer, which may have found them out itself."""
-    size: int = trainer._train_batch_size
-    return size
+train_batch_size: Callable[[Any], int] = attrgetter("_train_batch_size")
+"""The samples of a batch of a Trainer, which may have found them out itself."""
 
 
 def items_in_batch(trainer: Any, batches: list[Any], device: Any) -> Any:

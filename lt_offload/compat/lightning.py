@@ -6,6 +6,8 @@ objects are given. Trainers are typed ``Any``, as they are of one of two namespa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 WRAPPERS_OF_FABRIC = {"_FabricModule", "_FabricOptimizer"}
@@ -14,8 +16,6 @@ BATCH_NORM = "_BatchNorm"
 """Torch's class below every batch norm, which limits know by name, as they load no torch."""
 OWNERS = ("_trainer", "_fabric")
 """Attributes in which a module keeps the object that trains it, which no step changes."""
-LOOP = "_Loop"
-"""The class of loops, whose objects belong to the Trainer and no training step changes."""
 CLIP_GRADIENTS, AFTER_CLOSURE = "_clip_gradients", "_after_closure"
 """Methods of the precision plugin that clip, and that call the hooks before the optimizer's step."""
 SCRIPT_LAUNCHER = "_SubprocessScriptLauncher"
@@ -37,10 +37,8 @@ def adds_up(trainer: Any) -> bool:
     return adding
 
 
-def skips_backward(trainer: Any) -> bool:
-    """Return whether the present step is repeated for its loss alone, after manual interventions."""
-    skipped: bool = trainer.fit_loop._skip_backward
-    return skipped
+skips_backward: Callable[[Any], bool] = attrgetter("fit_loop._skip_backward")
+"""True if the present step is repeated for its loss alone, after manual interventions."""
 
 
 def is_validation_due(fit_loop: Any) -> bool:
@@ -55,10 +53,8 @@ def is_last_batch(epoch_loop: Any) -> bool:
     return last
 
 
-def is_training_done(trainer: Any) -> bool:
-    """Return whether the epoch ends here: then the signal to leave is obeyed behind its validation."""
-    done: bool = trainer.fit_loop.epoch_loop._is_training_done
-    return done
+is_training_done: Callable[[Any], bool] = attrgetter("fit_loop.epoch_loop._is_training_done")
+"""True if the epoch ends here: then the signal to leave is obeyed behind its validation."""
 
 
 # -- going on from a checkpoint ---------------------------------------------------------------------------------------
@@ -77,9 +73,8 @@ def goes_on(fit_loop: Any) -> None:
     fit_loop._restarting = False
 
 
-def loaded_checkpoint(trainer: Any) -> Any:
-    """Return the contents of the checkpoint that is resumed; Lightning forgets them before training begins."""
-    return trainer._checkpoint_connector._loaded_checkpoint
+loaded_checkpoint: Callable[[Any], Any] = attrgetter("_checkpoint_connector._loaded_checkpoint")
+"""The contents of the checkpoint that is resumed; Lightning forgets them before training begins."""
 
 
 def flush_metrics(trainer: Any) -> None:
@@ -90,19 +85,16 @@ def flush_metrics(trainer: Any) -> None:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-def data_source(trainer: Any) -> Any:
-    """Return the source of training batches: the object that makes the loader, which nothing else may ask for."""
-    return trainer.fit_loop._data_source
+data_source: Callable[[Any], Any] = attrgetter("fit_loop._data_source")
+"""The source of training batches: the object that makes the loader, which nothing else may ask for."""
 
 
-def data_fetcher(fit_loop: Any) -> Any:
-    """Return the object that fetches batches: it is told where to begin when a run goes on."""
-    return fit_loop._data_fetcher
+data_fetcher: Callable[[Any], Any] = attrgetter("_data_fetcher")
+"""The object that fetches batches: it is told where to begin when a run goes on."""
 
 
-def combined_loader(fit_loop: Any) -> Any:
-    """Return the loaders of training batches; None before they are made."""
-    return fit_loop._combined_loader
+combined_loader: Callable[[Any], Any] = attrgetter("_combined_loader")
+"""The loaders of training batches; None before they are made."""
 
 
 def in_turn(fit_loop: Any) -> bool:
@@ -143,9 +135,8 @@ def detects_anomaly(trainer: Any) -> bool:
     return bool(getattr(trainer, "_detect_anomaly", False))
 
 
-def averages_on(callback: Any) -> Any:
-    """Return the device of a callback's average of weights; None: the module's."""
-    return callback._device
+averages_on: Callable[[Any], Any] = attrgetter("_device")
+"""The device of a callback's average of weights; None: the module's."""
 
 
 def compiler_context(module: Any) -> Any:

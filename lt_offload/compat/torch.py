@@ -153,16 +153,9 @@ def after_backward(call: Callable[[], None]) -> None:
 
 parameters_of: Callable[[Any], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[Any], dict[str, Any]] = attrgetter("_buffers")
-children_of: Callable[[Any], dict[str, Any]] = attrgetter("_modules")
 """A module's own dictionaries, to be replaced: the public names are iterators, and setting goes through users' code."""
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 """The class below every batch norm, which computes with all samples of a batch, and so differently in parts of it."""
-
-
-def replace_children(module: torch.nn.Module, children: dict[str, torch.nn.Module | None]) -> None:
-    """Let ``module`` have these ``children``, for a look at it: setting them one by one goes through users' code."""
-    module._modules = children
-
 
 forward_hooks_of: Callable[[Any], tuple[dict[int, Any], dict[int, Any]]]
 forward_hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")
@@ -239,18 +232,14 @@ def skip_in_dynamo(function: Any) -> None:
 
 
 def reset_dynamo() -> None:
-    """Bring ``torch.compile`` back to where a process starts."""
+    """Bring ``torch.compile`` back to where a process starts: the sizes that it has seen decide about its numbers."""
     torch._dynamo.reset()
 
 
 def lower_graphs(module: Any, inputs: list[Any], lower: Callable[[Any], Callable[[list[Any]], Any]]) -> Any:
     """Return a callable that runs ``module``, a graph of Dynamo's, as inductor divides it in forward and backward.
 
-    Args:
-        module: the graph.
-        inputs: what it is called with.
-        lower: returns what runs a graph of inductor's, in place of generated code: it takes a list of the arguments,
-            which it empties.
+    ``lower`` returns what runs a graph of inductor's, in place of generated code: it empties a list of arguments.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx

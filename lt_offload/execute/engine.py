@@ -25,16 +25,15 @@ from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.iteration import HALFWAY, Iteration
 from lt_offload.execute.memory.activations import HostPool
-from lt_offload.execute.memory.bound_weights import expose
-from lt_offload.execute.memory.common import Common
+from lt_offload.execute.memory.common import Common, check_beside
 from lt_offload.execute.memory.groups import Layout, move_rest
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot, Snapshots
 from lt_offload.execute.memory.streaming import Streaming, room
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.execute.program import check_match
+from lt_offload.execute.program import Program, check_match
 from lt_offload.execute.training.handover import Handover
-from lt_offload.execute.training.host_copies import HostCopies, host_limit, updated_on_host
+from lt_offload.execute.training.host_copies import HostCopies, host_limit
 from lt_offload.execute.training.loop import LoopCalls
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
@@ -44,6 +43,7 @@ from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.updates.tables import tables_of
+from lt_offload.execute.updates.window import Window
 from lt_offload.execute.user_code.aliases import held_by_others
 from lt_offload.execute.user_code.checks import InstalledSetup, UserHooks
 from lt_offload.execute.user_code.gradient_view import GradientView
@@ -102,6 +102,7 @@ class Engine(LoopCalls):
         """The plan that is carried out. Another may stand here whose times alone are others, as a correction makes it:
         all parts of the engine go on with the one that they were made of."""
         check_match(self.structure, optimizer, plan)
+        program = self._program = Program(plan, self.structure) if plan is not None else None
         if plan is not None and optimizer is not None:
             limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
         self.pool = HostPool(device)
@@ -119,11 +120,11 @@ class Engine(LoopCalls):
         self._undo: list[Callable[[], None]] = []
         self._elsewhere = ExitStack()
         """Contexts in which the model runs on another device than its parameters are on."""
-        self._runs = BlockRuns(device, self.pool, self.structure, plan)
-        deferred = plan is not None and plan.deferred_forwards > 0
+        self._runs = BlockRuns(device, self.pool, self.structure, program)
+        deferred = program is not None and program.deferred_forwards > 0
         self._hooks = UserHooks(self.structure, self._runs.repeated, parted=self._runs.parted, deferred=deferred)
         self._hooks.check()
-        self._loss = LossInBlock.of_plan(self.structure, plan) if plan is not None else None
+        self._loss: LossInBlock | None = None
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
         self._guard: Guard
@@ -133,10 +134,13 @@ class Engine(LoopCalls):
         self.host_copies: HostCopies
         self._passes: Passes | None = None
         self._rest = RestClipping([param for _, param in self.structure.rest])
+        self._window = Window()
+        if program is not None:
+            self._loss = LossInBlock.planned(self.structure, program.options[-1], program.chunk_tokens)
+            self._window = Window(program.window, adds_up=program.adds_up, delayed=program.delayed)
         self._iteration = Iteration(
-            plan, lambda: self._runs.open, lambda: self._passes.waiting if self._passes is not None else 0
+            self._window, lambda: self._runs.open, lambda: self._passes.waiting if self._passes is not None else 0
         )
-        self._window = self._iteration.window
         self._accounting = ExitStack()
         """The account of the memory that the iteration takes."""
         self._grad_norm: Tensor | None = None
@@ -147,7 +151,7 @@ class Engine(LoopCalls):
     def install(self) -> None:
         """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
-        device, plan = self.device, self.plan
+        device, program = self.device, self._program
         # Counted before anything below holds the weights' memory, too.
         held = held_by_others(self.model, self.structure, device.torch_device)
         self.weights = [
@@ -157,22 +161,22 @@ class Engine(LoopCalls):
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
         common = self._common = self._in_common(held)
         staying = held if common is None else common.staying
-        layout = Layout(device, self.weights, self._blocks, plan, staying, common)
+        groups = program.groups if program is not None else None
+        layout = Layout(device, self.weights, self._blocks, groups, staying, common)
         move_rest(self.model, self.structure, device.torch_device)
-        if plan is not None:
+        if program is not None:
             together = common.nbytes // common.machine.size if common is not None else 0
-            device.limit_host(host_limit(plan) - plan.process_bytes - together)
+            device.limit_host(host_limit(program) - program.process_bytes - together)
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
-        device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.room))
+        device.reserve(program.arena_bytes if program is not None else room(self._blocks, device.room))
         updates = self.updates
         known = (Snapshots(), None) if updates is None else (updates.snapshots, updates.adopt)
-        self.residency = Residency(device, layout, plan, *known)
+        self.residency = Residency(device, layout, program, *known)
         self.streaming = Streaming(device, self._blocks, layout, self.residency)
-        if plan is not None:
+        if program is not None:
             assert updates is not None
-            expose(self.weights, plan, device)
-            tables = tables_of(plan, self.structure, self.weights, device)
-            self.gradients = Gradients(device, updates, self.weights, plan, tables, common)
+            tables = tables_of(program, self.structure.blocks[0].module, self.weights, device)
+            self.gradients = Gradients(device, updates, self.weights, program, tables, common)
         self._intercept()
         unseen = [self.weights[index] for index in held]
         checks_of_use = self._iteration.check_read, self._iteration.check_write
@@ -183,7 +187,7 @@ class Engine(LoopCalls):
         self._gradient_view = GradientView(self.weights, self._guard, self.residency, *window)
         self.handover = Handover(
             self.structure,
-            plan,
+            program,
             self.weights,
             self._blocks,
             recorder=self.recorder,
@@ -195,7 +199,7 @@ class Engine(LoopCalls):
             staying=bool(held),
         )
         self.host_copies = HostCopies(
-            self.weights, updates, plan, device=device, residency=self.residency, guard=self._guard, common=common
+            self.weights, updates, program, device=device, residency=self.residency, guard=self._guard, common=common
         )
         if updates is not None:
             self._begin_training(updates)
@@ -218,11 +222,11 @@ class Engine(LoopCalls):
     def _begin_training(self, updates: Updates) -> None:
         """Stand around the optimizer's step, and carry the plan out if there is one."""
         step = self._watch_optimizer(updates)
-        if self.plan is None or self.gradients is None:
+        if self._program is None or self.gradients is None:
             return
         self._passes = Passes(
             self.structure,
-            self.plan,
+            self._program,
             self.weights,
             self._blocks,
             runs=self._runs,
@@ -241,7 +245,7 @@ class Engine(LoopCalls):
 
     def _watch_optimizer(self, updates: Updates) -> OptimizerStepHook:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
-        on_host = updated_on_host(self.plan) if self.plan is not None else ()
+        on_host = self._program.updated_on_host if self._program is not None else ()
         hosted = [w.param for w in self.weights if w.states.group is not None or w.index in on_host]
         updates.move(hosted, _HOST)
         updates.move([param for _, param in self.structure.rest], self.device.torch_device)
@@ -259,7 +263,9 @@ class Engine(LoopCalls):
         if self._others is None:
             return None
         in_place = self.updates is not None and self.updates.in_place
-        return Common(self._others, self.device, self.weights, self.plan, staying, owned_updates=in_place)
+        if self.plan is not None and not self.plan.delayed:
+            check_beside(self.plan, in_place=in_place, machines=self._others.size // self._others.machine.size)
+        return Common(self._others, self.device, self.weights, self._program, staying, owned_updates=in_place)
 
     def _join(self, others: Ranks, updates: Updates) -> None:
         """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
@@ -474,7 +480,7 @@ class Engine(LoopCalls):
     def trace(self) -> Trace:
         """Return the last complete iteration, measured."""
         assert self.plan is not None
-        return self.recorder.trace(self.plan, self.host_bytes)
+        return self.recorder.trace(self.plan.budget_bytes, self.host_bytes)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:

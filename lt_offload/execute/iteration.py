@@ -14,7 +14,6 @@ from enum import Enum
 from lt_offload import limits
 from lt_offload.errors import ConfigError
 from lt_offload.execute.updates.window import Window
-from lt_offload.schema.plan import Plan
 
 
 class State(Enum):
@@ -41,7 +40,7 @@ class Iteration:
     """The stage of an iteration, and the changes from one to the next.
 
     Args:
-        plan: None without training.
+        window: counts micro-batches.
         open: tells whether a backward is still to come.
         waiting: tells how many forwards wait for others before their backward.
     """
@@ -54,9 +53,8 @@ class Iteration:
     manual: bool = False
     """A loop is followed that is not ours: nothing encloses its steps."""
 
-    def __init__(self, plan: Plan | None, open: Callable[[], bool], waiting: Callable[[], int]) -> None:
-        self.window = Window(plan)
-        self.open, self.waiting = open, waiting
+    def __init__(self, window: Window, open: Callable[[], bool], waiting: Callable[[], int]) -> None:
+        self.window, self.open, self.waiting = window, open, waiting
         self.state = State.IDLE
         self._left: str | None = None
         """The unfinished part of an iteration that broke off, as :meth:`unfinished` says it."""

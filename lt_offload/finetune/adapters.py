@@ -16,7 +16,6 @@ from safetensors import safe_open
 from torch import nn
 
 from lt_offload.errors import ConfigError, first_line
-from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.resources import is_dir, user_path
 from lt_offload.suggest import nearest
 
@@ -79,23 +78,15 @@ def check_lora(args: LoraArgs) -> None:
         raise ConfigError("model.lora.target_modules is empty; name layers, or set it to all-linear")
 
 
-def add_lora(model: nn.Module, args: LoraArgs, *, planned: bool = False) -> nn.Module:
+def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
     """Return ``model`` with new adapters, everything else frozen; where its tensors are on meta, theirs are, too.
 
-    With ``planned`` the tensors are on meta, and the usual adapters need no peft. Raises ``ConfigError`` if peft is not
-    installed, no layer has one of the names, or no bias is there to be trained.
+    Raises:
+        ConfigError: if peft is not installed, no layer has one of the names, or no bias is there to be trained.
     """
-    what = f"model.lora.target_modules={args.target_modules!r}"
-    # A plan is made where peft may not be installed: then layers of the same shapes take the place of its own.
-    peft = None if planned else _peft("model.lora")
+    peft = _peft("model.lora")
     _check_names(model, args)
-    if peft is None:
-        try:
-            adapted = with_planned_lora(model, args.peft()).train()
-        except re.error as error:
-            raise ConfigError(f"{what}: {error}") from error
-    else:
-        adapted = _adapted(model, peft.LoraConfig(**args.peft()), what)
+    adapted = _adapted(model, peft.LoraConfig(**args.peft()), f"model.lora.target_modules={args.target_modules!r}")
     trained = (name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
     if args.bias != "none" and not any(name.endswith(".bias") for name in trained):
         where = "the model has" if args.bias == "all" else "the layers with adapters have"

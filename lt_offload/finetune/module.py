@@ -303,7 +303,7 @@ class FineTune(LightningModule):
         self._grow(model, self.init)
         if self.kernels is not None:
             plan_liger(model)
-        return self._adapt(model, planned=True)
+        return self._adapt(model)
 
     def _grow(self, model: Any, init: load.Init) -> None:
         tokens = self.count_tokens()
@@ -316,10 +316,10 @@ class FineTune(LightningModule):
             tokens, where = self.count_tokens() or 0, self.tokenizer or self.name
             check_rows(rows, tokens, added=len(self.new_tokens), tokenizer=where)
 
-    def _adapt(self, model: nn.Module, *, planned: bool = False) -> nn.Module:
+    def _adapt(self, model: nn.Module) -> nn.Module:
         if self.lora is not None:
             self._tell_untrained(model, self.lora.modules_to_save, "set")
-            model = add_lora(model, self.lora, planned=planned)
+            model = add_lora(model, self.lora)
         if self.adapter is not None:
             saved = saved_config(self.adapter)
             if self.quantize is not None and saved.use_dora:

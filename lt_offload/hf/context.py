@@ -8,25 +8,22 @@ object, wherever and whenever it is used afterwards.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from lt_offload.hf.replaced import Replaced
 from lt_offload.hf.run import Run
-from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.trainer import Offloaded
 from lt_offload.schema.plan import PlannerName
+from lt_offload.strategy.first.planning import settings_of
 
 Trainer: Any = import_module("transformers").Trainer  # a type checker would have to read all of transformers
-_settings: ContextVar[HFSettings | None] = ContextVar("lt_offload_hf_trainer", default=None)
-"""The settings of the innermost context that is open here."""
-_changing = threading.RLock()
-_open: list[Callable[..., None]] = []
-"""The original constructor, once per open context."""
+_options: ContextVar[Mapping[str, Any] | None] = ContextVar("lt_offload_hf_trainer", default=None)
+"""The options of the innermost context that is open here."""
 _classes: dict[type[Any], type[Any]] = {}
 
 
@@ -79,48 +76,35 @@ def hf_trainer(
         ConfigError: if a setting cannot be used as given.
         UnsupportedError: by the Trainer's constructor, naming the argument that cannot be honoured.
     """
-    return _opened(HFSettings(**locals()))
+    options = locals()
+    settings_of(options)  # refuses what cannot be used as given here, and not when a Trainer is made
+    return _opened(options)
 
 
 @contextmanager
-def _opened(settings: HFSettings) -> Iterator[None]:
-    before = _settings.set(settings)
-    with _changing:
-        _install()
+def _opened(options: Mapping[str, Any]) -> Iterator[None]:
+    before = _options.set(options)
     try:
-        yield
+        with _CONSTRUCTOR.active():
+            yield
     finally:
-        with _changing:
-            _remove()
-        _settings.reset(before)
+        _options.reset(before)
 
 
-def _install() -> None:
-    """Put a constructor in front of the Trainer's, unless there is one."""
-    if not _open:
-        constructor = Trainer.__init__
+def _offloading(constructor: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(constructor)
+    def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        options = _options.get()
+        if options is not None and not isinstance(trainer, Offloaded):
+            # Before the constructor runs, as that would move the model to the GPU.
+            trainer.__class__ = offloaded_class(type(trainer))
+            vars(trainer)["offmate"] = Run(trainer, options)
+        constructor(trainer, *args, **kwargs)
 
-        @functools.wraps(constructor)
-        def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            settings = _settings.get()
-            if settings is not None and not isinstance(trainer, Offloaded):
-                # Before the constructor runs, as that would move the model to the GPU.
-                trainer.__class__ = offloaded_class(type(trainer))
-                vars(trainer)["offmate"] = Run(trainer, settings)
-            constructor(trainer, *args, **kwargs)
-
-        __init__.is_ours = True  # type: ignore[attr-defined]
-        Trainer.__init__ = __init__
-        _open.append(constructor)
-        return
-    _open.append(_open[-1])
+    return __init__
 
 
-def _remove() -> None:
-    constructor = _open.pop()
-    # If somebody has put another one in front of ours meanwhile, it stays: without a context it does nothing.
-    if not _open and getattr(Trainer.__init__, "is_ours", False):
-        Trainer.__init__ = constructor
+_CONSTRUCTOR = Replaced(lambda: Trainer, "__init__", _offloading)
 
 
 def offloaded_class(cls: type[Any]) -> type[Any]:

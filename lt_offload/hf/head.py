@@ -9,7 +9,6 @@ called and applies that function to its real weight. All other callers of ``get_
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,12 +17,10 @@ import torch
 from torch import nn
 
 from lt_offload.compat.hugging_face import CHUNKED_LOG_PROBS, FUSED_FORWARD
+from lt_offload.hf.replaced import Replaced
 from lt_offload.model.compiled import cover
 
 _MODULE = "trl.trainer.utils"
-_changing = threading.RLock()
-_open: list[Any] = []
-"""TRL's function, once per open context."""
 
 
 class HeadWeight:
@@ -40,15 +37,21 @@ class _Head:
         self.weight, self.bias = HeadWeight(head, device), None
 
 
-class _Function:
-    """A replacement of TRL's function."""
+def _calling(original: Any) -> type[Any]:
+    """Return a replacement of TRL's function."""
 
-    @staticmethod
-    def apply(hidden: Any, weight: Any, bias: Any, *others: Any) -> Any:
-        """Call the head if ``weight`` is the stand-in of one, TRL's function otherwise."""
-        if not isinstance(weight, HeadWeight):
-            return _open[-1].apply(hidden, weight, bias, *others)
-        return weight.head(hidden, _Fused(), *others)
+    class Function:
+        @staticmethod
+        def apply(hidden: Any, weight: Any, bias: Any, *others: Any) -> Any:
+            """Call the head if ``weight`` is the stand-in of one, TRL's function otherwise."""
+            if not isinstance(weight, HeadWeight):
+                return original.apply(hidden, weight, bias, *others)
+            return weight.head(hidden, _Fused(), *others)
+
+    return Function
+
+
+_FUNCTION = Replaced(lambda: sys.modules[_MODULE], CHUNKED_LOG_PROBS, _calling)
 
 
 class _Fused:
@@ -66,7 +69,7 @@ def called(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
         return
     with ExitStack() as undo:
-        _install(undo)
+        undo.enter_context(_FUNCTION.active())
         for module in fused:
             head = module.get_output_embeddings()  # type: ignore[operator]
             undo.callback(cover(head, "forward", _fusing(head, head.forward)))
@@ -102,24 +105,6 @@ def _fusing(head: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def fusing(hidden: Any, *others: Any) -> Any:
         if not others or not isinstance(others[0], _Fused):
             return forward(hidden, *others)
-        return _open[-1].apply(hidden, head.weight, getattr(head, "bias", None), *others[1:])
+        return _FUNCTION.original.apply(hidden, head.weight, getattr(head, "bias", None), *others[1:])
 
     return fusing
-
-
-def _install(undo: ExitStack) -> None:
-    module = sys.modules[_MODULE]
-    with _changing:
-        if not _open:
-            _open.append(getattr(module, CHUNKED_LOG_PROBS))
-            setattr(module, CHUNKED_LOG_PROBS, _Function)
-        else:
-            _open.append(_open[-1])
-
-    def remove() -> None:
-        with _changing:
-            function = _open.pop()
-            if not _open:
-                setattr(module, CHUNKED_LOG_PROBS, function)
-
-    undo.callback(remove)

@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.replacing import replacing
 from lt_offload.report.perfetto import save_perfetto
+from lt_offload.schema.trace import Trace
 from lt_offload.strategy.replay import Before
 
 if TYPE_CHECKING:
-    from lt_offload.execute.engine import Engine
-    from lt_offload.hf.run import Run
+    pass
 
 FOLDER = "lt_offload"
 """The folder of reports in the Trainer's ``output_dir``."""
@@ -30,9 +30,9 @@ _NAMES = {"loss": "train_loss", "learning_rate": "lr", "eval_loss": "val_loss"}
 _KEPT = ("grad_norm", "tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb")
 
 
-def say(sentence: str) -> None:
-    """Print ``sentence`` for the user, as the Trainer prints its losses."""
-    print(f"offmate: {sentence}", file=sys.stderr, flush=True)
+def show(text: str) -> None:
+    """Print ``text`` for the user, as the Trainer prints its losses."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class Speed:
@@ -55,48 +55,18 @@ class Speed:
         return tokens_per_s
 
 
-def figures(engine: Engine, speed: Speed, processes: int) -> dict[str, float]:
-    """Return the metrics of the last iteration of ``engine`` that a Trainer logs beside the loss.
-
-    Tokens per second are those of all ``processes``, which have as many batches each.
-    """
-    assert engine.plan is not None
-    stats, planned = engine.stats, engine.plan.predicted.iteration_s
-    metrics = {"step_s": stats.iteration_s}
-    if planned > 0:
-        metrics["step_vs_plan"] = stats.iteration_s / planned
-    metrics |= {"device_peak_gb": stats.device_peak_bytes / 1e9, "host_peak_gb": stats.host_peak_bytes / 1e9}
-    tokens = processes * speed.restart()
-    return metrics | ({"tokens_per_s": tokens} if tokens else {})
-
-
-def folder_of(run: Run) -> Path | None:
-    """Return the report folder of ``run``; None if its Trainer saves nothing."""
-    if run.settings.report_dir is not None:
-        return Path(run.settings.report_dir)
-    args = run.trainer.args
-    return Path(args.output_dir) / FOLDER if args.should_save and args.output_dir else None
-
-
-def save_plan(run: Run) -> None:
-    """Write profile and plan."""
-    folder = folder_of(run)
-    if folder is None or run.plan is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    run.plan.save(folder / "plan.json")
-    if run.profile is not None:
-        run.profile.save(folder / "profile.json")
-
-
 def save_record(checkpoint: Path, record: Mapping[str, Any]) -> None:
     """Write the ``record`` of a run into the folder of its ``checkpoint``."""
     with replacing(checkpoint / RECORD) as new:
         new.write_text(json.dumps(record), encoding="utf-8")
 
 
-def read_record(checkpoint: Path) -> Before:
+def read_record(checkpoint: Path, say: Callable[[str], None]) -> Before:
     """Return the record in the folder of a ``checkpoint``; an empty one if plain transformers wrote it.
+
+    Args:
+        checkpoint: the folder.
+        say: tells the user what differs from that run.
 
     Raises:
         ConfigError: if that cannot be read.
@@ -113,16 +83,12 @@ def read_record(checkpoint: Path) -> Before:
         ) from error
 
 
-def save_report(run: Run, engine: Engine) -> None:
-    """Write the trace of the last iteration, the logged metrics, and the page about both."""
-    folder = folder_of(run)
-    if folder is None or not engine.recorder.iterations:
-        return
-    trace = engine.trace()
+def save_report(folder: Path, trace: Trace, history: Sequence[Mapping[str, Any]]) -> None:
+    """Write the ``trace`` of the last iteration, the logged metrics, and the page about both, into ``folder``."""
     trace.save(folder / "trace.json")
     save_perfetto(trace, folder / "trace.perfetto.json")
     with replacing(folder / "metrics.csv") as new:
-        _write_metrics(new, run.trainer.state.log_history)
+        _write_metrics(new, history)
     # Drawing is imported where it is done: it takes a while, and a Trainer that saves nothing needs none.
     from lt_offload.report.run_page import write_run_report
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lt_offload.compat.hugging_face import items_in_batch
 from lt_offload.errors import ConfigError
+from lt_offload.hf.replaced import Replaced
+from lt_offload.model.blocks import Structure
 from lt_offload.model.snapshot import untouched
+from lt_offload.profiling.measure import profile
+from lt_offload.schema.profile import Profile
 
 _ASIDE = ("model", "model_wrapped", "ref_model", "optimizer", "train_dataset", "eval_dataset", "callback_handler")
 """Attributes that a step leaves alone, or that the profiler puts back."""
@@ -20,9 +25,6 @@ _ASIDE = ("model", "model_wrapped", "ref_model", "optimizer", "train_dataset", "
 Instead = Callable[[Tensor, Callable[[], None]], None]
 """A function of a tensor whose backward was to begin, and of what runs that backward."""
 
-_changing = threading.Lock()
-_open: list[Callable[..., None]] = []
-"""The original ``Tensor.backward``, once per open context."""
 _instead: dict[int, Instead] = {}
 """The function to call in place of the next backward, by thread."""
 
@@ -33,27 +35,26 @@ def at_backward(run: Instead) -> Iterator[None]:
 
     The method is another one meanwhile: a mode of torch would be on a stack from which ``run`` could take no others.
     """
-    kind: Any = Tensor
-    with _changing:
-        _open.append(_open[-1] if _open else kind.backward)
-        kind.backward = _backward
     _instead[threading.get_ident()] = run
     try:
-        yield
+        with _BACKWARD.active():
+            yield
     finally:
         _instead.pop(threading.get_ident(), None)
-        with _changing:
-            original = _open.pop()
-            if not _open:
-                kind.backward = original
 
 
-@wraps(Tensor.backward)
-def _backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-    backward = partial(_open[-1], tensor, *args, **kwargs)
-    # Popped before it runs: a further backward within ``run`` is an ordinary one, and would else call ``run`` again.
-    run = _instead.pop(threading.get_ident(), None)
-    backward() if run is None else run(tensor, backward)
+def _watched(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        # Popped before it runs: a further backward within ``run`` is an ordinary one, and would call ``run`` again.
+        run = _instead.pop(threading.get_ident(), None)
+        begin = partial(original, tensor, *args, **kwargs)
+        begin() if run is None else run(tensor, begin)
+
+    return backward
+
+
+_BACKWARD = Replaced(lambda: Tensor, "backward", _watched)
 
 
 def without_backward(trainer: Any) -> ConfigError:
@@ -104,14 +105,40 @@ class TrainingStep:
         raise without_backward(trainer)
 
 
-@contextmanager
-def kept(trainer: Any) -> Iterator[None]:
-    """Let ``trainer`` do things that leave no trace in it, nor in the global generators."""
+def trial(
+    trainer: Any,
+    model: nn.Module,
+    structure: Structure,
+    batch: Any,
+    parts: int,
+    optimizer: Optimizer,
+    known: Mapping[str, Any],
+) -> Profile:
+    """Return the profile of a step of ``trainer`` that leaves no trace in it, nor in the global generators.
+
+    Args:
+        trainer: the owner of the step.
+        model: that it trains.
+        structure: the candidates for its blocks.
+        batch: of the step.
+        parts: in which each block takes the batch.
+        optimizer: of the training.
+        known: earlier measurements of the machine.
+    """
     before = dict(vars(trainer))
     roots = {name: value for name, value in before.items() if name not in _ASIDE}
     try:
         with untouched(**roots):
-            yield
+            return profile(
+                model,
+                batch,
+                optimizer=optimizer,
+                device=trainer.args.device,
+                structure=structure,
+                run=TrainingStep(trainer, model),
+                micro_batches=parts,
+                **known,
+            )
     finally:
         # ``untouched`` puts objects back; attributes that the step added or removed are put back here.
         vars(trainer).clear()

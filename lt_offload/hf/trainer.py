@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lt_offload import limits
-from lt_offload.hf.report import say
 
 if TYPE_CHECKING:
     from lt_offload.hf.run import Run
@@ -55,7 +54,7 @@ class Offloaded:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Take note of the optimizer, and that a first batch is to come."""
         model, loader = self._theirs._prepare_for_training(*args, **kwargs)
-        self.offmate.begin(model, loader)
+        self.offmate.begin(model)
         return model, loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +77,9 @@ class Offloaded:
         self._theirs._maybe_log_save_evaluate(*args, **kwargs)
         if received is not None:
             step = self.state.global_step
-            say(f"stopped after step {step}; train(resume_from_checkpoint=True) goes on from checkpoint-{step}")
+            self.offmate.say(
+                f"stopped after step {step}; train(resume_from_checkpoint=True) goes on from checkpoint-{step}"
+            )
             interrupts.remove()
             # Whoever handled it before the training decides what becomes of the process.
             signal.raise_signal(received)
@@ -105,10 +106,10 @@ class Offloaded:
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Stream the model, also where nothing is trained."""
-        with self.offmate.streamed():
-            return self._theirs.evaluation_loop(*args, **kwargs)
+        with self.offmate.streamed(getattr(dataloader, "dataset", None)):
+            return self._theirs.evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Hold what a step of the evaluation takes against the budget."""

@@ -1,6 +1,6 @@
 """An exact account of the bytes of tensors, where no device allocator keeps one: storages are charged until they die.
 
-Memory that a kernel allocates for itself and does not return cannot be seen from here; ``workspaces.py`` knows some.
+Memory that a kernel allocates for itself and does not return cannot be seen from here; of some it is known.
 """
 
 from __future__ import annotations
@@ -14,11 +14,35 @@ from typing import Any, Self
 
 import torch
 
-from lt_offload.compat.torch import TorchDispatchMode, address_of, rows_of_sparse, schema_of
+from lt_offload.compat.torch import address_of, rows_of_sparse, schema_of
 from lt_offload.errors import OverBudget
-from lt_offload.machine.dispatch import called_unseen, calls_others, show_buffers, unseen_by_dynamo
-from lt_offload.machine.workspaces import Workspace, workspace
+from lt_offload.machine.dispatch import OperationMode, called_unseen, calls_others, show_buffers
 from lt_offload.units import format_bytes
+
+Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
+"""Bytes that a call with these arguments takes beside its result, until it returns: a dispatch mode sees what is given
+and returned, and not what a kernel of several stages makes in between."""
+
+
+def _unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes of a weight of four bits as it is multiplied, and of its scales, if they are packed, too.
+
+    Kernels for a few rows multiply packed numbers, on some GPUs; for more rows all unpack the weight first.
+    """
+    activations, _, shape, _, block = args[:5]
+    packed_scales = args[7] if len(args) > 7 else kwargs.get("absmax_8bit")
+    numbers = int(torch.Size(shape).numel())
+    scales = 0 if packed_scales is None else 2 * torch.float32.itemsize * -(-numbers // int(block))
+    return numbers * int(activations.element_size()) + scales
+
+
+_WORKSPACES: dict[str, Workspace] = {"bitsandbytes::gemm_4bit": _unpacked}
+
+
+def workspace(func: Any) -> Workspace | None:
+    """Return what tells the workspace of the operation ``func``; None if it has none that is known."""
+    return _WORKSPACES.get(schema_of(func).name)
+
 
 _MAKES: dict[int, tuple[bool, Any, Workspace | None, bool]] = {}
 """By the identity of an operation: whether its results may have storages of their own, the operation (held, so that it
@@ -34,19 +58,14 @@ class _Charge(weakref.ref[torch.UntypedStorage]):
     serial: int
 
 
-@unseen_by_dynamo
-class Account(TorchDispatchMode):
+class Account(OperationMode):
     """Within the context, storages that operations create are charged; their death discharges them, even after it.
 
     Views and in-place results share a storage that exists, so they cost nothing. Storages may die on any thread: a
     discharge only appends to a queue, which the next charge or reading empties.
 
-    Args:
-        limit: bytes that may be in use; a charge beyond raises ``OverBudget``.
-        device_type: charge only tensors on this type of device, e.g. ``"cuda"``; None charges all.
-        timeline: keep every charge and discharge for :meth:`peak_without`.
-        what: the memory's name in errors, with the setting to change.
-        hint: the way out, at the end of errors.
+    A charge beyond ``limit`` bytes raises ``OverBudget``, whose error names the memory (``what``) and the way out
+    (``hint``). With a ``device_type`` only tensors there are charged. A ``timeline`` is for :meth:`peak_without`.
     """
 
     def __init__(
@@ -58,7 +77,7 @@ class Account(TorchDispatchMode):
         what: str = "device memory",
         hint: str = "",
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.limit = limit
         self._what, self._hint = what, f"; {hint}" if hint else ""
         self._device_type = device_type
@@ -92,11 +111,7 @@ class Account(TorchDispatchMode):
                 self._timeline = [(charge.serial, charge.nbytes) for charge in self._live.values()]
 
     def charge(self, *tensors: torch.Tensor) -> None:
-        """Charge tensors that exist already and stay as long as they live.
-
-        Raises:
-            OverBudget: if that would pass the limit.
-        """
+        """Charge tensors that exist already and stay as long as they live."""
         for tensor in tensors_in(tensors):
             self._charge(tensor.untyped_storage(), free=False, cause=tensor)
 
@@ -131,13 +146,8 @@ class Account(TorchDispatchMode):
                     peak = max(peak, current)
             return peak
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run under account: otherwise it would run uncompiled there, and give other numbers."""
-        return True
-
     def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         # A stack, as an account may be entered again while it is in place.
         self._hide.append(show_buffers())
         return self
@@ -150,7 +160,8 @@ class Account(TorchDispatchMode):
         """Run the operation and charge its results."""
         known = _MAKES.get(id(func))
         if known is None:
-            known = _MAKES[id(func)] = _makes_storages(func), func, workspace(func), calls_others(func)
+            makes = any(result.alias_info is None for result in schema_of(func).returns)
+            known = _MAKES[id(func)] = makes, func, workspace(func), calls_others(func)
         run = func if not known[3] else partial(called_unseen, func)
         out = run(*args, **kwargs) if kwargs else run(*args)
         if known[0]:
@@ -227,11 +238,6 @@ class Account(TorchDispatchMode):
             self._current -= charge.nbytes
             if self._timeline is not None and charge.nbytes:
                 self._timeline.append((charge.serial, -charge.nbytes))
-
-
-def _makes_storages(func: Any) -> bool:
-    """Return whether the operation may return anything but its arguments and views of them."""
-    return any(result.alias_info is None for result in schema_of(func).returns)
 
 
 def _operands(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -73,20 +73,34 @@ def called_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-_Mode = TypeVar("_Mode", bound=TorchDispatchMode)
-
-
-def unseen_by_dynamo(mode: type[_Mode]) -> type[_Mode]:
-    """Keep ``torch.compile`` out of what a dispatch mode does at each operation, at no cost (a class decorator).
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode whose handler ``torch.compile`` is kept out of, at no cost.
 
     torch keeps it out by wrapping the handler in ``torch._dynamo.disable``, which takes as long as the dispatch itself.
     Here the handler's code object is marked instead, as ``torch._dynamo`` marks its own.
     """
-    handler = getattr(mode.__torch_dispatch__, "__wrapped__", None)
-    if handler is not None:
-        skip_in_dynamo(handler)
-        mode.__torch_dispatch__ = handler  # type: ignore[method-assign]
-    return mode
+
+    beside_compiled = True
+    """True: compiled code runs as such under it. Uncompiled it would give other numbers."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        handler = getattr(cls.__torch_dispatch__, "__wrapped__", None)
+        if handler is not None:
+            skip_in_dynamo(handler)
+            cls.__torch_dispatch__ = handler  # type: ignore[method-assign]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether compiled code runs as such."""
+        return cls.beside_compiled
 
 
 def _empty_strided_on(device: str) -> Callable[..., Tensor]:
@@ -119,22 +133,12 @@ def show_buffers() -> Callable[[], None]:
     return undo
 
 
-@unseen_by_dynamo
-class OperationLog(TorchDispatchMode):
+class OperationLog(OperationMode):
     """Notes which operations are called, in their order; what only shows a tensor in another way does not count."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.called: list[str] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code inside a block run as it does elsewhere."""
-        return True
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation and note it."""

@@ -73,12 +73,9 @@ def _nothing(address: int) -> int:
 class HostMemory:
     """Hands out host tensors. They live as long as somebody uses them, after ``close`` as ordinary memory.
 
-    One thread at a time may ask for memory; tensors may die, and ``is_pageable`` be asked, on any.
-
-    Args:
-        register: page-locks ``(address, bytes)`` and returns 0, or an error code; None: nothing has to be page-locked.
-        unregister: undoes that for an address and returns 0, or an error code.
-        node: where the memory should be.
+    One thread at a time may ask for memory; tensors may die, and ``is_pageable`` be asked, on any. ``register``
+    page-locks ``(address, bytes)`` and returns 0 or an error code, ``unregister`` undoes that; without them nothing has
+    to be page-locked.
     """
 
     def __init__(
@@ -188,7 +185,9 @@ class HostMemory:
 
         The first answer of either kind is logged, so that the user knows how copies run.
         """
-        pageable = bool(self._pageable) and self._lies_in(self._pageable, tensor)
+        spans, address = self._pageable, tensor.data_ptr()
+        index = bisect.bisect_right(spans, (address, sys.maxsize)) - 1
+        pageable = index >= 0 and spans[index][0] <= address < spans[index][1]
         if self._told < pageable:
             self._tell()
         return pageable
@@ -268,12 +267,6 @@ class HostMemory:
             gone = gone or not mapping.locked
         if gone:
             self._pageable = tuple(span for span in self._pageable if span[0] in self._mapped)
-
-    @staticmethod
-    def _lies_in(spans: tuple[tuple[int, int], ...], tensor: torch.Tensor) -> bool:
-        address = tensor.data_ptr()
-        index = bisect.bisect_right(spans, (address, sys.maxsize)) - 1
-        return index >= 0 and spans[index][0] <= address < spans[index][1]
 
     def _tell(self) -> None:
         pageable = self._told = sum(end - start for start, end in self._pageable)

@@ -101,9 +101,7 @@ def _in_file(first: int, last: int) -> bool:
 def make_file(nbytes: int, name: str) -> int:
     """Return the descriptor of new memory of at least one page, zeroed; pages are taken when they are written.
 
-    Args:
-        nbytes: how much.
-        name: how ``/proc/PID/smaps`` shows it: ``/memfd:lt_offload NAME``.
+    ``/proc/PID/smaps`` shows it as ``/memfd:lt_offload NAME``.
     """
     descriptor = os.memfd_create(f"lt_offload {name}", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, max(mmap.PAGESIZE, round_up(nbytes, mmap.PAGESIZE)))

@@ -36,13 +36,7 @@ class PinLimit:
 
 
 def find_pin_limit(register: Register, unregister: Unregister, *, host_bytes: int) -> PinLimit:
-    """Return how much of ``host_bytes`` may be page-locked; takes 64 MiB for a moment, in WSL2 up to 4 GiB.
-
-    Args:
-        register: page-locks ``(address, bytes)`` and returns 0, or an error code.
-        unregister: undoes that for an address and returns 0, or an error code.
-        host_bytes: memory that may be taken.
-    """
+    """Return how much of ``host_bytes`` may be page-locked; takes 64 MiB for a moment, in WSL2 up to 4 GiB."""
     find = _by_growing if is_wsl2() else _by_limit
     with _PinTrial(register, unregister) as trial:
         return find(trial, host_bytes)

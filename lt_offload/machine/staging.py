@@ -35,12 +35,8 @@ class Staging:
     """Copies of contiguous tensors of equal dtype; others, and all if there are no buffers, go the driver's slow way.
 
     The calling thread blocks while the processor copies. Several threads may call, one at a time per direction.
-
-    Args:
-        memory: page-locked bytes, at best ``STAGING_BYTES``; None if not even those could be locked.
-        event: returns a new event, with ``record(stream)`` and ``synchronize()``.
-        use: within the context it returns, the calling thread launches to a stream.
-        copy: issues a copy ``(target, source)`` to the stream that the calling thread launches to.
+    ``memory`` is page-locked, at best ``STAGING_BYTES``; None: not even those could be locked. The calling thread
+    launches to a stream within the context that ``use`` returns; ``copy`` issues a copy ``(target, source)`` to it.
     """
 
     def __init__(

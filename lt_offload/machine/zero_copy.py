@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -75,13 +75,7 @@ def unregister(address: int) -> int:
 
 
 def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Callable[[], object]) -> str:
-    """Return why ``view_of`` gives no tensor that computations can read and write; empty if it does.
-
-    Args:
-        view_of: returns page-locked host memory as a tensor on the device.
-        probe: some such memory, of integers.
-        synchronize: waits for the device.
-    """
+    """Return why ``view_of`` gives no tensor of ``probe``, page-locked integers, to read and write; "" if it does."""
     expected = torch.arange(probe.numel(), dtype=probe.dtype)
     probe.copy_(expected)
     try:
@@ -93,17 +87,13 @@ def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Cal
         if not torch.equal(probe, expected * 5):
             return "the host reads something else there than kernels have written"
         for dtype in (torch.float32, torch.bfloat16):
-            with _another_stream(seen.device):
+            with torch.cuda.stream(torch.cuda.Stream(seen.device)) if seen.is_cuda else nullcontext():  # type: ignore[no-untyped-call]
                 reason = _wrong_kernel(view_of, probe.view(dtype).view(-1, 8), synchronize)
             if reason:
                 return f"{reason} ({str(dtype).removeprefix('torch.')})"
     except (UnsupportedError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0]
     return ""
-
-
-def _another_stream(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize: Callable[[], object]) -> str:

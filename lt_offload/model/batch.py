@@ -26,12 +26,7 @@ class Size:
 
     @classmethod
     def of(cls, batch: Any, padded: bool | None = None) -> Size:
-        """Return the size of ``batch``.
-
-        Args:
-            batch: of a training.
-            padded: whether it has padding, if that is known: on a GPU looking would wait for the device.
-        """
+        """Return the size of ``batch``; to see whether it has padding, on a GPU, would wait for the device."""
         columns = _extents(batch)
         return cls(
             squares=max((rows * length * length for rows, length in columns), default=0),

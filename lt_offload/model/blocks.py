@@ -104,12 +104,7 @@ def as_called(model: nn.Module, blocks: Sequence[Block | BlockProfile]) -> Struc
 
 
 class CalledOtherwise(ModelError):
-    """The model calls its blocks in another order than they are registered in, or not all of them.
-
-    Args:
-        message: for people.
-        blocks: those that it calls; empty if no layer is among them.
-    """
+    """The model calls ``blocks`` in another order than they are registered in, or not all; perhaps no layer at all."""
 
     def __init__(self, message: str, blocks: Sequence[Block]) -> None:
         super().__init__(message)
@@ -208,12 +203,11 @@ def _repeats(modules: ModuleSequence) -> bool:
 
 
 def _shown(sequences: list[tuple[str, ModuleSequence]]) -> str:
-    return ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in sequences[:5]) or "none at all"
-
-
-def _contents(modules: ModuleSequence) -> str:
-    classes = sorted({type(module).__name__ for module in modules})
-    return f"{len(modules)} of {', '.join(classes)}" if classes else "empty"
+    shown = []
+    for name, modules in sequences[:5]:
+        classes = ", ".join(sorted({type(module).__name__ for module in modules}))
+        shown.append(f"{name or 'the model'} ({f'{len(modules)} of {classes}' if classes else 'empty'})")
+    return ", ".join(shown) or "none at all"
 
 
 def _parameter_bytes(module: nn.Module) -> int:
@@ -261,16 +255,12 @@ def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
         children = []
         for child in parent.children():
             children += within if child is inner else [child]
-    return [member for child in children for member in _calling(child)]
-
-
-def _calling(child: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``child``, or the modules that a dictionary holds, of which a model calls those that it needs."""
-    if isinstance(child, nn.ModuleDict):
-        # Not other lists of layers, which may be another model's.
-        yield from (member for member in child.children() if not isinstance(member, _CONTAINERS))
-    else:
-        yield child
+    members: list[nn.Module] = []
+    for child in children:
+        # Of a dictionary a model calls members, but not lists of layers, which may be another model's.
+        own = [member for member in child.children() if not isinstance(member, _CONTAINERS)]
+        members += own if isinstance(child, nn.ModuleDict) else [child]
+    return members
 
 
 def _structure(model: nn.Module, modules: list[tuple[str, nn.Module, BlockKind]]) -> Structure:

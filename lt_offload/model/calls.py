@@ -22,27 +22,7 @@ from lt_offload.model.state.handed import Containers
 from lt_offload.schema.profile import COLLECTED_BELOW
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstRun:
-    """A block's first run, as far as it tells whether another one gives the same."""
-
-    draws: list[Tensor]
-    """States of the generators before it ran, by :meth:`Call.draws`."""
-    sums: list[int]
-    """Sums of its outputs' bits."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateBytes:
-    """Device memory that remembering the state of a block's modules takes, for a second run that is to see it."""
-
-    held: int
-    """Bytes between the runs."""
-    copied: int
-    """Bytes within the first run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Call:
     """A block and what it was called with."""
 
@@ -62,14 +42,14 @@ class Call:
 
     The first of them goes on to the next block.
     """
-    kernels: set[str] = field(default_factory=set)
-    """``{"graph"}`` once it is known that without a graph the numbers are others, of other kernels."""
-    seen: list[Rest] = field(default_factory=list)
-    """The state of its modules as it has seen it, which others may have changed since; empty if that is not known."""
-    state: list[StateBytes] = field(default_factory=list)
-    """Memory that remembering the state of its modules takes for a second run, if that is known."""
-    given: list[FirstRun] = field(default_factory=list)
-    """Its draws and results, if they would be the same again unless something changes that nobody can know."""
+    other_kernels: bool = False
+    """True once it is known that without a graph the numbers are others, of other kernels."""
+    seen: Rest | None = None
+    """The state of its modules as it has seen it, which others may have changed since; None if that is not known."""
+    held_bytes: int = 0
+    """Device memory that remembering the state of its modules takes until a second run, that is to see it."""
+    copied_bytes: int = 0
+    """The same within the first run."""
     rehearsed: list[Tensor] = field(default_factory=list)
     """States of the generators that every trial of its costs begins with, if the block draws something."""
     cutter: Cutter | None = None
@@ -90,7 +70,7 @@ class Call:
     @property
     def graphed(self) -> bool:
         """True if the block always runs with a graph, as it would have other numbers without."""
-        return self.compiled or bool(self.kernels)
+        return self.compiled or self.other_kernels
 
     @property
     def passing_bytes(self) -> int:
@@ -123,7 +103,7 @@ class Call:
 
     def as_called(self) -> AbstractContextManager[None]:
         """Enclose runs that see the block's modules as they were at the call."""
-        return self.seen[0].restored() if self.seen else nullcontext()
+        return nullcontext() if self.seen is None else self.seen.restored()
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Call the block on ``inputs``."""
@@ -214,12 +194,7 @@ def is_entry_node(node: Any) -> bool:
 
 
 def edges(roots: Iterable[Any], *, outer: bool = False) -> Iterator[tuple[Any, int]]:
-    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node.
-
-    Args:
-        roots: nodes.
-        outer: do not go on behind the nodes of blocks.
-    """
+    """Yield every edge of the graph below ``roots``, as node and number; ``outer``: not behind the nodes of blocks."""
     seen: dict[int, Any] = {}  # keeps the nodes alive: the identity of one that is gone may be another's
     waiting = [node for node in roots if node is not None]
     while waiting:
@@ -302,7 +277,8 @@ def _describe(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, 
 
 def switched_off(model: nn.Module) -> Iterator[str]:
     """Yield a sentence about each thing that :func:`plainly` switches off and that people may want to know of."""
-    names = _checkpointed(model)
+    flags = ((name, module) for name, module in model.named_modules() if hasattr(module, "gradient_checkpointing"))
+    names = [name or type(model).__name__ for name, module in flags if module.gradient_checkpointing is True]
     if names:
         yield (
             f"gradient checkpointing of {len(names)} modules, such as {names[0]}, is off while the model trains here: "
@@ -314,14 +290,6 @@ def switched_off(model: nn.Module) -> Iterator[str]:
             "config.use_cache is off while the model trains here, which may change the last bits of a decoder's "
             "attention: set config.use_cache=False elsewhere, too, for the same numbers"
         )
-
-
-def _checkpointed(model: nn.Module) -> list[str]:
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if getattr(module, "gradient_checkpointing", False) is True
-    ]
 
 
 @contextmanager

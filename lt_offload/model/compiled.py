@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lt_offload.compat.lightning import compiler_context
-from lt_offload.compat.torch import COMPILED_CALL, WRAPPED_MODULE, compiled_call_of, plain_call_of, reset_dynamo
+from lt_offload.compat.torch import COMPILED_CALL, WRAPPED_MODULE, compiled_call_of, plain_call_of
 from lt_offload.errors import ModelError
 from lt_offload.model.blocks import find_blocks
 
@@ -33,7 +33,11 @@ def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
 
     ``blocks`` is the name of what holds its layers, if the user has given one.
     """
-    compiled = {module: name or type(model).__name__ for name, module in model.named_modules() if _is_touched(module)}
+    compiled = {
+        module: name or type(model).__name__
+        for name, module in model.named_modules()
+        if is_compiled(module) or hasattr(module, WRAPPED_MODULE) or compiler_context(module) is not None  # Lightning's
+    }
     if not compiled:
         return None
     try:
@@ -53,11 +57,6 @@ def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
             if config[option]:
                 return f"torch.compile of {name} with {option}"
     return None
-
-
-def _is_touched(module: nn.Module) -> bool:
-    context = compiler_context(module)  # Lightning's
-    return is_compiled(module) or hasattr(module, WRAPPED_MODULE) or context is not None
 
 
 def uncompiled(module: nn.Module) -> Forward:
@@ -196,11 +195,3 @@ def _itself(value: Any) -> Any:
 def _entry(module: nn.Module) -> str:
     """Return the attribute through which a call of ``module`` goes."""
     return COMPILED_CALL if is_compiled(module) else "forward"
-
-
-def forget_compiled() -> None:
-    """Bring ``torch.compile`` back to where a process starts.
-
-    The sizes that it has seen decide which of them compiled code takes for constant, and so its numbers.
-    """
-    reset_dynamo()

@@ -177,9 +177,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, chunk: int) -> bool:
 class HeadLoss(nn.Module):
     """The projection ``head`` with the loss of a causal language model: from hidden states to the loss.
 
-    Args:
-        head: the output projection.
-        chunk: tokens of which logits exist together; 0: all of them (option ``fused``).
+    ``chunk``: tokens of which logits exist together; 0: all of them (option ``fused``).
     """
 
     def __init__(self, head: nn.Linear, chunk: int = 0) -> None:
@@ -341,7 +339,9 @@ class _ChunkedLoss(torch.autograd.Function):
         wanted = [made.backward and need for need in ctx.needs_input_grad[:3]]
         sums = _GradientSums(hidden, weight, bias, wanted)
         picked = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        grad = _grad_of_picked(picked, counts, made.items)
+        with torch.enable_grad():  # the gradient of every label's log-probability does not depend on their values
+            like = torch.zeros_like(picked, requires_grad=True)
+            (grad,) = torch.autograd.grad(_mean(like, counts, made.items), like)
         for part in _slices(len(hidden), made.chunk):
             logits = functional.linear(hidden[part], weight, bias)
             _take(logits, targets[part], grad[part], made.scaling, picked[part], slopes=any(wanted))
@@ -388,14 +388,6 @@ class _GradientSums:
             torch.mm(slope.t(), rows, out=of_weight)
         if self._of_bias:
             self.gradients[2] = slope.sum(0) if of_bias is None else of_bias + slope.sum(0)
-
-
-def _grad_of_picked(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:
-    """Return the gradient of every label's log-probability in the loss, which does not depend on their values."""
-    with torch.enable_grad():
-        like = torch.zeros_like(picked, requires_grad=True)
-        (grad,) = torch.autograd.grad(_mean(like, counts, items), like)
-    return grad
 
 
 def _take(logits: Tensor, targets: Tensor, grad: Tensor, scaling: Scaling, picked: Tensor, *, slopes: bool) -> None:

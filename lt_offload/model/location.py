@@ -27,8 +27,8 @@ Class = type[Any]
 
 _homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
 """Devices of modules, if they run elsewhere than where their parameters are."""
-_replaced: dict[Class, tuple[_Home, int]] = {}
-"""By class whose ``device`` is replaced: by what, and how often that was asked for."""
+_replaced: dict[Class, _Home] = {}
+"""By class whose ``device`` is replaced: by what, until no module is elsewhere any more."""
 _changing = threading.RLock()
 
 
@@ -72,7 +72,8 @@ def located(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in modules:
             _homes[module] = device
         for owner in classes:
-            _replace(owner)
+            if owner not in _replaced:
+                owner.device = _replaced[owner] = _Home(vars(owner)["device"])
     try:
         yield
     finally:
@@ -81,29 +82,17 @@ def located(model: nn.Module, device: torch.device) -> Iterator[None]:
                 _homes.pop(module, None)
             # Contexts may be nested: where the outer one has modules counts again.
             _homes.update(before)
-            for owner in classes:
-                _put_back(owner)
+            if not _homes:
+                for owner, home in _replaced.items():
+                    if vars(owner).get("device") is home:  # otherwise somebody has replaced it in turn, and calls it
+                        owner.device = home.original
+                _replaced.clear()
 
 
 def _owner(cls: Class) -> Class | None:
     """Return the class from which ``cls`` has its property ``device``; None if it has no such property."""
     owner = next((base for base in cls.__mro__ if "device" in vars(base)), None)
     return owner if owner is not None and isinstance(vars(owner)["device"], property) else None
-
-
-def _replace(owner: Class) -> None:
-    home, count = _replaced.get(owner, (None, 0))
-    if home is None:
-        home = owner.device = _Home(vars(owner)["device"])
-    _replaced[owner] = home, count + 1
-
-
-def _put_back(owner: Class) -> None:
-    home, count = _replaced.pop(owner)
-    if count > 1:
-        _replaced[owner] = home, count - 1
-    elif vars(owner).get("device") is home:  # otherwise somebody has replaced it in turn, and calls it
-        owner.device = home.original
 
 
 def brought(
@@ -123,7 +112,8 @@ def brought(
 def _brought(value: Any, device: torch.device, every: bool) -> Any:
     """Return ``value`` with its tensors on ``device``; itself if there are none elsewhere."""
     if isinstance(value, Tensor):
-        moves = value.device.type == "cpu" and (every or value.ndim > 1 or (value.ndim == 1 and not _counts(value)))
+        counts = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        moves = value.device.type == "cpu" and (every or value.ndim > 1 or (value.ndim == 1 and not counts))
         return value.to(device) if moves else value
     if type(value) is dict:
         entries = {key: _brought(item, device, every) for key, item in value.items()}
@@ -132,8 +122,3 @@ def _brought(value: Any, device: torch.device, every: bool) -> Any:
         items = [_brought(item, device, every) for item in value]
         return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
     return value
-
-
-def _counts(tensor: Tensor) -> bool:
-    """Return whether these are integers."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

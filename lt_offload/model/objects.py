@@ -13,7 +13,7 @@ import sysconfig
 import types
 from argparse import Namespace
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import is_dataclass
 from operator import is_
@@ -37,28 +37,11 @@ Contents = tuple[Collection[Any], ...]
 NOTHING: Contents = ((),)
 """Contents of an empty container."""
 
-own: Callable[[type], types.MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
-"""The attributes that a class itself has, whatever its metaclass says."""
-bases: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
-"""A class and its bases, in the order in which attributes are looked up."""
-name_of: Callable[[type], str] = type.__dict__["__name__"].__get__
-"""The name of a class."""
-_module_of: Callable[[type], Any] = type.__dict__["__module__"].__get__
-
-
-def module_of(cls: type) -> str:
-    """Return the name of the module that ``cls`` says it is from; "" if it says something else."""
-    try:
-        module = _module_of(cls)
-    except AttributeError:
-        return ""
-    return module if isinstance(module, str) else ""
-
-
 # -- containers ------------------------------------------------------------------------------------------------------
 
 
-def _built_in(container: Any) -> type:
+def built_in(container: Any) -> Any:
+    """Return the built-in class of a container: methods of a class below it may import, or make objects."""
     cls = type(container)
     return cls if cls in _READ else next(base for base in _READ if issubclass(cls, base))
 
@@ -67,7 +50,7 @@ def read(container: Any) -> Contents:
     """Return what a container holds."""
     if type(container) in _READ and not container:  # nearly all containers of modules
         return NOTHING
-    return tuple(list(part(container)) for part in _READ[_built_in(container)])
+    return tuple(list(part(container)) for part in _READ[built_in(container)])
 
 
 def unchanged(container: Any, contents: Contents) -> bool:
@@ -83,7 +66,7 @@ def unchanged(container: Any, contents: Contents) -> bool:
 
 def write(container: Any, contents: Contents) -> None:
     """Make a container hold ``contents``."""
-    kind: Any = _built_in(container)
+    kind = built_in(container)
     kind.clear(container)
     if kind is OrderedDict:  # its ``update`` calls the ``__setitem__`` of a class below it
         for key, value in zip(contents[0], contents[-1], strict=True):
@@ -96,18 +79,6 @@ def write(container: Any, contents: Contents) -> None:
         kind.extend(container, contents[0])
 
 
-def item_of(container: Any, key: Any) -> Any:
-    """Return an item of a dictionary or list."""
-    kind: Any = _built_in(container)
-    return kind.__getitem__(container, key)
-
-
-def set_item(container: Any, key: Any, value: Any) -> None:
-    """Set an item of a dictionary or list."""
-    kind: Any = _built_in(container)
-    kind.__setitem__(container, key, value)
-
-
 def same(left: Collection[Any], right: Collection[Any]) -> bool:
     """Return whether two collections hold the very same objects in the same order."""
     return len(left) == len(right) and all(map(is_, left, right))
@@ -118,32 +89,20 @@ def same(left: Collection[Any], right: Collection[Any]) -> bool:
 
 def attributes_of(thing: Any) -> dict[str, Any] | None:
     """Return the dictionary that holds the attributes of ``thing``, None if there is none."""
-    for base in bases(type(thing)):
-        descriptor: Any = own(base).get("__dict__")
-        if type(descriptor) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-            attributes = descriptor.__get__(thing)
-            return attributes if issubclass(type(attributes), dict) else None
-    return None
-
-
-def slots_of(thing: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:
-    """Yield the slots of ``thing``, each with what gets and sets it."""
-    for cls in bases(type(thing)):
-        slots = own(cls).get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else read(slots)[0] if issubclass(type(slots), tuple(_READ)) else ()
-        for name in names:
-            mangled = f"_{name_of(cls).lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
-            descriptor = own(cls).get(mangled)
-            if type(descriptor) is types.MemberDescriptorType:
-                yield mangled, descriptor
+    try:
+        attributes = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if isinstance(attributes, dict) else None
 
 
 def held_by(thing: Any) -> list[Any]:
     """Return what the attributes and slots of ``thing`` hold."""
     held = list((attributes_of(thing) or {}).values())
-    for _, slot in slots_of(thing):
-        with suppress(AttributeError):  # nothing is there
-            held.append(slot.__get__(thing))
+    for member in (member for cls in type(thing).__mro__ for member in vars(cls).values()):
+        if type(member) is types.MemberDescriptorType:
+            with suppress(AttributeError):  # nothing is there
+                held.append(member.__get__(thing))
     return held
 
 
@@ -163,52 +122,6 @@ def is_library(module: str | None) -> bool:
     return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
 
 
-_NO_STATE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, type(None), str, int, float, bool)
-_places: dict[int, tuple[dict[str, Any], str]] = {}
-"""Objects that global variables of libraries hold, and where."""
-_size = (0, 0)
-
-
-def look_again() -> None:
-    """Have :func:`belongs_to_a_library` know the modules and global variables of this moment."""
-    global _size
-    modules = [
-        (name, variables)
-        for name, module in list(sys.modules.items())
-        if name != "builtins" and (variables := attributes_of(module)) is not None  # builtins._ is the user's
-    ]
-    size = len(modules), sum(len(variables) for _, variables in modules)
-    if size != _size:
-        _size = size
-        _places.clear()
-        for module, variables in modules:
-            if is_library(module):
-                held = list(variables.items())
-                _places.update({id(value): (variables, name) for name, value in held if type(value) not in _NO_STATE})
-
-
-def belongs_to_a_library(thing: Any) -> bool:
-    """Return whether ``thing`` is an object of a library, kept in a global variable there: a registry, or a cache.
-
-    An object that a library has made for a user is the user's.
-    """
-    place = _places.get(id(thing))
-    return place is not None and place[0].get(place[1]) is thing and is_library(module_of(type(thing)))
-
-
-def is_part_of_a_library(function: types.FunctionType) -> bool:
-    """Return whether ``function`` is found in its module by its name, or in a class there, and that is a library's."""
-    if not is_library(function.__module__):
-        return False
-    first, *rest = function.__qualname__.split(".")
-    member: Any = (attributes_of(sys.modules.get(function.__module__)) or {}).get(first)
-    for name in rest:
-        member = own(member).get(name) if issubclass(type(member), type) else None
-    if type(member) in (staticmethod, classmethod):
-        member = member.__func__
-    return function is (member.fget if type(member) is property else member)
-
-
 # -- what holds others -----------------------------------------------------------------------------------------------
 
 Kind = Literal["container", "tuple", "settings"]
@@ -225,9 +138,9 @@ def _kind_of(cls: type) -> Kind | None:
     named = (
         issubclass(cls, (types.SimpleNamespace, Namespace, UserDict, UserList))
         or is_dataclass(cls)
-        or name_of(cls).endswith("Config")
+        or cls.__name__.endswith("Config")
     )
-    return "settings" if named or not any(is_library(module_of(base)) for base in bases(cls)[:-1]) else None
+    return "settings" if named or not any(is_library(base.__module__) for base in cls.__mro__[:-1]) else None
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -239,11 +152,8 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
     """Return the containers and settings at and below ``values``: each, what of it is written to, and what that holds.
 
     What is written to is the container itself or the dictionary of an object's attributes; of a container that has
-    attributes, too, first the one and then the other. Objects of libraries are left alone.
-
-    Args:
-        values: where the search begins.
-        seen: what has been looked at, by identity; is added to, and not looked at again.
+    attributes, too, first the one and then the other. Objects of libraries are left alone. What is in ``seen``, by
+    identity, is not looked at again.
     """
     seen = {} if seen is None else seen
     kinds: Any = _kind_of  # and not ``kind_of``: this is done for every block of a step, and calls are what it costs
@@ -255,8 +165,6 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
             continue
         seen[id(value)] = value
         kind = kinds(type(value))
-        if id(value) in _places and belongs_to_a_library(value):
-            continue
         places = [value] if kind != "settings" else []
         attributes = None if kind == "tuple" or type(value) in _READ else attributes_of(value)
         if attributes or (kind == "settings" and attributes is not None):
@@ -267,9 +175,7 @@ def holders(values: Iterable[Any], seen: dict[int, Any] | None = None) -> list[t
                 held.append((value, place, contents))
             if contents is not NOTHING:
                 below = (item for item in contents[-1] if kinds(type(item)))
-                waiting += below if kind != "settings" else (item for item in below if _is_small(item))
+                if kind == "settings":
+                    below = (item for item in below if kind_of(item) == "settings" or len(read(item)[0]) <= _MOST)
+                waiting += below
     return held
-
-
-def _is_small(value: Any) -> bool:
-    return kind_of(value) == "settings" or len(read(value)[0]) <= _MOST

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.torch import FakeTensorMode, TorchDispatchMode, address_of, forget_step_hooks, tree_leaves
+from lt_offload.compat.torch import address_of, forget_step_hooks, tree_leaves
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode
 from lt_offload.model.snapshot import untouched
 from lt_offload.model.state.generators import GLOBAL, is_generator, same_state, state_of
 from lt_offload.units import round_up
@@ -62,10 +62,8 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
     try:
         together, counted = _stepped(optimizer, one_by_one=False)
         alone, _ = _stepped(optimizer, one_by_one=True)
-    except _Drawn:
-        return OptimizerTrial("random")
-    except _Shared:
-        return OptimizerTrial("shared")
+    except _Refused as refused:
+        return OptimizerTrial(refused.args[0])
     except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
         return OptimizerTrial("unknown")
     if not _moved(optimizer, together):
@@ -83,36 +81,6 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` is of a package that needs no trial."""
     return f"{type(optimizer).__module__}.".startswith(_KNOWN)
-
-
-def draws_for_large(optimizer: Optimizer) -> bool:
-    """Return whether the first step of a tensor of ``optimizer`` draws random numbers, tried in full size, as fakes.
-
-    The stand-ins of :func:`tried` are small, and some draw for large tensors only. Draws of later steps, and
-    of steps that do not run on fakes, are seen by :class:`DrawWatch` when they happen.
-    """
-    kinds = {
-        (index, tuple(parameter.shape), parameter.dtype): None
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    return not is_known(optimizer) and any(_draws(optimizer, *kind) for kind in kinds)
-
-
-def _draws(optimizer: Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    with untouched(optimizer=optimizer):
-        before = _generators(optimizer)
-        try:
-            with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), DrawWatch(optimizer, _Drawn):
-                stand = nn.Parameter(torch.zeros(shape, dtype=dtype))
-                stand.grad = torch.zeros_like(stand)
-                twin = twin_of(optimizer, [(index, stand)], defaultdict(dict, of_none(optimizer)))
-                type(twin).step(twin)
-        except _Drawn:
-            return True
-        except Exception:  # whatever a foreign optimizer meets on fake tensors
-            pass
-        return _drawn_since(optimizer, before)
 
 
 def _held(optimizer: Optimizer) -> Iterator[Any]:
@@ -133,39 +101,22 @@ def _generators(optimizer: Optimizer) -> list[Any]:
     return [*(one.get_state() for one in _defaults()), *map(state_of, (*GLOBAL, *_held(optimizer)))]
 
 
-def _drawn_since(optimizer: Optimizer, before: list[Any]) -> bool:
-    return not all(map(same_state, _generators(optimizer), before))
+class _Refused(Exception):
+    """A step has drawn random numbers, or put something into its state that all tensors share: the verdict."""
 
 
-class _Drawn(Exception):
-    """A step has drawn random numbers."""
-
-
-class _Shared(Exception):
-    """A step has put something into its state that all tensors share."""
-
-
-@unseen_by_dynamo
-class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DrawWatch(OperationMode):
     """Within the context, an operation that draws from a generator shared by the tensors of ``optimizer`` is an error.
 
-    It sees the operations of its own thread, so that the rest of a program may draw meanwhile.
-
-    Args:
-        optimizer: its own generators are shared; one that a step makes for a tensor, and seeds, is not.
-        error: is called for what is raised.
+    It sees the operations of its own thread, so that the rest of a program may draw meanwhile. One that a step makes
+    for a tensor, and seeds, is not shared.
     """
 
     def __init__(self, optimizer: Optimizer, error: Callable[[], Exception]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._error = error
         shared: list[Any] = [*_defaults(), *(one for one in _held(optimizer) if isinstance(one, torch.Generator))]
         self._shared = {address_of(one) for one in shared}  # operations get other objects for the same generators
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -195,11 +146,11 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
             before = _generators(optimizer)
             for twin in twins:
                 type(twin).step(twin)
-            if _drawn_since(optimizer, before):
-                raise _Drawn
+            if not all(map(same_state, _generators(optimizer), before)):
+                raise _Refused("random")
             for of_twin in map(of_none, twins):
                 if of_twin.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in of_twin.values()):
-                    raise _Shared
+                    raise _Refused("shared")
         counted = _counted(twins[0])
     states = {stand: twin.state[stand] for twin in twins for group in twin.param_groups for stand in group["params"]}
     return [[stand.detach(), *_values(states[stand])] for _, stand in stands], counted
@@ -272,11 +223,7 @@ def twin_of(
 ) -> Optimizer:
     """Return an optimizer of the same class and options over ``stands``, without hooks.
 
-    Args:
-        optimizer: that has the class and the options.
-        stands: tensors that are updated, each with its group.
-        state: of these.
-        alone: options of single ones; see :func:`own_options`.
+    ``alone`` are options of single ones, see :func:`own_options`.
     """
     # Not by its constructor, whose arguments nobody has kept.
     made: Optimizer = object.__new__(type(optimizer))
@@ -452,23 +399,16 @@ _FACTORIES = {
 }
 
 
-@unseen_by_dynamo
-class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StateAllocator(OperationMode):
     """Lets the first update of weights create its states in memory that is there for them, as far as it goes.
 
-    Args:
-        places: weights, as the update sees them, and the bytes for the states of each.
+    ``places`` are weights, as the update sees them, with memory for the states of each.
     """
 
     def __init__(self, places: Iterable[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._free = {_address(weight): (memory, 0) for weight, memory in places}
         """By where a weight is: the memory for its states, and how much of it is taken."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

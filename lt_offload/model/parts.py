@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,15 +32,7 @@ Forward = Callable[..., Any]
 
 
 def check_micro_batches(value: object, *, auto: bool = False) -> None:
-    """Refuse what is no number of parts.
-
-    Args:
-        value: as the user has given it.
-        auto: whether ``"auto"`` is one.
-
-    Raises:
-        ConfigError: naming the value.
-    """
+    """Raise ``ConfigError`` for a value that is no number of parts, nor ``"auto"`` where that may be."""
     if (auto and value == "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return
     words = "at least 1, or 'auto'" if auto else "at least 1"
@@ -81,14 +74,10 @@ class Cut:
 
 
 class Cutter:
-    """Cuts the calls of one block.
+    """Cuts the calls of one block in ``count`` parts, where a batch is large enough.
 
     A table of one row per token has the form of one per sample where there are as many tokens as samples. Any other
     batch shows which of the two it is.
-
-    Args:
-        name: of the block.
-        count: parts of a batch that is large enough.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -98,15 +87,7 @@ class Cutter:
         """By form of the arguments and position: whether it has a row per sample."""
 
     def cut(self, leaves: Sequence[Any], spec: TreeSpec) -> Cut | None:
-        """Return how a call is cut; None if it is not: it has one sample, or no tensor.
-
-        Args:
-            leaves: of its ``(args, kwargs)``.
-            spec: of these.
-
-        Raises:
-            UnsupportedError: if rows of samples cannot be told from rows of tokens.
-        """
+        """Return how a call with these leaves of ``(args, kwargs)`` is cut; None: it has one sample, or no tensor."""
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         if not tensors:
             return None
@@ -140,12 +121,17 @@ class Cutter:
                 rows.add(at)
         return Cut(rows=frozenset(rows), sizes=sizes, several=several)
 
-    def refusal(self, part: Sequence[int], size: int) -> UnsupportedError:
-        """Return the error about an output of shape ``part`` where ``size`` samples went in."""
+    def refusal(self, what: str) -> UnsupportedError:
+        """Return the error about outputs that cannot be put together."""
         return UnsupportedError(
-            f"micro_batches={self.count}: block {self.name} returned a tensor of shape {list(part)} for {size} "
-            "samples, which has no row per sample; let it return tensors whose first dimension is that of its input, "
-            "or set micro_batches=1"
+            f"micro_batches={self.count}: block {self.name} {what}; let it return tensors whose first dimension is "
+            "that of its input, or set micro_batches=1"
+        )
+
+    def other_outputs(self) -> UnsupportedError:
+        """Return the error about parts that return different things."""
+        return self.refusal(
+            "returned something else for one part of the batch than for another, which cannot be put together"
         )
 
 
@@ -183,7 +169,7 @@ class Rows:
     def put(self, part: int, tensor: Tensor) -> None:
         """Add what one part has given, in any order."""
         self._missing.discard(part)
-        if len(self._sizes) == 1:
+        if len(self._sizes) == 1 or tensor.requires_grad:
             self._apart[part] = tensor
             return
         if self._whole is None and not self._apart and tensor.is_contiguous():
@@ -204,11 +190,11 @@ class Rows:
         with torch.no_grad():
             for part in self._missing:
                 self._clear(part)
-            if len(self._sizes) == 1:
-                return self._apart[0]
-            if not self._apart:
-                return self._whole
-            return torch.cat([self._apart.get(part, self._of(part)) for part in range(len(self._sizes))])
+        if len(self._sizes) == 1:
+            return self._apart[0]
+        if not self._apart:
+            return self._whole
+        return torch.cat([self._apart.get(part, self._of(part)) for part in range(len(self._sizes))])
 
     def _of(self, part: int) -> Tensor:
         if self._whole is None:
@@ -226,31 +212,25 @@ class Rows:
 class Joint:
     """The tensors that every part gives, in the same places, put together.
 
-    Args:
-        sizes: samples of each part.
-        cutter: of the block whose outputs these are; None: gradients, or whatever else needs no check.
+    Without a ``cutter``, whose errors name the block, nothing is checked: gradients.
     """
 
-    def __init__(self, sizes: Sequence[int], cutter: Cutter | None = None) -> None:
-        self._sizes, self._cutter = sizes, cutter
+    def __init__(self, sizes: Sequence[int], cutter: Cutter | None = None, *, graph: bool = False) -> None:
+        self._sizes, self._cutter, self._graph = sizes, cutter, graph
         self._rows: list[Rows] | None = None
 
     def put(self, part: int, tensors: Sequence[Tensor | None]) -> None:
-        """Add what one part has given, in any order of parts; None counts as zeros if another part has given some.
-
-        Raises:
-            UnsupportedError: if an output has no row per sample, or one part has more of them than another.
-        """
+        """Add what one part has given, in any order of parts; None counts as zeros if another part has given some."""
         if self._rows is None:
             self._rows = [Rows(self._sizes) for _ in tensors]
         if len(self._rows) != len(tensors) and self._cutter is not None:
-            raise other_outputs(self._cutter)
+            raise self._cutter.other_outputs()
         for rows, tensor in zip(self._rows, tensors, strict=True):
             if tensor is None:
                 continue
             if self._cutter is not None:
                 check_rows(self._cutter, tensor, self._sizes[part])
-            rows.put(part, tensor.detach())
+            rows.put(part, tensor if self._graph else tensor.detach())
 
     def results(self) -> list[Any]:
         """Return each tensor for the batch; None where no part has given one."""
@@ -258,28 +238,24 @@ class Joint:
 
 
 class Outputs:
-    """Puts together what parts return, without graphs, one after the other."""
+    """Puts together what parts return, one after the other; with a ``graph`` as ``torch.cat`` of each tensor."""
 
-    def __init__(self, cutter: Cutter, sizes: Sequence[int]) -> None:
+    def __init__(self, cutter: Cutter, sizes: Sequence[int], *, graph: bool = False) -> None:
         self._cutter = cutter
-        self._joint = Joint(sizes, cutter)
+        self._joint = Joint(sizes, cutter, graph=graph)
         self._others: list[Any] = []
         """Leaves of what the first part has returned, with ``_TENSOR`` for each tensor."""
         self._spec: TreeSpec | None = None
 
     def put(self, part: int, out: Any) -> None:
-        """Add what one part has returned; the first part comes first.
-
-        Raises:
-            UnsupportedError: if an output has no row per sample, or something else than a tensor differs.
-        """
+        """Add what one part has returned; the first part comes first."""
         leaves, spec = tree_flatten(out)
         del out
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if self._spec is None:
             self._others, self._spec = others, spec
         if spec != self._spec:
-            raise other_outputs(self._cutter)
+            raise self._cutter.other_outputs()
         for values in zip(self._others, others, strict=True):
             check_same(self._cutter, values)
         self._joint.put(part, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -295,61 +271,22 @@ _TENSOR = object()
 """Stands where an output is a tensor."""
 
 
-def joined(cutter: Cutter, sizes: Sequence[int], outs: Sequence[Any]) -> Any:
-    """Return what a block returns for a batch from what it returned for its parts: ``torch.cat`` of each tensor.
-
-    Raises:
-        UnsupportedError: if an output has no row per sample, or something else than a tensor differs between parts.
-    """
-    flat = [tree_flatten(out) for out in outs]
-    first, spec = flat[0]
-    whole: list[Any] = []
-    for at, leaf in enumerate(first):
-        parts = [leaves[at] for leaves, other in flat if other == spec]
-        if len(parts) < len(flat):
-            raise other_outputs(cutter)
-        if not isinstance(leaf, Tensor):
-            check_same(cutter, parts)
-            whole.append(leaf)
-            continue
-        for part, size in zip(parts, sizes, strict=True):
-            check_rows(cutter, part, size)
-        whole.append(torch.cat(parts))
-    return tree_unflatten(whole, spec)
-
-
 def check_rows(cutter: Cutter, tensor: Tensor, size: int) -> None:
-    """Refuse an output that has not ``size`` rows.
-
-    Raises:
-        UnsupportedError: naming the block.
-    """
+    """Refuse an output that has not ``size`` rows."""
     if tensor.ndim == 0 or len(tensor) != size:
-        raise cutter.refusal(tensor.shape, size)
+        shape = list(tensor.shape)
+        raise cutter.refusal(f"returned a tensor of shape {shape} for {size} samples, which has no row per sample")
 
 
 def check_same(cutter: Cutter, values: Sequence[Any]) -> None:
-    """Refuse other outputs than tensors that differ between parts.
-
-    Raises:
-        UnsupportedError: naming the block.
-    """
+    """Refuse other outputs than tensors that differ between parts."""
     if isinstance(values[0], WrittenContainers):
-        raise UnsupportedError(
-            f"micro_batches={cutter.count}: block {cutter.name} writes to a container or object that it is given, or "
-            "returns an object with tensors, which cannot be put together from several parts of a batch; return "
-            "tensors with a row per sample, or set micro_batches=1"
+        raise cutter.refusal(
+            "writes to a container or object that it is given, or returns an object with tensors, which cannot be put "
+            "together from several parts of a batch"
         )
     if any(value is not values[0] and value != values[0] for value in values):
-        raise other_outputs(cutter)
-
-
-def other_outputs(cutter: Cutter) -> UnsupportedError:
-    """Return the error about outputs that cannot be put together."""
-    return UnsupportedError(
-        f"micro_batches={cutter.count}: block {cutter.name} returned something else for one part of the batch than for "
-        "another, which cannot be put together; return tensors with a row per sample, or set micro_batches=1"
-    )
+        raise cutter.other_outputs()
 
 
 def in_parts(forward: Forward, cutter: Cutter) -> Forward:
@@ -361,18 +298,17 @@ def in_parts(forward: Forward, cutter: Cutter) -> Forward:
         if cut is None:
             return forward(*args, **kwargs)
         del args, kwargs
-        calls = [tree_unflatten(part, spec) for part in cut.parts(leaves)]
-        return joined(cutter, cut.sizes, [forward(*a, **k) for a, k in calls])
+        outputs = Outputs(cutter, cut.sizes, graph=True)
+        for part, mine in enumerate(cut.parts(leaves)):
+            args, kwargs = tree_unflatten(mine, spec)
+            outputs.put(part, forward(*args, **kwargs))
+        return outputs.result()
 
     return run
 
 
 def check_samples(batch: Any, micro_batches: int) -> None:
-    """Refuse more parts than ``batch`` has samples.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Raise ``ConfigError`` if there are more parts than ``batch`` has samples."""
     check_micro_batches(micro_batches)
     samples, _ = extent(batch)
     if micro_batches > samples:
@@ -427,7 +363,8 @@ def micro_batched_reference(model: nn.Module, micro_batches: int, *, blocks: str
     undo = []
     for block, cutter in zip(structure.blocks, cutters(structure, micro_batches), strict=True):
         if cutter is not None:
-            undo.append(intercept(block.module, _with_gradients(called(block.module), cutter)))
+            whole = called(block.module)
+            undo.append(intercept(block.module, partial(_where_graded, in_parts(whole, cutter), whole)))
     try:
         yield
     finally:
@@ -435,10 +372,5 @@ def micro_batched_reference(model: nn.Module, micro_batches: int, *, blocks: str
             back()
 
 
-def _with_gradients(forward: Forward, cutter: Cutter) -> Forward:
-    parted = in_parts(forward, cutter)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (parted if torch.is_grad_enabled() else forward)(*args, **kwargs)
-
-    return run
+def _where_graded(parted: Forward, whole: Forward, *args: Any, **kwargs: Any) -> Any:
+    return (parted if torch.is_grad_enabled() else whole)(*args, **kwargs)

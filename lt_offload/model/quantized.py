@@ -49,18 +49,14 @@ def tables(module: nn.Module) -> Iterator[NamedTensor]:
     seen: set[int] = set()
     for name, parameter in module.named_parameters():
         state = getattr(parameter, "quant_state", None)
-        for key, tensor in _tables_of(state) if state is not None else ():
+        held = {} if state is None else {"quant_map": state.code}
+        if state is not None and state.nested:
+            nested = {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+            held |= {"nested_offset": state.offset, **nested}
+        for key, tensor in held.items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{name}.{key}", tensor
-
-
-def _tables_of(state: Any) -> Iterator[NamedTensor]:
-    yield "quant_map", state.code
-    if state.nested:
-        yield "nested_offset", state.offset
-        yield "nested_absmax", state.state2.absmax
-        yield "nested_quant_map", state.state2.code
 
 
 def prepare(model: nn.Module) -> None:
@@ -127,11 +123,7 @@ def _save_weights() -> None:
 
 
 def check_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Return the layers of ``model`` that become layers of four bits.
-
-    Raises:
-        ConfigError: if most of its matrices are no ``nn.Linear``, or one has rows that are no multiple of a block.
-    """
+    """Return the layers of ``model`` that become layers of four bits."""
     layers = list(_linear(model))
     outside = {id(parameter) for parameter in _kept(model)} | {id(layer.weight) for _, layer in layers}
     others = [
@@ -192,11 +184,7 @@ def _heed_autocast() -> None:
 
 
 def without_memory(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Let the layers of ``model``, which is on the meta device, have weights of four bits there; return it.
-
-    Raises:
-        ConfigError: see :func:`check_layers`.
-    """
+    """Let the layers of ``model``, which is on the meta device, have weights of four bits there; return it."""
     bnb = bitsandbytes()
     for name, layer in check_layers(model):
         numbers, new = layer.weight.numel(), empty_layer(layer, dtype)
@@ -235,11 +223,7 @@ def replace_tables(state: Any, by: Callable[[Tensor], Any]) -> None:
 
 
 def bitsandbytes() -> Any:
-    """Return the package.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
+    """Return the package."""
     # It says at warning level which CPU kernels are not installed; ours are few and are not these.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lt_offload.compat.torch import ATTENTIONS, DisableTorchDispatch, TorchDispatchMode, schema_of
+from lt_offload.compat.torch import ATTENTIONS, DisableTorchDispatch, schema_of
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
@@ -55,7 +55,10 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     others repeated, the repeated ones would come from another point of the generator's stream.
     """
     if func in _PRODUCTS:
-        return func is _aten.bmm.default or not _is_of_low_rank(args)
+        if func is _aten.bmm.default:
+            return True
+        inner, width = args[-1].shape[-2:]
+        return not (inner <= _LOW_RANK and _WIDER * inner <= width)
     if schema_of(func).name in _OTHER_PRODUCTS:
         return True
     return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
@@ -89,10 +92,6 @@ def activations_of(leaves: Sequence[Any], positional: int) -> tuple[int, ...]:
 
     They are the tensors that require gradients, and floating-point ones among the positional arguments. Of a call by
     keywords only that has neither, as a frozen block's may be, it is the first floating-point tensor.
-
-    Args:
-        leaves: of ``(args, kwargs)``.
-        positional: how many of them belong to ``args``.
     """
     tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     positions = [at for at, leaf in tensors if leaf.requires_grad or (at < positional and leaf.is_floating_point())]
@@ -101,16 +100,16 @@ def activations_of(leaves: Sequence[Any], positional: int) -> tuple[int, ...]:
     return tuple(positions)
 
 
-@unseen_by_dynamo
-class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CacheCostly(OperationMode):
     """Runs a forward and keeps the results of its costly operations (option ``mixed``).
 
-    Args:
-        keep: is given what such an operation returns, leaf by leaf, and returns what is kept in its place.
+    ``keep`` returns what is kept in the place of what such an operation returns, leaf by leaf.
     """
 
+    beside_compiled = False
+
     def __init__(self, keep: Callable[[Any], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._keep = keep
         self.results: deque[tuple[Any, Any]] = deque()
         """Operations and what is kept of their results, in the order of the calls."""
@@ -126,18 +125,17 @@ class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-@unseen_by_dynamo
-class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ReplayCostly(OperationMode):
     """Repeats a forward, but takes the results of its costly operations from the cache instead of computing them.
 
-    Args:
-        cache: is empty afterwards: nothing is kept longer than until its operation is repeated.
-        give: returns a leaf of a result from what is kept of it.
-        refuse: makes an error of a sentence, raised where the two runs do not call the same costly operations.
+    ``give`` returns a leaf of a result from what is kept of it; nothing is kept longer than until then. Where the two
+    runs do not call the same costly operations, ``refuse`` makes an error of a sentence.
     """
 
+    beside_compiled = False
+
     def __init__(self, cache: CacheCostly, give: Callable[[Any], Any], refuse: Callable[[str], Exception]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._results, self._give, self._refuse = cache.results, give, refuse
 
     @override
@@ -166,12 +164,7 @@ def _mapped(out: Any, apply: Callable[[Any], Any]) -> Any:
 
 
 class SparseParts:
-    """A saved sparse tensor: its indices and values, each saved as a tensor of its own.
-
-    Args:
-        tensor: what autograd saves.
-        pack: the hook that saves strided tensors.
-    """
+    """A saved sparse tensor: its indices and values, each saved as a tensor of its own."""
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> None:
         with DisableTorchDispatch():  # views: no mode has to see them
@@ -191,12 +184,6 @@ class SparseParts:
         return torch.sparse_compressed_tensor(
             first, second, values, self._shape, layout=self._layout, check_invariants=False
         )
-
-
-def _is_of_low_rank(args: tuple[Any, ...]) -> bool:
-    """Return whether a product, whose second matrix comes last in ``args``, is of two narrow matrices."""
-    inner, width = args[-1].shape[-2:]
-    return bool(inner <= _LOW_RANK and _WIDER * inner <= width)
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

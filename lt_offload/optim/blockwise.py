@@ -113,13 +113,7 @@ def blocks(elements: int) -> int:
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Return the numbers that ``codes`` stand for, in fp32 and of their shape.
-
-    Args:
-        codes: bytes of any shape, whose blocks are taken in the order of rows.
-        scales: fp32, one per block.
-        signed: which of the two maps it is.
-    """
+    """Return the numbers that ``codes`` stand for, in fp32 and of their shape, with a scale per block of its rows."""
     table, _ = _tables(codes, signed)
     whole = _padded(codes.reshape(-1))
     numbers = table.index_select(0, whole.view(-1).int()).view(whole.shape).mul_(scales[:, None])
@@ -131,10 +125,6 @@ def encode(numbers: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
     A block in which a number is not finite has no numbers any more. One of nothing but numbers below the smallest
     normal one (1.2e-38) becomes zeros.
-
-    Args:
-        numbers: of any shape; not negative, if there is no sign.
-        signed: which of the two maps it is.
     """
     _, edges = _tables(numbers, signed)
     whole = _padded(numbers.reshape(-1))

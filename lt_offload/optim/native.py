@@ -84,11 +84,7 @@ class _Maps(ctypes.Structure):
 
 
 class Kernel:
-    """The compiled kernel.
-
-    Args:
-        library: its file.
-    """
+    """The compiled kernel."""
 
     def __init__(self, library: Path) -> None:
         self._run = ctypes.CDLL(str(library)).lt_offload_adamw  # lets go of the interpreter lock while it runs
@@ -128,13 +124,7 @@ class Kernel:
         self._update(np.array(sizes, dtype=np.int64), *_tables(whole, options), entries[0].exp_avg.dtype, options)
 
     def update_ranges(self, entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> None:
-        """Update parts of ``entry``, which it takes, all in one go.
-
-        Args:
-            entry: without moments of eight bits.
-            ranges: of each part the first element, how many there are, and where its gradient begins: whole units.
-            options: of all of them.
-        """
+        """Update parts of ``entry``, which it takes: first element, size, and begin of the gradient of each."""
         starts, sizes, begins = np.ascontiguousarray(np.array(ranges, dtype=np.int64).reshape(-1, 3).T)
         arrays, steps = (np.repeat(table, len(sizes)) for table in _tables([entry], options))
         tensors = (entry.param, entry.grad, entry.param if entry.master is None else entry.master, *entry[3:5])
@@ -243,7 +233,8 @@ def kernel() -> Kernel | None:
     try:
         compiled = Kernel(build())
     except (OSError, subprocess.SubprocessError) as error:
-        reason = _reason(error)
+        lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
+        reason = lines[0].strip() if lines else str(error)
     else:
         if agrees(compiled):
             return compiled
@@ -252,22 +243,8 @@ def kernel() -> Kernel | None:
     return None
 
 
-def _reason(error: Exception) -> str:
-    output = getattr(error, "stderr", None)
-    lines = [line for line in (output or "").splitlines() if "error" in line]
-    return lines[0].strip() if lines else str(error)
-
-
 def build(folder: Path | None = None, source: Path | None = None) -> Path:
-    """Compile the kernel unless that has been done before, and return its file.
-
-    Args:
-        folder: where to keep it; None: the user's cache.
-        source: another kernel to compile in the same way; None: AdamW.
-
-    Raises:
-        OSError, subprocess.SubprocessError: if there is no compiler, or it fails.
-    """
+    """Compile the kernel of AdamW, or another ``source``, unless it is in the cache or ``folder``; return its file."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler here (install g++)")

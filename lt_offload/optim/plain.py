@@ -131,13 +131,7 @@ _COUNTERS = 1 << 12
 
 
 def scratch_bytes(param: Tensor, moments: torch.dtype, *, noisy: bool) -> int:
-    """Return the most bytes that an update of ``param`` on a device takes for a moment.
-
-    Args:
-        param: what is updated.
-        moments: dtype of its moments.
-        noisy: whether noise rounds it.
-    """
+    """Return the most bytes that an update of ``param`` on a device takes for a moment; ``noisy``: noise rounds it."""
     # The gradient in fp32; the weight, and three copies of as many integers, by which it is rounded.
     each = 4 + _COPIES.get(moments, 0) + (18 if noisy else 0)
     return min(param.numel(), _DEVICE_PIECE) * each + _COUNTERS
@@ -216,13 +210,9 @@ def stochastic(values: Tensor, seed: int, first: int = 0) -> Tensor:
     (Gupta et al., Deep Learning with Limited Numerical Precision, 2015, on rounding modes): noise of 16 bits is added
     to the bits that bfloat16 lacks, and these are cut off. NaN and infinities stay what they are.
 
-    The noise of an element is a hash of its number and the seed, by 32-bit arithmetic that is the same on every
-    device: it does not depend on who rounds, in which order, or in how many pieces.
-
-    Args:
-        values: fp32, of any shape.
-        seed: 32 bits; another one for every tensor and step.
-        first: number of the first element, in the order of rows.
+    The noise of an element is a hash of its number and the seed, by 32-bit arithmetic that is the same on every device:
+    it does not depend on who rounds, in which order, or in how many pieces. ``seed`` has 32 bits; ``first`` is the
+    number of the first element in the order of rows.
     """
     noise = torch.arange(first, first + values.numel(), device=values.device).to(torch.int32)
     noise.mul_(_signed(_GOLDEN)).add_(_signed(seed))

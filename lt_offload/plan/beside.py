@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.iteration.durations import durations, gathered
+from lt_offload.plan.iteration.durations import gathered, timed
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
@@ -86,9 +86,7 @@ def _beside(profile: Profile, settings: Settings, plan_one: Callable[[Profile, S
     if settings.accumulate == 1:
         planned = _with_gathering(planned)
     plan = plan_one(planned, settings)
-    host_threads = profile.with_host_threads(plan.host_threads)
-    timed = zip(plan.ops, durations(plan, host_threads), strict=True)
-    plan = replace(plan, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+    plan = timed(plan, profile)
     violations = check(plan, profile)
     assert not violations, violations[:3]
     trace = simulate(plan, profile)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, takewhile
 
-from lt_offload.plan.iteration.durations import durations
+from lt_offload.plan.iteration.durations import timed
 from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.verify.check import check
@@ -177,8 +177,7 @@ def _parted(plan: Plan, profile: Profile, table: int, host_budget: int | None) -
         gradient_bytes=plan.gradient_bytes + parts.room,
         notes=(*plan.notes, f"{profile.tensors[table].name} is updated in two parts: {_PARTS}"),
     )
-    timed = zip(changed.ops, durations(changed, profile.with_host_threads(plan.host_threads)), strict=True)
-    changed = replace(changed, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+    changed = timed(changed, profile)
     return None if check(changed, profile) else changed
 
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import get_args
+from typing import Any, get_args
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.schema.plan import PlannerName
@@ -74,6 +74,13 @@ class Settings:
             raise ConfigError(f"accumulate={self.accumulate!r} must be at least 1: micro-batches per update")
         if self.time_limit <= 0:
             raise ConfigError(f"solver_time_limit={self.time_limit} must be a positive number of seconds")
+
+    @classmethod
+    def among(cls, options: Mapping[str, Any]) -> Settings:
+        """Return the settings among the ``options`` of a strategy or a context, which has others, too."""
+        names = {setting.name for setting in fields(cls)}
+        own = {name: value for name, value in options.items() if name in names}
+        return cls(**own, time_limit=options["solver_time_limit"])
 
     def values(self) -> dict[str, str | int | float | None]:
         """Return all of them as they were named, by their names; None: nobody has named a budget."""

@@ -10,7 +10,6 @@ from functools import partial
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.assembly.window import without_gradients
 from lt_offload.plan.beside import has_choice, plan_processes
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
@@ -36,7 +35,7 @@ from lt_offload.plan.planners.offmate.search import search_again, search_budgets
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.rows import as_head, room_of_rows, split, table_of
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.windows import for_one, has_windows, plan_forwards, plan_windows
+from lt_offload.plan.windows import adds_up, for_one, has_windows, plan_forwards, plan_windows, without_gradients
 from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
@@ -136,7 +135,7 @@ def make_plan(
     # This comes first: each of its forwards becomes a pass, and the plan of passes is made by the rules below.
     if profile.deferred_forwards:
         return plan_forwards(profile, settings, partial(make_plan, exact=exact, chosen=True))
-    if has_windows(settings):
+    if has_windows(profile, settings):
         # A plan for windows has a bound of its own.
         one = partial(make_plan, exact=exact, bounded=False, chosen=True)
         return plan_windows(profile, settings, one, partial(least_s, profile, settings))
@@ -194,7 +193,7 @@ def least_s(profile: Profile, settings: Settings) -> float:
     if settings.chunked_loss:
         profile = with_planned_head(profile, settings)
     program: MakeProgram = Program
-    if profile.forwards > 1 or has_windows(settings):
+    if profile.forwards > 1 or has_windows(profile, settings):
         program = partial(PassProgram, whole=profile, window=passes)
         ram = settings.host_budget(profile.hardware) - kept_in_ram(profile, passes)
         profile, settings = without_gradients(profile), replace(for_one(settings), host_memory=max(ram, 1))
@@ -482,7 +481,10 @@ class _Selection:
             host_peak_bytes=best.trace.host_peak,
             proved=not (bounded and self.bounds.cut),
         )
-        notes = list(best.plan.notes)
+        plan = best.plan
+        if adds_up(self.profile):
+            plan = best.in_windows(self.profile, delayed=self.request.settings.delayed)
+        notes = list(plan.notes)
         if self.candidates.cut:
             limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
             notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
@@ -496,7 +498,7 @@ class _Selection:
                 f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
                 f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
             )
-        return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
+        return replace(plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
 
 
 def _for_several(profile: Profile, ram: int) -> str:

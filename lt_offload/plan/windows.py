@@ -1,4 +1,9 @@
-"""Plans for several micro-batches per update: made for one, taken apart into passes, and priced by the window."""
+"""Plans for windows, several micro-batches per update: planned by their mean pass, and priced by the window.
+
+While it is planned, the sum of a tensor's gradients counts as one more of its optimizer states (:func:`with_sums`). A
+timetable for such a profile then has room for the sums wherever they are needed, at any time, and no planner has to
+know of them. The ops of its passes are written by :mod:`lt_offload.plan.assembly.ops`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.assembly.window import UNCOUNTED, windowed, with_sums
+from lt_offload.plan.iteration.durations import accumulated, added, gathered, timed
+from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
 from lt_offload.plan.planners.baselines import computing_s, fused_update_s
 from lt_offload.plan.rows import as_head, room_of_rows, table_of, two_parts
 from lt_offload.plan.settings import Settings
@@ -15,7 +21,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import Profile
+from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_seconds
 
 _WAITING = 2.0
@@ -24,18 +30,66 @@ _WAITING = 2.0
 By trial: of 1, 2 and 3 it gave the fastest plan for Llama-2-7B in fp32 on a card of 12 GB; for Phi-3-mini 3 was 3 %
 better still.
 """
+UNCOUNTED = 1 << 16
+"""Bytes of RAM that are kept: where a tensor has no states, its sum as a state takes a few bytes less than it does."""
 _GOOD_GAP = 0.01
 """A plan that is this close to the bound is not compared with a second one."""
 
 
+def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
+    """Return ``profile`` with sums of gradients as states.
+
+    ``mean``: with updates as fast as in the mean pass of a window; else as those of its last one.
+    """
+    trained = [tensor for tensor in profile.tensors if tensor.trainable]
+    updated = sum(tensor.bytes for tensor in trained)
+    # A window updates once and adds up in every pass; on the host in all but the first.
+    once = 1 / window if mean else 1.0
+    share = once + (sum(map(added, trained)) / updated if updated else 0.0)
+    on_host = once
+    if updated:
+        adding = (1 - once if mean else 1.0) * sum(accumulated(tensor, profile) for tensor in trained)
+        on_host += (once * sum(gathered(tensor, profile) for tensor in trained) + adding) / updated
+    optimizer = profile.optimizer
+    return replace(
+        profile,
+        hardware=replace(profile.hardware, host_bytes=max(1, profile.hardware.host_bytes - UNCOUNTED)),
+        tensors=tuple(_with_sum(tensor) if tensor.trainable else tensor for tensor in profile.tensors),
+        optimizer=replace(
+            optimizer,
+            host_bytes_per_s=optimizer.host_bytes_per_s / on_host,
+            host_speeds={threads: speed / on_host for threads, speed in optimizer.host_speeds.items()},
+            device_bytes_per_s=optimizer.device_bytes_per_s / share,
+        ),
+    )
+
+
+def without_gradients(profile: Profile) -> Profile:
+    """Return ``profile`` with every tensor frozen: the least work of each pass of a window."""
+    frozen = tuple(replace(tensor, trainable=False, state_bytes=0) for tensor in profile.tensors)
+    return replace(profile, tensors=frozen, forwards=1, deferred_forwards=0)
+
+
+def _with_sum(tensor: TensorProfile) -> TensorProfile:
+    """Return ``tensor`` with states that take as much of the arena as its states and a sum side by side."""
+    # state_room() adds the padding again, and comes to the sum of both rooms.
+    both = state_room(tensor.state_bytes) + aligned(tensor.bytes) - STATE_PADDING
+    return replace(tensor, state_bytes=both, sum_bytes=both - tensor.state_bytes)
+
+
 def for_one(settings: Settings) -> Settings:
     """Return the settings of plans for profiles :func:`with_sums`, which become plans for windows."""
-    return replace(settings, accumulate=1, delayed=False, host_memory=settings.host.less(UNCOUNTED))
+    return replace(settings, accumulate=1, host_memory=settings.host.less(UNCOUNTED))
 
 
-def has_windows(settings: Settings) -> bool:
-    """Return whether plans have to add gradients up."""
-    return settings.accumulate > 1 or settings.delayed
+def adds_up(profile: Profile) -> bool:
+    """Return whether ``profile`` is one :func:`with_sums`."""
+    return any(tensor.sum_bytes for tensor in profile.tensors)
+
+
+def has_windows(profile: Profile, settings: Settings) -> bool:
+    """Return whether plans have to add gradients up, of which ``profile`` does not know yet."""
+    return (settings.accumulate > 1 or settings.delayed) and not adds_up(profile)
 
 
 def plan_windows(
@@ -88,7 +142,7 @@ def _by_rows(
     less = replace(less, host_memory=less.host.less(room_of_rows(profile, table, sums=True)))
     with suppress(ConfigError, InfeasibleError, UnsupportedError):
         plan = plan_one(as_head(with_sums(profile, settings.accumulate), table), less)
-        plan = windowed(plan, as_head(profile, table), settings.accumulate, delayed=settings.delayed)
+        plan = timed(replace(plan, window=settings.accumulate), as_head(profile, table))
         parted = two_parts(plan, profile, table, host_budget=settings.host_budget(profile.hardware))
         if parted is not None:
             yield priced(parted, profile)
@@ -169,8 +223,7 @@ def _streamed_s(profile: Profile) -> float:
 def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
     """Return ``plan``, made for ``profile`` with sums, as a plan for windows, checked and priced."""
     ram = settings.host_budget(profile.hardware)
-    passes = windowed(plan, profile, settings.accumulate, delayed=settings.delayed)
-    return priced(replace(passes, host_budget_bytes=ram), profile)
+    return priced(timed(replace(plan, window=settings.accumulate, host_budget_bytes=ram), profile), profile)
 
 
 def priced(plan: Plan, profile: Profile) -> Plan:

@@ -75,14 +75,31 @@ def assemble(
     structure = measured.structure
     batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
+    # Each counts by the seconds that it takes.
+    spans = [
+        (cost.scatter, option.forward_s + option.backward_s) for cost in measured.costs for option in cost.options[:1]
+    ]
+    seconds = sum(span for _, span in spans)
+    # Host copies of all tensors, once they are page-locked, take page tables on the device. Wherever a tensor is
+    # updated, its weight has a host copy, and either its states have one, too, or its gradient.
+    tables = (
+        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
+        for _, p in structure.tensors
+    )
+    # Updates of parameters outside the blocks follow the last backward: of that nothing but gradients on their way to
+    # the host may be left.
     between = sizes.scratch_of_all([parameter for _, parameter in structure.rest], updates.scratch_ratio)
+    blocks = [*_block_profiles(structure, measured)]
+    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
+    if last is not None and between:
+        blocks[last] = _backward_of(blocks[last], structure.blocks[last], between)
     return Profile(
-        model=_base_name(model),
+        model=type(next(filter(is_base, model.modules()), model)).__name__,
         dtype=_main_dtype(model),
         batch_size=batch_size,
         sequence_length=sequence_length,
         tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
-        blocks=_with_last_update(_block_profiles(structure, measured), structure, between),
+        blocks=tuple(blocks),
         optimizer=updates,
         hardware=hardware,
         shared_bytes=measured.captured.between
@@ -94,34 +111,16 @@ def assemble(
         + storage_bytes(model.buffers())
         # What lies outside the blocks stays on the device with its gradient and its states.
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.state(p) for _, p in structure.rest),
-        page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
+        page_table_bytes=sum(tables) if gpu else 0,
         slack_bytes=max(
             LEAST_SLACK if gpu else 0, *(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss))
         ),
         slack_share=ALLOCATOR_SLACK if gpu else 0.0,
         forwards=measured.captured.forwards,
         deferred_forwards=measured.captured.deferred,
-        scatter=_scatter(measured.costs),
+        scatter=sum(scatter * span for scatter, span in spans) / seconds if seconds > 0 else 0.0,
         flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
-    )
-
-
-def _scatter(costs: Sequence[BlockCost]) -> float:
-    """Return the mean scatter of blocks, each counted by the seconds that it takes."""
-    seconds = [(cost.scatter, option.forward_s + option.backward_s) for cost in costs for option in cost.options[:1]]
-    total = sum(s for _, s in seconds)
-    return sum(scatter * s for scatter, s in seconds) / total if total > 0 else 0.0
-
-
-def _page_tables(structure: Structure, sizes: UpdateSizes) -> int:
-    """Return the device memory that the host copies of all tensors take once they are page-locked.
-
-    Wherever a tensor is updated: its weight has a host copy, and either its states have one, too, or its gradient.
-    """
-    return sum(
-        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
-        for _, p in structure.tensors
     )
 
 
@@ -161,7 +160,11 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
     captured, costs = measured.captured, measured.costs
     profiles: list[BlockProfile] = []
     arrived = 0
-    tail = _without_held(captured)
+    # The profile counts for all steps what the caller holds of a result, and gradients for earlier blocks. The peak of
+    # the forward keeps the former: until it returns, the caller may hold the last batch's result beside the new one.
+    tail, held = captured.tail, captured.held
+    both = held + captured.arrived
+    tail = replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
     for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
         last = index == len(costs) - 1
         # The previous block's output stays while a block runs that does not take it (a second embedding).
@@ -169,11 +172,14 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
         options = [_with_tail(option, cost.output_bytes, tail, grad) if last else option for option in cost.options]
         chained = captured.chained[index]
-        once = captured.once[index] or cost.once
+        once = captured.once[index]
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
         with_loss = [option for cost in measured.with_loss for option in cost.options] if last else []
-        options += [_with_after(option, captured.after) for option in with_loss]
+        if captured.after.forward_peak:  # computations behind the model's own loss
+            charged = [(_with_tail(option, 0, captured.after, 0), option.before_loss_bytes) for option in with_loss]
+            with_loss = [replace(option, before_loss_bytes=nbytes) for option, nbytes in charged]
+        options += with_loss
         options = [option for option in options if option.name in RECORDED or not once]
         profiles.append(
             BlockProfile(
@@ -184,7 +190,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
                 launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
                 options=tuple(_raised(option, waiting, captured.seams[index].lingering) for option in options),
                 has_backward=call.has_backward,
-                graphed=bool(call.kernels),
+                graphed=call.other_kernels,
                 chained=chained,
             )
         )
@@ -220,24 +226,6 @@ def _backward_of(profile: BlockProfile, block: Block, nbytes: int) -> BlockProfi
     return replace(profile, options=tuple(at_least(option, least, grads) for option in profile.options))
 
 
-def _without_held(captured: Capture) -> Tail:
-    """Return the loss's figures without what the caller holds of a result, and without gradients for earlier blocks.
-
-    The profile counts both for all steps. The forward's peak keeps what is held: until it returns, the caller may hold
-    the last batch's result beside the new one.
-    """
-    tail, held = captured.tail, captured.held
-    both = held + captured.arrived
-    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
-
-
-def _with_after(option: OptionProfile, after: Tail) -> OptionProfile:
-    """Charge the computations behind the model's own loss to the last block with that loss in it."""
-    if not after.forward_peak:
-        return option
-    return replace(_with_tail(option, 0, after, 0), before_loss_bytes=option.before_loss_bytes)
-
-
 def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes: int) -> OptionProfile:
     """Charge the loss to the last block, whose output of ``output_bytes`` nobody else counts.
 
@@ -262,17 +250,6 @@ def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes:
         held_peak_bytes=whole(option.held_peak_bytes),
         passing_peak_bytes=whole(option.passing_peak_bytes),
     )
-
-
-def _with_last_update(blocks: tuple[BlockProfile, ...], structure: Structure, nbytes: int) -> tuple[BlockProfile, ...]:
-    """Return ``blocks`` with room for updates of parameters outside them, which take ``nbytes`` for a moment.
-
-    They follow the last backward, of which nothing but gradients on their way to the host may be left.
-    """
-    last = next((index for index, block in enumerate(blocks) if block.has_backward), None)
-    if last is None or not nbytes:
-        return blocks
-    return (*blocks[:last], _backward_of(blocks[last], structure.blocks[last], nbytes), *blocks[last + 1 :])
 
 
 def at_least(option: OptionProfile, nbytes: int, grads: Sequence[int]) -> OptionProfile:
@@ -309,12 +286,6 @@ def _tensor_profiles(
         )
         for index, (name, parameter) in enumerate(structure.tensors)
     )
-
-
-def _base_name(model: nn.Module) -> str:
-    """Return the class name of the model itself, not of a wrapper."""
-    named = [module for module in model.modules() if is_base(module)]
-    return type(named[0] if named else model).__name__
 
 
 def _main_dtype(model: nn.Module) -> str:

@@ -45,8 +45,6 @@ class BlockCost:
     output_bytes: int
     launch_s: float
     options: tuple[OptionProfile, ...]
-    once: bool = False
-    """It must not run a second time for its backward."""
     slack_bytes: int = 0
     """Device memory that torch's allocator has held beyond what it has allocated, at most."""
     scatter: float = 0.0
@@ -72,16 +70,14 @@ class _Figures:
     output_bytes: int = 0
     slack: int = 0
     """Bytes that the allocator holds at the peak and has not given to anybody."""
-    forward: Lap = Lap(seconds=0.0, launch_s=0.0)
-    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    forward: Lap = Lap()
+    backward: Lap = Lap()
     scatter: float = 0.0
 
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return its cost; ``once``: only options that run it once."""
-    # Before ``rehearsed`` is set, with which every trial begins: this one repeats the draws of the model's own run.
-    once = once or not _gives_the_same(call)
-    call.rehearsed[:] = _fullest(call)
+    call.rehearsed = _fullest(call)
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
@@ -89,8 +85,20 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     if call.has_backward and keep.live and not once:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
-        recompute = _recompute(keep, measured[-1])
-        profiles += [recompute, *_reload(recompute, call.inputs)]
+        recompute = replace(
+            _option("recompute", measured[-1]),
+            forward_s=keep.forward.seconds,
+            backward_s=keep.forward.seconds + keep.backward.seconds,
+            saved_bytes=0,
+            keeps_input=True,
+        )
+        profiles.append(recompute)
+        moving = storage_bytes(tensor for tensor in call.inputs if travels(tensor))
+        if moving:  # the same with an input that travels
+            staying = input_bytes - moving
+            profiles.append(
+                replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
+            )
     if call.has_backward and (keep.travelling or keep.input_travels):
         # Nothing to run: it computes what ``keep`` computes, and the figures say how much of that may travel.
         moves = keep.input_travels
@@ -104,7 +112,6 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         except _OtherOperations as error:  # the block trains without this option
             _log.info("%s has no option mixed: %s", type(call.module).__name__, error)
     return BlockCost(
-        once=once,
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
@@ -112,17 +119,6 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         slack_bytes=max(figures.slack for figures in measured),
         scatter=max(figures.scatter for figures in measured),
     )
-
-
-def _gives_the_same(call: Call) -> bool:
-    """Return whether the block repeats the results of the model's run, from the same state and the same draws."""
-    if not call.given or call.cutter is not None or call.compiled:
-        return True
-    call.draw_from(call.given[0].draws)
-    same = [int(total) for total in bit_sums(_Trial(call, "keep").forward())] == call.given[0].sums
-    if not same:
-        _log.info("%s runs once per iteration: after the step it gives other numbers", type(call.module).__name__)
-    return same
 
 
 def _fullest(call: Call) -> list[Tensor]:
@@ -134,7 +130,7 @@ def _fullest(call: Call) -> list[Tensor]:
     if not has_values(call) or call.compiled or not call.has_backward:
         return []
     runs: list[tuple[int, list[Tensor]]] = []
-    draws = call.given[0].draws if call.given else call.draws()
+    draws = call.draws()
     while len(runs) < _MOST_DRAWS:
         call.draw_from(draws)
         with OperationLog() as operations:
@@ -176,8 +172,8 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     runs = 1 if cut is None else len(cut.sizes)
     # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time. The
     # second run has copies of the copies.
-    held = runs * sum(state.held for state in call.state)
-    return option.more(saved=held, forward=sum(state.copied for state in call.state), backward=held)
+    held = runs * call.held_bytes
+    return option.more(saved=held, forward=call.copied_bytes, backward=held)
 
 
 def _option(name: OptionName, figures: _Figures) -> OptionProfile:
@@ -197,34 +193,10 @@ def _option(name: OptionName, figures: _Figures) -> OptionProfile:
 
 
 def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> OptionProfile:
-    """Return an option that holds all that it saves until its copies have ended, and again from their return.
-
-    Args:
-        name: of the option.
-        figures: of the same with all on the device.
-        input_bytes: bytes of the block's input that travel, too.
-    """
+    """Return an option that holds what it saves, and so much of its input, until its copies have ended."""
     moving = figures.travelling
     option = _option(name, figures).more(saved=-moving, forward=moving, backward=moving)
     return replace(option, offload_bytes=moving + input_bytes)
-
-
-def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
-    return replace(
-        _option("recompute", recompute),
-        forward_s=keep.forward.seconds,
-        backward_s=keep.forward.seconds + keep.backward.seconds,
-        saved_bytes=0,
-        keeps_input=True,
-    )
-
-
-def _reload(recompute: OptionProfile, inputs: Sequence[Tensor]) -> Iterator[OptionProfile]:
-    """Yield ``recompute`` with an input that travels, if any of it may."""
-    moving = storage_bytes(tensor for tensor in inputs if travels(tensor))
-    if moving:
-        staying = storage_bytes(inputs) - moving
-        yield replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
 
 
 def discard(cost: BlockCost) -> OptionProfile | None:
@@ -301,7 +273,8 @@ def _run(
     Fills in ``figures`` if given, which costs time.
     """
     trial = _Trial(call, option)
-    watch = Watch(_device(call)) if figures is not None else None
+    device = next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    watch = Watch(device) if figures is not None else None
     # Starts the clock: what lies before is not the forward's.
     meter.lap(ahead[0])
     with watch or nullcontext():
@@ -315,7 +288,7 @@ def _run(
         figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
         figures.slack = watch.slack
     if not call.has_backward:
-        return forward, Lap(seconds=0.0, launch_s=0.0)
+        return forward, Lap()
     gradients = trial.incoming_gradients()
     meter.lap(ahead[1])
     with watch or nullcontext():
@@ -335,10 +308,6 @@ def _run(
     return forward, backward
 
 
-def _device(call: Call) -> torch.device:
-    return next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-
-
 class _Trial:
     """One forward and backward of a block, of one part of its batch after the other, as the engine runs them."""
 
@@ -350,13 +319,10 @@ class _Trial:
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
-        if self.cut is None:
-            outputs = self._parts[0].forward()
-        else:
-            joint = Joint(self.cut.sizes)
-            for part, trial in enumerate(self._parts):
-                joint.put(part, trial.forward())
-            outputs = joint.results()
+        joint = Joint([1] if self.cut is None else self.cut.sizes)
+        for part, trial in enumerate(self._parts):
+            joint.put(part, trial.forward())
+        outputs = joint.results()
         self.output_bytes = outputs[0].untyped_storage().nbytes()
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs
@@ -434,11 +400,7 @@ class _PartTrial:
         return [output.detach() for output in outputs]
 
     def differentiate(self, gradients: dict[int, Tensor]) -> list[Tensor | None]:
-        """Run the backward; return the gradients of the activations.
-
-        Raises:
-            _OtherOperations: if the second run, under ``mixed``, does not call what the first has called.
-        """
+        """Run the backward; return the gradients of the activations."""
         roots, self._roots = self._roots, {}
         if self.option != "keep":
             self._inputs = self._enter()

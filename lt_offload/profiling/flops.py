@@ -21,10 +21,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     """Return the floating point operations that training on one token takes, with attention scores.
 
     Scores of tokens that a causal mask hides are counted, as PaLM does. Of a model whose configuration does not name
-    its layers and heads, the products with weights alone are counted.
-
-    Returns:
-        None for mixtures of experts, where a token meets an unknown part of the weights.
+    its layers and heads, the products with weights alone are counted.; None: see below.
     """
     products = product_flops_per_token(model)
     if products is None:
@@ -34,13 +31,11 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     layers = range(_number(text, "num_hidden_layers"))
     # Layers may have heads of their own (Gemma 4), which the configuration of the whole model refuses to name.
     by_layer = getattr(text, "per_layer_config", None)
-    return products + 12.0 * sequence_length * sum(_width(by_layer[i] if by_layer else text) for i in layers)
-
-
-def _width(layer: Any) -> int:
-    """Return the width of all heads of a layer together; 0 if its configuration does not say."""
-    heads = _number(layer, "num_attention_heads")
-    return heads * (_number(layer, "head_dim") or _number(layer, "hidden_size") // max(heads, 1))
+    width = 0  # of all heads of all layers together
+    for layer in (by_layer[i] if by_layer else text for i in layers):
+        heads = _number(layer, "num_attention_heads")
+        width += heads * (_number(layer, "head_dim") or _number(layer, "hidden_size") // max(heads, 1))
+    return products + 12.0 * sequence_length * width
 
 
 def _number(config: Any, name: str) -> int:

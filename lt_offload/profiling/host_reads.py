@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lt_offload.errors import UnsupportedError
 from lt_offload.machine.zero_copy import locked, refusal, zero_copy_of, zero_copy_view
 from lt_offload.model.blocks import Structure
-from lt_offload.model.compiled import intercept, is_compiled, uncompiled
+from lt_offload.model.compiled import is_compiled
 from lt_offload.profiling.meters import Meter, fastest
 from lt_offload.profiling.rates import measure_direct
 from lt_offload.schema.profile import HardwareProfile, ReadProfile, ZeroCopyProfile
@@ -94,26 +94,11 @@ class Readers:
         self._counts = True
 
     def __enter__(self) -> Self:
-        # Hooks inside a compiled block would be compiled with it.
+        # Hooks inside a compiled block would be compiled with it: of its tensors nothing is known.
         compiled = {m for block in self._structure.blocks if is_compiled(block.module) for m in block.module.modules()}
-        self._hook(module for module in self._blocks if module not in compiled)
-        return self
-
-    def _hook(self, modules: Iterable[nn.Module]) -> None:
-        owners = [module for module in modules if next(module.parameters(recurse=False), None) is not None]
+        owners = [m for m in self._blocks if m not in compiled and next(m.parameters(recurse=False), None) is not None]
         self._hooks = [module.register_forward_hook(self._called, with_kwargs=True) for module in owners]
-
-    @contextmanager
-    def run_uncompiled(self, block: nn.Module) -> Iterator[None]:
-        """Within the context, calls of a compiled block run uncompiled, and their reads are noted."""
-        undo, self._counts = intercept(block, uncompiled(block)), True
-        self._hook(block.modules())
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.__exit__()
-            undo()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._counts = False  # blocks are measured with the hooks that they had when they were called, these among them
@@ -241,7 +226,11 @@ def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
     if isinstance(module, nn.Embedding):
         if module.max_norm is None:  # otherwise the forward writes, too
             yield _read(module, "weight", x, out.numel() * module.weight.element_size(), 0)
-    elif weight is not None and weight.ndim == 2 and _multiplies(weight, x, out):
+    elif (
+        weight is not None
+        and [x.shape[-1], out.shape[-1]] in (list(weight.shape), list(weight.shape)[::-1])
+        and x.shape[:-1] == out.shape[:-1]
+    ):
         passes = 1 if weight.nbytes <= CACHE_BYTES else -(-x.numel() // x.shape[-1] // TILE)
         yield _read(module, "weight", x, passes * weight.nbytes, passes * weight.nbytes)
         if "bias" in own:
@@ -249,11 +238,6 @@ def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
     elif x.shape == out.shape and all(p.shape == out.shape[-1:] for p in own.values()):
         for name, parameter in own.items():
             yield _read(module, name, x, parameter.nbytes, parameter.nbytes)
-
-
-def _multiplies(weight: Tensor, x: Tensor, out: Tensor) -> bool:
-    ends = [x.shape[-1], out.shape[-1]]
-    return ends in (list(weight.shape), list(weight.shape)[::-1]) and x.shape[:-1] == out.shape[:-1]
 
 
 def _read(module: nn.Module, name: str, x: Tensor, forward: int, backward: int) -> Read:

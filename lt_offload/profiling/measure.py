@@ -14,21 +14,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.compat.torch import tree_map
+from lt_offload.compat.torch import reset_dynamo, tree_map
 from lt_offload.machine.driver import current, device_for
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
-from lt_offload.model.compiled import forget_compiled, is_compiled, uncompiled
+from lt_offload.model.compiled import is_compiled, uncompiled
 from lt_offload.model.location import located, staged
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.assemble import Measured, Progress
 from lt_offload.profiling.machine import measure_machine
-from lt_offload.profiling.meters import Meter, Stopwatch
+from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer
 from lt_offload.profiling.step.apart import ApartRuns
 from lt_offload.profiling.step.capture import Run, find_loss
 from lt_offload.profiling.step.first import FirstStep
-from lt_offload.profiling.step.watched import WatchedStep
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
 
 
@@ -79,17 +78,17 @@ def profile(
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
     limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
     machine = measure_machine(model, optimizer, target, hardware=hardware, updates=updates, say=say)
-    while True:
-        step = FirstStep(model, structure, optimizer, target, machine, parts=micro_batches, code=uncompiled, say=say)
-        with ExitStack() as stack:
-            batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
-            if any(is_compiled(block.module) for block in structure.blocks):
-                stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
-            say("running the model once")
-            other = stack.enter_context(ran(step, batch, run or call_with_batch(model)))
-            if other is None:
-                return step.profile(micro_batches)
-        structure = other
+
+    def made(structure: Structure) -> FirstStep:
+        return FirstStep(model, structure, optimizer, target, machine, parts=micro_batches, code=uncompiled, say=say)
+
+    with ExitStack() as stack:
+        if any(map(is_compiled, model.modules())):
+            stack.callback(reset_dynamo)  # training compiles for the shapes that it sees, not for the sample's
+        batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
+        say("running the model once")
+        step = stack.enter_context(ran(made, structure, batch, run or call_with_batch(model)))
+        return step.profile(micro_batches)
 
 
 def check_use(
@@ -105,21 +104,14 @@ def check_use(
     """Run ``model`` once, as :func:`profile` does, to refuse a model that no plan trains exactly; measures nothing.
 
     Returns its blocks in the order in which it calls them.
-
-    Raises:
-        UnsupportedError: naming the block or weight, see ``boundary_check.py``.
-        ModelError: if the model calls its blocks in another order or more than once.
-        ConfigError: if there are fewer samples than ``micro_batches``.
     """
-    while True:
-        step = WatchedStep(
-            model, structure, device, Stopwatch(device), parts=micro_batches, code=uncompiled, say=_quiet
-        )
-        trial = _trial(model, sample_batch, device, optimizer=optimizer, run=run)
-        with trial as batch, ran(step, batch, run or call_with_batch(model)) as other:
-            if other is None:
-                return step.structure
-        structure = other
+
+    def made(structure: Structure) -> FirstStep:
+        return FirstStep(model, structure, optimizer, device, parts=micro_batches, code=uncompiled)
+
+    trial = _trial(model, sample_batch, device, optimizer=optimizer, run=run)
+    with trial as batch, ran(made, structure, batch, run or call_with_batch(model)) as step:
+        return step.structure
 
 
 @contextmanager
@@ -133,20 +125,20 @@ def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: 
 
 
 @contextmanager
-def ran(step: WatchedStep, batch: Any, run: Run) -> Iterator[Structure | None]:
+def ran(make: Callable[[Structure], FirstStep], structure: Structure, batch: Any, run: Run) -> Iterator[FirstStep]:
     """Run a step, whose blocks may be measured within the context: each ran apart, and nothing has trained.
 
-    Yields what else may be the model's blocks if the step has called none of the layers.
-
-    Args:
-        step: of the model.
-        batch: on the device.
-        run: calls the model on it; what it returns is taken to stay.
+    Another ``structure`` is tried where the step calls none of its layers. What ``run`` returns is taken to stay.
     """
+    step = make(structure)
     model, device = step.model, step.device
-    staying = [*(parameter for _, parameter in step.structure.rest), *model.buffers()]
-    with plainly(model), located(model, device), _gradients_kept(model), staged(staying, device), torch.enable_grad():
-        with step.watching(batch, ApartRuns(step.structure, step.reached)):
+    staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    with ExitStack() as stack:
+        for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
+            stack.enter_context(context)
+        stack.enter_context(torch.enable_grad())
+        stack.callback(step.let_go)
+        with step.watching(batch, ApartRuns(structure, step.reached)):
             result = run(batch)
             other = step.returned(result)
         if other is None:
@@ -155,16 +147,16 @@ def ran(step: WatchedStep, batch: Any, run: Run) -> Iterator[Structure | None]:
                 with step.in_backward():
                     torch.autograd.backward(loss)
             step.reached()
-        try:
-            yield other
-        finally:
-            step.let_go()
+            yield step
+            return
+    with ran(make, other, batch, run) as step:
+        yield step
 
 
 def measure_blocks(
     model: nn.Module,
     structure: Structure,
-    batch: Callable[[], Any],
+    batch: Any,
     *,
     run: Run,
     device: torch.device,
@@ -173,17 +165,13 @@ def measure_blocks(
     micro_batches: int = 1,
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
-    while True:
-        step = WatchedStep(model, structure, device, meter, parts=micro_batches, code=uncompiled, say=say)
-        say("running the model once")
-        with ran(step, batch(), run) as other:
-            if other is None:
-                return step.costs(micro_batches)
-        structure = other
 
+    def made(structure: Structure) -> FirstStep:
+        return FirstStep(model, structure, None, device, meter=meter, parts=micro_batches, code=uncompiled, say=say)
 
-def _quiet(_message: str) -> None:
-    pass
+    say("running the model once")
+    with ran(made, structure, batch, run) as step:
+        return step.costs(micro_batches)
 
 
 def call_with_batch(model: nn.Module) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from lt_offload.compat.torch import (
     FLASH_ON_CPU_BACKWARD,
     DataDependentOutputException,
     DynamicOutputShapeException,
-    TorchDispatchMode,
     address_of,
     packet_of,
     schema_of,
 )
 from lt_offload.errors import ModelError
-from lt_offload.machine.accounting import Account, tensors_in
+from lt_offload.machine.accounting import Account, tensors_in, workspace
+from lt_offload.machine.dispatch import OperationMode
 from lt_offload.machine.driver import occupy
-from lt_offload.machine.workspaces import workspace
 from lt_offload.schema.profile import HardwareProfile
 
 LAUNCH_SECONDS = 1e-5
@@ -53,8 +52,8 @@ _grouped_mm = _aten._grouped_mm.default
 class Lap:
     """Time since the lap before."""
 
-    seconds: float
-    launch_s: float
+    seconds: float = 0.0
+    launch_s: float = 0.0
     """The part in which the host launched the work; 0 where the host does the work itself."""
 
 
@@ -67,11 +66,7 @@ class Meter(Protocol):
         ...
 
     def lap(self, behind: float = 0.0) -> Lap:
-        """Return the time since the last call.
-
-        Args:
-            behind: seconds for which a device that lags is busy with nothing before it comes to what is launched next.
-        """
+        """Return the time since the last call; a device that lags is then kept busy for ``behind`` seconds."""
         ...
 
     def enough(self, seconds: Sequence[float]) -> bool:
@@ -139,32 +134,20 @@ def scatter(seconds: Sequence[float]) -> float:
     return (max(seconds) - min(seconds)) / counts * len(fastest(seconds)) / 2 if counts > 0 else 0.0
 
 
-class Roofline(TorchDispatchMode):
+class Roofline(OperationMode):
     """Counts flops and bytes of every operation and divides by the rates of ``hardware``: nothing need be computed.
 
-    Args:
-        hardware: the machine.
-        unmasked: whether masks that are the same for all heads hide later tokens only, so that with real tensors there
-            would be none, and kernels would leave out what is hidden.
+    ``unmasked``: masks that are the same for all heads hide later tokens only, so that kernels would leave these out.
     """
 
     def __init__(self, hardware: HardwareProfile, *, unmasked: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._unmasked = unmasked
         self._rates = {getattr(torch, name): rate for name, rate in hardware.flops_per_s.items()}
         self._memory_rate = hardware.device_memory_bytes_per_s
         self._seconds = self._launch_s = 0.0
         self.traffic = 0
         """Bytes read and written so far."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Count the operations that stand for compiled code, instead of those that it is compiled from."""
-        return True
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation (on fake tensors: only its shapes) and count it."""
@@ -240,9 +223,6 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the results of ``func`` for fake tensors.
 
     Torch multiplies groups in every floating dtype; its rule for fake tensors knows one of them.
-
-    Raises:
-        ModelError: if it gives what numbers decide, of which there are none.
     """
     if func is not _grouped_mm or args[0].dtype == args[1].dtype == torch.bfloat16:
         try:

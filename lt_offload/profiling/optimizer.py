@@ -22,12 +22,11 @@ from lt_offload import limits
 from lt_offload.compat.torch import (
     DataDependentOutputException,
     FakeTensorMode,
-    TorchDispatchMode,
     tree_map,
 )
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import OperationMode
 from lt_offload.machine.driver import in_what_room
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
@@ -88,11 +87,8 @@ def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn
 class UpdateSizes:
     """Bytes that the update of each tensor takes, those of one kind (shape, dtype and group) tried once.
 
-    Args:
-        optimizer: has some state, or none.
-        device: where updates on the device are.
-        scratch_ratio: what one takes for a moment at least, per byte of its tensor: on a GPU kernels make something
-            that no operation shows.
+    ``scratch_ratio``: bytes that one takes for a moment at least, per byte: on a GPU kernels make what no operation
+    shows.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, scratch_ratio: float = 0.0) -> None:
@@ -140,11 +136,8 @@ class UpdateSizes:
     def scratch_of_all(self, parameters: Sequence[nn.Parameter], ratio: float) -> int:
         """Return the bytes that one step of the optimizer takes for a moment on the device, for all ``parameters``.
 
-        Where it takes them in turn, a variable of its loop still has what was made for the one before.
-
-        Args:
-            parameters: those that stay on the device; others have no gradient there.
-            ratio: per byte of a tensor, where the largest tensor tells (:meth:`scratch`).
+        Where it takes them in turn, a variable of its loop still has what was made for the one before. ``ratio``: bytes
+        per byte of a tensor, where the largest tensor tells (:meth:`scratch`).
         """
         trained = [parameter for parameter in parameters if self._kind(parameter) is not None]
         trained.sort(key=lambda parameter: self._places[parameter])
@@ -181,22 +174,20 @@ def _state_after_steps(sample: _Sample) -> int:
     most = 1 if is_known(sample.optimizer) else _STEPS
     try:
         # A fallback would compute on real tensors; states that were made with the optimizer are real.
-        with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
             stand_in = _ParameterStandIn(sample, torch.device("cpu"))
-            stand_in.choose_plain_kernels()
-            try:
-                return max(_bytes_by_step(stand_in, most))
-            except DataDependentOutputException:  # asks for a number in the update proper: the state exists by then
-                if not stand_in.state:
-                    raise
-                held = _state_bytes(stand_in.state)
+            # Not all fused kernels run on fake tensors; the state is the same.
+            group = stand_in.optimizer.param_groups[0]
+            group.update({name: False for name in ("fused", "foreach") if name in group})
+            sizes = _bytes_by_step(stand_in, most)
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
+    if most == 1 or not answers.used:
+        return max(sizes)
     part = replace(sample, shape=_cut(sample.shape, _SAMPLE_ELEMENTS))
-    # Fake tensors came no further than into the first step, which had made the state by then: by how much that grows is
-    # seen on a few real rows.
+    # Numbers may decide by how much the state grows: that is seen on a few real rows.
     grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
-    return round_up(held * max(grown) // max(1, grown[0]), STATE_ALIGNMENT) if most > 1 else held
+    return max(*sizes, round_up(sizes[0] * max(grown) // max(1, grown[0]), STATE_ALIGNMENT))
 
 
 def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
@@ -249,12 +240,13 @@ def _scratch_by_step(sample: _Sample, device: torch.device, room: int) -> int:
     return most
 
 
-@unseen_by_dynamo
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Answers(OperationMode):
     """Within the context, fake tensors that are asked for a number say 1."""
 
+    beside_compiled = False
+
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.used = False
         """True once a number was asked for."""
 
@@ -291,17 +283,11 @@ class _ParameterStandIn:
         optimizer, stands = sample.optimizer, [(sample.place[0], parameter) for parameter in self.parameters]
         alone = own_options(optimizer, sample.like, sample.place)
         own: dict[Tensor, Any] = dict.fromkeys(self.parameters, alone)
-        self._optimizer = twin_of(optimizer, stands, defaultdict(dict, of_none(optimizer)), own)
-
-    def choose_plain_kernels(self) -> None:
-        """Do without fused kernels, not all of which run on fake tensors; the state is the same."""
-        for option in ("fused", "foreach"):
-            if option in self._optimizer.param_groups[0]:
-                self._optimizer.param_groups[0][option] = False
+        self.optimizer = twin_of(optimizer, stands, defaultdict(dict, of_none(optimizer)), own)
 
     @property
     def state(self) -> dict[str, Any]:
-        return dict(self._optimizer.state[self.parameters[0]])
+        return dict(self.optimizer.state[self.parameters[0]])
 
     @property
     def nbytes(self) -> int:
@@ -309,7 +295,7 @@ class _ParameterStandIn:
 
     def map(self) -> None:
         """Move everything to memory like that of the engine for a GPU."""
-        states = [value for state in of_parameters(self._optimizer) for value in tensors_of(state).values()]
+        states = [value for state in of_parameters(self.optimizer) for value in tensors_of(state).values()]
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         for tensor in (*self.parameters, *grads, *states):
             if tensor.numel() > 1:
@@ -326,23 +312,23 @@ class _ParameterStandIn:
         self.fill_gradients()
         try:
             try:
-                type(self._optimizer).step(self._optimizer)
+                type(self.optimizer).step(self.optimizer)
             except KeyError:
                 if self.state or not self._sample.optimizer.state.get(self._sample.like):
                     raise
                 self.copy_state()  # it was made with the optimizer, not by its first step (Adagrad)
-                type(self._optimizer).step(self._optimizer)
+                type(self.optimizer).step(self.optimizer)
         except (DataDependentOutputException, OffloadError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            use = f"optimizer {type(self._optimizer).__name__}, whose step() ends in {named(error)}"
+            use = f"optimizer {type(self.optimizer).__name__}, whose step() ends in {named(error)}"
             raise limits.UNTRIED.error(use) from error
 
     def copy_state(self) -> None:
         """Copy the state of the parameter, if it has any."""
         like = self._sample.like
         for mine in self.parameters if self._sample.optimizer.state.get(like) else ():
-            state = self._optimizer.state[mine]
+            state = self.optimizer.state[mine]
             # Makes new lists and dictionaries all the way down, so that nothing is put into those of the real
             # optimizer.
             state.update(tree_map(lambda value: value, dict(self._sample.optimizer.state[like])))
@@ -368,7 +354,8 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         ratio = scratch(_LEAST_ELEMENTS)
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=ratio)
     speeds = _host_speeds(optimizer, sample, memory_node_of(device))
-    threads = _enough(speeds)
+    # The fewest that are about as fast as any.
+    threads = next(n for n, speed in speeds.items() if speed >= (1 - _TOLERANCE) * max(speeds.values()))
 
     def device_speed(most: int) -> float:
         return _speed(_as_large(optimizer, sample, device, most), device)
@@ -405,11 +392,6 @@ def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dic
         torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
 
 
-def _enough(speeds: dict[int, float]) -> int:
-    """Return the fewest threads that are about as fast as any."""
-    return next(n for n, speed in speeds.items() if speed >= (1 - _TOLERANCE) * max(speeds.values()))
-
-
 def thread_counts(most: int) -> list[int]:
     """Return the numbers of threads to try: powers of two, and ``most`` (at least one)."""
     counts = [1 << k for k in range(max(1, most).bit_length())]
@@ -432,9 +414,7 @@ def _as_large(optimizer: Optimizer, sample: _Sample, device: torch.device, most:
 def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
     """Return updates on the host as ``optimizer`` does them, each of other tensors, together more than caches hold.
 
-    Args:
-        optimizer: whose rule and options they have.
-        mapped: whether they are in memory like that of the engine for a GPU.
+    ``mapped``: they are in memory like that of the engine for a GPU.
     """
     sample = replace(_largest(optimizer), shape=_TRIAL_SHAPE)
     trials = _ELEMENTS["cuda" if mapped else "cpu"] // 2 // math.prod(_TRIAL_SHAPE)

@@ -231,9 +231,14 @@ class Op:
         return self.payload == "grad" and self.lane != "compute"
 
     @property
+    def updates(self) -> bool:
+        """True for an update of weights."""
+        return self.kind == "update"
+
+    @property
     def updates_on_host(self) -> bool:
         """True for an update by the host."""
-        return self.kind == "update" and self.lane == "host"
+        return self.updates and self.lane == "host"
 
     @property
     def uses_gradients(self) -> bool:

@@ -30,7 +30,7 @@ from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy.first import sample
-from lt_offload.strategy.replay import KEY, Before
+from lt_offload.strategy.replay import KEY, Before, as_measured
 
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 """Hooks that are called after the size was chosen."""
@@ -160,9 +160,9 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
             problem = None
             try:
                 batch = sample.SampleBatch.early(trainer)
-                hardware, updates = (first[0].hardware, first[0].optimizer) if first else (None, None)
-                alone = sample.measure(trainer, optimizer, batch, hardware, updates=updates)
-                profile: Profile = trainer.strategy.one_of(alone, known=hardware)
+                known = as_measured(first[0], optimizer) if first else {}
+                alone = sample.measure(trainer, batch, 1, optimizer, known)
+                profile: Profile = trainer.strategy.one_of(alone, known=known.get("hardware"))
             except Exception as error:
                 if not _out_of_memory(error):
                     raise _too_early(trainer, error) from error

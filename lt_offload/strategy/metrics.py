@@ -148,14 +148,10 @@ class Metrics(_Base):
 
     def _log_engine(self, engine: Any) -> None:
         """Log the figures of the last iteration of ``engine``, which has a plan."""
-        stats = engine.stats
-        self._log("step_s", stats.iteration_s)
-        if engine.plan.predicted.iteration_s > 0:
-            self._log("step_vs_plan", stats.iteration_s / engine.plan.predicted.iteration_s)
-        self._log("device_peak_gb", stats.device_peak_bytes / 1e9)
-        self._log("host_peak_gb", stats.host_peak_bytes / 1e9)
-        if stats.grad_norm is not None:
-            self._log("grad_norm", stats.grad_norm)
+        for name, value in figures(engine).items():
+            self._log(name, value)
+        if (norm := engine.stats.grad_norm) is not None:
+            self._log("grad_norm", norm)
 
     def _restart(self) -> None:
         self._tokens = 0
@@ -165,6 +161,14 @@ class Metrics(_Base):
         # a tensor on the host stays there; a float would become one on the device, to be read back by the progress bar
         metric = torch.tensor(value, dtype=dtype)
         self.log(name, metric, on_step=True, on_epoch=False, prog_bar=prog_bar, batch_size=1)
+
+
+def figures(engine: Any) -> dict[str, float]:
+    """Return the figures of the last iteration of ``engine``, which has a plan."""
+    stats, planned = engine.stats, engine.plan.predicted.iteration_s
+    versus = {"step_vs_plan": stats.iteration_s / planned} if planned > 0 else {}
+    peaks = {"device_peak_gb": stats.device_peak_bytes / 1e9, "host_peak_gb": stats.host_peak_bytes / 1e9}
+    return {"step_s": stats.iteration_s, **versus, **peaks}
 
 
 def logs_after(trainer: Any, step: int) -> bool:

@@ -7,10 +7,10 @@ base, and the object gets the right class when the Trainer gives it an accelerat
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,18 +22,15 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import adds_up, loaded_checkpoint, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import ConfigError, InfeasibleError, OverBudget
-from lt_offload.execute import open_device
-from lt_offload.execute.device.base import Device
-from lt_offload.execute.engine import Engine
+from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError
+from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.model.batch import Size, is_padded
-from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
-from lt_offload.model.parts import check_micro_batches
-from lt_offload.plan import Settings
-from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
-from lt_offload.schema.explain import brief, headline
+from lt_offload.model.parts import extent
+from lt_offload.profiling.hardware import check_host_memory, check_memory
+from lt_offload.report.perfetto import save_perfetto
+from lt_offload.schema.explain import headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -42,12 +39,10 @@ from lt_offload.strategy.batch_size import BatchSize, choose, size_of_the_run, s
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
-from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.planning import FirstPlanning
-from lt_offload.strategy.first.survey import Carried, following
+from lt_offload.strategy.first import sample
+from lt_offload.strategy.first.survey import following
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
-from lt_offload.strategy.records import Records
-from lt_offload.strategy.replan import Replanning, follow, steps_left
+from lt_offload.strategy.replan import follow, steps_left
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.facts import facts
 from lt_offload.suggest import naming_options
@@ -57,7 +52,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-class OffmateStrategy(FirstPlanning, Records, Checkpoints):
+class OffmateStrategy(Checkpoints):
     """Trains inside a device memory budget by planning one iteration, with the same numbers as plain training.
 
     On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
@@ -120,54 +115,26 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         async_checkpoint: bool = False,
         report_dir: str | Path | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(locals() | {"memory": Budget.of(memory)})
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
-        check_micro_batches(micro_batches, auto=True)
         if micro_batches != 1 and batch_size == "auto":
             raise ConfigError(
                 f"micro_batches={micro_batches!r} cannot be combined with batch_size='auto', which plans for whole "
                 "batches in each block; give batch_size as a number, or set micro_batches=1"
             )
         self.planner: PlannerName = planner
-        self.settings = Settings(
-            memory=Budget.of(memory),
-            host_memory=Budget.of(host_memory, setting="host_memory"),
-            planner=planner,
-            host_update=host_update,
-            activation_offload=activation_offload,
-            recompute=recompute,
-            chunked_loss=chunked_loss,
-            gradient_reserve=gradient_reserve,
-            time_limit=solver_time_limit,
-        )
-        """The settings of plans; budgets that the user left out are not resolved yet."""
         self.memory, self.host_memory = self.settings.device.nbytes, self.settings.host.nbytes
-        self.batch_size, self.micro_batches = batch_size, micro_batches
-        self.blocks, self.plan_path = blocks, plan
-        self.async_checkpoint = async_checkpoint
-        self.report_dir = report_dir
-        self.explain = False  # whether the whole plan is shown before training, and not just one paragraph about it
-        self.profile: Profile | None = None
-        """The profile of the first batch, made together with ``plan``; ``batch_size="auto"`` makes both earlier."""
-        self.plan: Plan | None = None
+        self.batch_size, self.async_checkpoint = batch_size, async_checkpoint
         self.trace: Trace | None = None
         """The last iteration, once training has ended; the one before it if its batch was smaller than others."""
-        self.engine: Engine | None = None
-        """The engine, present between ``setup`` and ``teardown``."""
-        self._device: Device | None = None
-        self._replanning: Replanning | None = None
-        """The correction of the plan by the first iterations, present until it is over."""
         self._signature: object = None
-        self._first: tuple[Any, int] | None = None
-        """The first batch of training and its number, until it is planned."""
-        self.run_before = Before()
+        self._padded = False
+        """True if the present batch has padding."""
+        self._step, self._how = ExitStack(), dict[str, Any]()
+        """What encloses an iteration, and the arguments with which that begins."""
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
-        self._aside = self._padded = False
-        self._growth = Growth()
-        self._step, self._how, self._survey, self._carried = ExitStack(), {}, None, None
         self._undo = ExitStack()  # what ``teardown`` puts back
-        self._watch = ExitStack()  # holds the budget between iterations, too
 
     @property
     def accelerator(self) -> Any:
@@ -250,9 +217,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self.same_start()
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         if windows.fitting(trainer):
-            self.profile = self.plan = self.trace = self._first = self._replanning = None
-            self.run_before = Before.of(loaded_checkpoint(trainer).get(replay.KEY))
-            self._growth = Growth(self.run_before.shown)
+            self.trace = None
+            self._forget_plan(Before.of(loaded_checkpoint(trainer).get(replay.KEY)))
             if self.batch_size == "auto":
                 self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
@@ -261,7 +227,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         if windows.fitting(trainer):
             self._prepare_training(trainer)
         else:
-            self._install(None, None, self._budget)
+            self._install(None, self._budget)
 
     def _set_batch_size(self, trainer: Any) -> None:
         """Set the batch size of a run with ``batch_size="auto"``; where it is chosen, that makes profile and plan."""
@@ -280,7 +246,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
 
     def _prepare_training(self, trainer: Any) -> None:
         """Warn, switch off what disturbs, and install an engine: for evaluation, or for training if there is a plan."""
-        (optimizer,) = self.optimizers
+        optimizer = self._optimizer
         if limits.unknown_optimizer(optimizer):
             rank_zero_warn(
                 f"offmate: {type(optimizer).__name__} is assumed to update each tensor on its own, from that tensor's "
@@ -294,45 +260,41 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if self.profile is not None:
             self._replanning = follow(self.settings, self.profile)
-            self._begin(optimizer)
+            self._begin()
             return
         try:
-            self._install(None, None, self._budget)
+            self._install(None, self._budget)
         except (ConfigError, OverBudget) as error:
-            self._plan_early(trainer, error)
+            self._plan_early(error)
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        """Explain the plan, and install its engine."""
-        assert self.profile is not None and self.plan is not None
-        self._save_plan(self._folder(self._trainer))
-        rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
-        if self._replanning is not None and self.profile.scatter > _BUSY:
-            rank_zero_info(
-                f"offmate: repeated measurements differ by {self.profile.scatter:.0%} either way: the machine is busy "
-                "with something else; the first iterations will correct what is predicted"
-            )
-        self._install(optimizer, self.plan, self.plan.budget_bytes)
+    def _plan_early(self, why: OffloadError) -> None:
+        """Plan before training, as not even forwards fit without a plan: an error then mostly names enough memory.
+
+        A step that needs objects of later hooks is planned with its first batch: there is no engine until then.
+
+        Raises:
+            OffloadError: that of planning, or ``why``.
+        """
+        self._close_engine()
+        move_rest(self._module, self._structure(), torch.device("cpu"))
+        try:
+            early = sample.SampleBatch.early(self._trainer)
+            self._plan_with(partial(sample.measure, self._trainer, early), *self._ready())
+        except ProcessError as error:
+            raise error from why  # it says what others found, which have left
+        except Exception as error:
+            self._close_engine()
+            if isinstance(error, OffloadError):
+                raise
+
+    def _begin(self) -> None:
+        super()._begin()
         self.check_copies()
 
-    def _open_device(self, budget: int, threads: int, context: int = 0) -> Device:
-        return open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
-
-    def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
-        threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
-        survey = self._survey.leave() if self._survey is not None else None
-        if survey is None:
-            self._device = self._open_device(budget, threads, context)
-        assert self._device is not None
-        self._device.expect(context)
-        profile = self.profile if plan is not None else None
-        structure = self._structure() if profile is None else as_called(self._module, profile.blocks)
-        self.engine = Engine(
-            self._module, optimizer, plan, self._device, structure=structure, others=self.ranks, survey=survey
-        )
-        self.engine.install()
+    def _install(self, plan: Plan | None, budget: int) -> None:
+        super()._install(plan, budget)
+        assert self.engine is not None
         windows.prepare(self._trainer, self.engine)
-        if survey is None:
-            self._watch.enter_context(self._device.between())
 
     def _replan(self) -> None:
         """Correct profile and plan by the first measured iterations; called between two iterations."""
@@ -349,61 +311,20 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         if correction.takes_over:
             del engine  # or this frame would keep the old engine, with its weights, beside the new one
             self._take_over(correction.plan)
-        self._save_plan(self._folder(self._trainer))
-
-    def _follow_changes(self, batch: Any) -> None:
-        """Plan again if other tensors train than before, or if a batch is larger; called between two passes."""
-        engine, (optimizer,) = self.engine, self.optimizers
-        change = engine.handover.changed(optimizer) if engine is not None else None
-        if change is not None:
-            self._growth = Growth()
-        change = change or self._outgrown(batch)
-        if engine is None or change is None:
-            return
-        replay.check_no_plan(self.plan_path, change)
-        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
-        # The budget of the run, and not what is free now, part of which this run has given back itself.
-        memory = engine.device.budget
-        rank_zero_info(f"offmate: {change}: the run is planned again")
-        del engine
-        window = self._leave()
-        for param, gradient in window.rest.items():
-            param.grad = gradient
-        assert self.plan is not None
-        self._carried = Carried(replace(window, rest={}), memory, self.plan, change)
-        self.plan = None
-
-    def _leave(self) -> CarriedWindow:
-        """Close the engine, and return the window that another one goes on with."""
-        assert self.engine is not None
-        # Files that are being written are read from the old engine's host copies.
-        self.finish_saves()
-        window = self.engine.handover.leave_window(self.optimizers[0])
-        self._close_engine()
-        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
-        return window
+        self._save_plan()
 
     def _take_over(self, plan: Plan) -> None:
         """Go on with ``plan``: weights and states are complete on the host in between."""
-        rank_zero_info(f"offmate: {headline(plan)}")
+        self.say(headline(plan))
         window = self._leave()
-        self._install(self.optimizers[0], plan, plan.budget_bytes)
+        self._install(plan, plan.budget_bytes)
         assert self.engine is not None
         self.engine.handover.enter_window(window)
 
-    def _close_engine(self) -> None:
-        engine, device = self.engine, self._device
-        survey, self._survey = self._survey, None
-        self.engine = self._device = None
-        self._watch.close()
-        try:
-            if engine is not None:
-                engine.close()
-            if survey is not None:
-                survey.close() if engine is None else survey.survey.close()
-        finally:
-            if device is not None:
-                device.close()
+    def _leave(self) -> CarriedWindow:
+        # Files that are being written are read from the old engine's host copies.
+        self.finish_saves()
+        return super()._leave()
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch after looking for padding in it, as the look would wait for the device there."""
@@ -416,15 +337,9 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         """Remember the shapes of the batch; hooks of users, which may freeze and unfreeze weights, have run by now."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
         self.begins_batch(self._trainer, batch_idx)
+        self.comes(batch, batch_idx, self._padded)
         if self.plan is not None:
-            self._follow_changes(batch)
             self._keep_trace(batch)
-        if self.plan is None:
-            self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
-            self._coming = Size.of(batch, self._padded)
-            # A window that has begun goes on in steps that count, with the sums of gradients that are carried over.
-            begun = self._carried is not None and self._carried.window.added > 0
-            self._aside = not (begun or self._surveyable())
 
     def optimizer_step(
         self,
@@ -434,20 +349,20 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         **kwargs: Any,
     ) -> Any:
         """Run one planned iteration: the closure's forward and backward contain every update."""
-        self._plan_first_batch()
+        self._plan_on_trial()
         trainer = self._trainer
         norm = metrics.logs_after(trainer, trainer.global_step + 1)
         self._micro_batch.close()
         self._replan()
         with ExitStack() as self._step:
             self._iterate(self._step, grad_norm=norm)
-            if self._surveys:
-                self._step.enter_context(following(self.optimizers[0], self._begin_step))
+            if self._watches:
+                self._step.enter_context(following(self._optimizer, self._begin_step))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step; a micro-batch without an update stays open until its backward has ended."""
-        self._plan_first_batch()
+        self._plan_on_trial()
         if self._replanning is not None:
             self._replanning.saw(args)
         with ExitStack() as opened:
@@ -456,8 +371,8 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
             elif adds_up(self._trainer):
                 self._micro_batch.close()  # of a step that returned no loss
                 self._iterate(opened, last=False)
-            if self._surveys:
-                with self._begin_survey().forward((args, kwargs)) as returned:
+            if self._watches:
+                with self._watch().forward((args, kwargs)) as returned:
                     outputs = super().training_step(*args, **kwargs)
                     returned(outputs)
             else:
@@ -471,7 +386,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward, and end a micro-batch without an update."""
         self.divide(closure_loss)
-        with self._micro_batch, self._survey.backward() if self._survey is not None else nullcontext():
+        with self._micro_batch, self._watched.backward() if self._watched is not None else nullcontext():
             loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
             self._plan_unreached()
         return loss
@@ -488,7 +403,7 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
                 return super().validation_step(*args, **kwargs)
         except OverBudget as error:
             if windows.fitting(self._trainer) and self.plan is None:
-                self._plan_early(self._trainer, error)
+                self._plan_early(error)
             self._streaming()  # without an engine, raises the error that says why
             raise
 
@@ -502,7 +417,41 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         with self._streaming():
             return super().predict_step(*args, **kwargs)
 
+    def _iterate(self, step: ExitStack, **how: Any) -> None:
+        """Begin an iteration, which ``step`` encloses, or be ready to begin it when there is a plan."""
+        self._how = {"signature": self._signature, **how}
+        if self.plan is not None and self.engine is not None:
+            step.enter_context(self.engine.iteration(**self._how))
+
+    def _goes_on(self) -> None:
+        assert self.engine is not None
+        self._step.enter_context(self.engine.iteration(**self._how))
+
     # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def on_train_end(self) -> None:
+        """Keep the record of the last iteration: the first process's, and the traces of the others."""
+        self.ends_training()
+        if self.plan is None or self.engine is None or self.engine.stats.iterations == 0:
+            return
+        if self.trace is None:
+            self.trace = self.engine.trace()
+        folder = self._folder()
+        if folder is None:
+            return
+        if not self.is_global_zero:
+            self.trace.save(folder / f"trace.{self.global_rank}.json")
+            return
+        self.trace.save(folder / "trace.json")
+        save_perfetto(self.trace, folder / "trace.perfetto.json")
+
+    def _keep_trace(self, batch: Any) -> None:
+        """Keep the record of the iteration before the last one, if the last ``batch`` is smaller than the plan's."""
+        engine, plan = self.engine, self.plan
+        if engine is None or plan is None or extent(batch)[0] >= plan.batch_size or not engine.stats.iterations:
+            return
+        if self.trace is None and steps_left(self._trainer) <= 1:
+            self.trace = engine.trace()
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the iteration; a second error must not hide the first."""
@@ -534,22 +483,46 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
         assert module is not None
         return module
 
-    def _structure(self) -> Structure:
-        return find_blocks(self._module, self.blocks)
-
     @property
     def _trainer(self) -> Any:
         return self._module.trainer
 
     @property
-    def _budget(self) -> int:
-        """Device bytes that may be taken now."""
-        return self.settings.device.resolved(lambda: self.part_of_memory(free_memory(self.root_device)))
+    def _optimizer(self) -> Optimizer:
+        (optimizer,) = self.optimizers
+        return optimizer
+
+    @property
+    def _callbacks(self) -> Sequence[Any]:
+        return self._trainer.callbacks  # type: ignore[no-any-return]
+
+    @property
+    def _updates_done(self) -> int:
+        return int(self._trainer.global_step)
+
+    def show(self, text: str) -> None:
+        """Show ``text`` to the user, once for all processes."""
+        rank_zero_info(text)
+
+    def _folder(self) -> Path | None:
+        if self.report_dir is not None:
+            return Path(self.broadcast(str(self.report_dir)))
+        # The logger's folder is the first process's, too: all processes ask for it.
+        trainer = self._trainer
+        kept = trainer.loggers and not trainer.fast_dev_run and trainer.log_dir
+        return Path(trainer.log_dir) if kept else None
+
+    def _wants_larger(self, size: Size) -> bool:
+        return sample.wants_larger(self._trainer, size)
+
+    def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
+        chosen = sample.SampleBatch.of(self._trainer, batch, number)
+        return Size.of(chosen.batch), partial(sample.measure, self._trainer, chosen)
 
     def _streaming(self) -> AbstractContextManager[None]:
-        if self._survey is not None:  # its step had no loss
+        if self._watched is not None:  # its step had no loss
             self._close_engine()
-            self._install(None, None, self._budget)
+            self._install(None, self._budget)
         if self.engine is None:
             raise InfeasibleError(
                 f"memory={format_bytes(self._budget)} is too small for a validation before training; set "
@@ -562,8 +535,6 @@ class OffmateStrategy(FirstPlanning, Records, Checkpoints):
 
 _PUBLIC = "lt_offload.strategy.lightning"
 """The module in which a saved config finds the classes, which serve every namespace."""
-_BUSY = 0.1
-"""Scatter of measurements above which the user is told."""
 
 
 def strategy_class(namespace: str) -> type[Any]:

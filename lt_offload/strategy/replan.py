@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,7 +157,7 @@ class Replanning:
 
 def follow(settings: Settings, profile: Profile) -> Replanning | None:
     """Return the correction for a run that was planned with ``settings``; None for windows, whose plans stay."""
-    return None if has_windows(settings) else Replanning(settings, profile)
+    return None if has_windows(profile, settings) else Replanning(settings, profile)
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:
@@ -176,14 +176,14 @@ def steps_left(trainer: Any) -> float:
 
 
 @contextmanager
-def planning(trainer: Any) -> Iterator[None]:
-    """Tell callbacks of ``trainer`` that keep time, or wait for steps to end, that it plans within the context."""
-    for callback in trainer.callbacks:
+def planning(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Tell ``callbacks`` that keep time, or wait for steps to end, that the run is planned within the context."""
+    for callback in callbacks:
         getattr(callback, "on_planning_start", _nothing)()
     try:
         yield
     finally:
-        for callback in trainer.callbacks:
+        for callback in callbacks:
             getattr(callback, "on_planning_end", _nothing)()
 
 

@@ -45,10 +45,15 @@ class Ended:
         return cls(
             seen=seen,
             weights={name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()},
-            states=[{k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()} for state in states],
+            states=[{k: _copied(v) for k, v in state.items()} for state in states],
             generator=torch.get_rng_state(),
             plan=plan,
         )
+
+    @property
+    def travels(self) -> bool:
+        """True if the plan copies anything."""
+        return any(op.lane in ("h2d", "d2h") for op in self.plan.ops)
 
     def differs(self, other: Ended) -> list[str]:
         """Return what is not the same, bit for bit."""
@@ -59,12 +64,18 @@ class Ended:
                 pairs = enumerate(zip(mine, theirs, strict=False))
                 first = next((i for i, pair in pairs if not same_state(*pair)), min(len(mine), len(theirs)))
                 found.append(f"{name} from number {first} on, of {len(mine)} and {len(theirs)}")
+        if self.weights.keys() != other.weights.keys():
+            return [*found, "other weights"]
         weights = [name for name in self.weights if not same_state(self.weights[name], other.weights[name])]
         if weights:
             found.append(f"{len(weights)} of {len(self.weights)} weights, {weights[0]} first")
         states = sum(not same_state(a, b) for a, b in zip(self.states, other.states, strict=True))
         found += [f"{states} of {len(self.states)} states"] * bool(states)
         return found + ["the generator"] * (not torch.equal(self.generator, other.generator))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 Train = Callable[[dict[str, Any] | None], Ended]
@@ -137,9 +148,8 @@ def attacked(train: Train, budgets: tuple[str, ...] = BUDGETS) -> Iterator[Found
             yield Found(budget, _kind(error, named), _said(error) + (_enough(train, settings) if named else ""))
             continue
         peak = ended.plan.predicted.device_peak_bytes if budget == "resident" else peak
-        travels = any(op.lane in ("h2d", "d2h") for op in ended.plan.ops)
         differs = plain.differs(ended)
-        yield Found(budget, "wrong" if differs else "equal", "; ".join(differs), travels)
+        yield Found(budget, "wrong" if differs else "equal", "; ".join(differs), ended.travels)
 
 
 def _enough(train: Train, settings: dict[str, Any]) -> str:

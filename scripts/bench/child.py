@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +14,10 @@ from scripts.common import machine, serve_child, versions
 WARM_UP = 2
 """Steps that are not timed: the first allocates, and offloaded updates of the first end in the second."""
 
-OTHERS = ("deepspeed", "torchao", "bitsandbytes")
-"""Packages of the other systems."""
 
-
-def measure_machine(device: str) -> dict[str, Any]:
-    """Return what the machine is and how fast it copies and updates."""
-    import torch
-
-    from lt_offload.profiling.hardware import measure_hardware
-    from lt_offload.profiling.optimizer import measure_optimizer
-
-    place = torch.device(device)
-    hardware = measure_hardware(place)
-    speeds = {}
-    for dtype in ("float32", "bfloat16"):
-        sample = torch.nn.Parameter(torch.zeros(4096, 1024, dtype=getattr(torch, dtype)))
-        found = measure_optimizer(torch.optim.AdamW([sample], fused=True), place)
-        speeds[dtype] = {"host_bytes_per_s": found.host_bytes_per_s, "device_bytes_per_s": found.device_bytes_per_s}
-    return {
-        "machine": machine(),
-        "versions": versions(*OTHERS),
-        "device_bytes": hardware.device_bytes,
-        "link": {
-            "h2d_bytes_per_s": hardware.h2d_bytes_per_s,
-            "d2h_bytes_per_s": hardware.d2h_bytes_per_s,
-            "how": f"both directions at once; {hardware.source}",
-        },
-        "update": speeds,
-    }
+def describe() -> dict[str, Any]:
+    """Return the machine and the versions of what matters."""
+    return {"machine": machine(), "versions": versions()}
 
 
 def train(workload: dict[str, Any], module: str, folder: str, progress: str, steps: int, **case: Any) -> dict[str, Any]:
@@ -75,11 +50,11 @@ def train(workload: dict[str, Any], module: str, folder: str, progress: str, ste
 def _train(case: Any, module: str) -> dict[str, Any]:
     import torch
 
-    from scripts.bench.contenders.case import finite, real_tokens
+    from scripts.bench.contenders.case import finite
 
     batches = case.batches()
     with importlib.import_module(f"scripts.bench.contenders.{module}").training(case) as training:
-        losses, stamps = [], []
+        losses = []
         for index, batch in enumerate(batches):
             if index < WARM_UP:
                 case.say(f"step {index + 1}")
@@ -90,19 +65,18 @@ def _train(case: Any, module: str) -> dict[str, Any]:
             losses.append(training.step(batch))
             if index < WARM_UP and not training.own_limit:
                 case.follow()
-            stamps.append(time.perf_counter())
         case.synchronize()
         seconds = time.perf_counter() - began
         values = finite(float(loss) for loss in losses)
         figures = training.figures()
     timed = len(batches) - WARM_UP
     step_s = seconds / timed
+    tokens = batches[0]["input_ids"].numel()
     cuda = case.device == "cuda"
     return figures | {
         "step_s": step_s,
-        "returned_s": [b - a for a, b in zip(stamps[WARM_UP - 1 :], stamps[WARM_UP:], strict=False)],
-        "tokens": real_tokens(batches[WARM_UP:]) // timed,
-        "tokens_per_s": real_tokens(batches[WARM_UP:]) / seconds,
+        "tokens": tokens,
+        "tokens_per_s": tokens / step_s,
         "losses": values,
         "loss": values[-1],
         "steps": len(batches),
@@ -128,8 +102,6 @@ def status_of(error: BaseException) -> str:
     for kind, status in kinds:
         if isinstance(error, kind):
             return status
-    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in OTHERS:
-        return "missing"
     if "defaultcpuallocator" in text or "cannot allocate memory" in text:
         return "out of host memory"
     return "out of memory" if "out of memory" in text else "failed"
@@ -141,8 +113,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-JOBS: tuple[Callable[..., dict[str, Any]], ...] = (measure_machine, train)
-
 if __name__ == "__main__":
-    serve_child(*JOBS)
+    serve_child(describe, train)
     raise SystemExit("scripts.bench.child is started by scripts.bench.suite")

@@ -3,8 +3,6 @@
     python -m scripts.bench.emulated [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
     python -m scripts.bench.emulated --predictions
     python -m scripts.bench.emulated --clipping
-    python -m scripts.bench.emulated --checkpoints
-    python -m scripts.bench.emulated --orders
 
 Cases, each in a process of its own, round after round:
 
@@ -14,26 +12,15 @@ Cases, each in a process of its own, round after round:
                  nothing is recomputed; links as fast as the RAM
     link SPEED   the plan for half of the memory of "resident", made and run with links of this speed each way
 
-Besides step times: which share of the copies and host updates ran beside computations, how busy the links were, and
-how fast the host updated, from the recorded iteration. Compute, copies and updates share the processor's cores here, so
-what overlaps still costs; on a GPU it does not. ``--small`` takes a model of 20 million parameters instead of SmolLM2:
-two minutes, for keeping an eye on changes of the engine.
+Besides step times: how long each lane was busy in the recorded iteration. Compute, copies and updates share the
+processor's cores here, so what overlaps still costs; on a GPU it does not. ``--small`` takes a model of 20 million
+parameters instead of SmolLM2: two minutes, for keeping an eye on changes of the engine.
 
 ``--predictions``: what plans say an iteration takes, before and after the first iterations have corrected the profile,
 beside what it takes: the quickstart's model and three small ones in half of the memory that they would take.
 
 ``--clipping``: what clipping by norm costs with 1, 2 and 4 micro-batches per update, against the same without, and
 against plain Lightning: the model of ``--small`` in half of the memory that it would take.
-
-``--checkpoints``: how long a checkpoint of that model keeps training waiting, in one run: in every round, in turn, some
-steps without a save, a save for which training waits and as many steps, a save beside which training goes on and as
-many steps. What both saves wait for first, that updates and copies reach the host, is the *flush* and counts for
-itself. Beyond it a save costs the *call*, and what the steps after it take longer than those without. Computations,
-updates and the writer share the processor's cores here, so that writing costs time wherever it happens; beside a GPU
-it does not. The goal is that of the call and the next steps together.
-``--orders``: an update with the gradients of 8 micro-batches in both orders, one micro-batch after the other
-(``accumulate_grad_batches=8``) and layer by layer (``micro_batches=8``): the model of ``--small``, all of whose weights
-travel over a slow link.
 """
 
 from __future__ import annotations
@@ -64,13 +51,6 @@ SETTLED = 20
 """Steps at the end of a run, after all corrections."""
 CLIPPING_GOALS = {1: 1.10, 2: 1.03, 4: 1.03}
 """By micro-batches per update: a step with clipping, by one without."""
-CHECKPOINT_GOAL = 0.05
-"""Of a step, beyond the flush."""
-SAVES = ("none", "now", "later")
-FOLLOWED = 12
-"""Steps until the plan follows no more."""
-ORDERS_GOAL = 1.4
-"""Micro-batch after micro-batch, by layer after layer."""
 WARM_UP = 3
 BUDGET_SHARE = 0.5
 SMALL = {
@@ -91,19 +71,11 @@ PHI = SMALL | {"model_type": "phi", "tie_word_embeddings": False}
 
 def make_plans(model: str, shape: list[int], folder: str, links: list[int]) -> dict[str, Any]:
     """Profile ``model`` and save the profile and the plans of the cases."""
-    import torch
-
     import lt_offload
 
-    torch.manual_seed(0)
-    module = _module(model, folder)
-    module.configure_model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
+    profile, budget = profiled(model, shape, folder)
     profile.save(Path(folder) / "profile.json")
     stream_all(profile).save(Path(folder) / "streamed.json")
-    resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
-    budget = int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
     for link in links:
         machine = replace(profile.hardware, h2d_bytes_per_s=float(link), d2h_bytes_per_s=float(link))
         plan = lt_offload.solve(replace(profile, hardware=machine), memory=budget)
@@ -163,51 +135,29 @@ def train(
     return read_json(Path(folder) / "figures.json")
 
 
-def half(model: str, shape: list[int], folder: str) -> int:
-    """Return half of the bytes that training takes with everything on the device."""
+def profiled(model: str, shape: list[int], folder: str) -> tuple[Any, int]:
+    """Return the profile of a model, and half of the bytes that training takes with everything on the device."""
     import torch
 
     import lt_offload
-
-    module = _module(model, folder)
-    module.configure_model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
-    resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
-    return int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
-
-
-def plan_orders(model: str, shape: list[int], folder: str, parts: int, link: int) -> dict[str, Any]:
-    """Save the plans for both orders that stream everything; ``shape`` is that of one micro-batch."""
-    import torch
-
-    import lt_offload
-    from lt_offload.plan import Settings
-    from lt_offload.plan.assembly.window import with_sums
-    from lt_offload.plan.windows import for_windows
 
     torch.manual_seed(0)
     module = _module(model, folder)
     module.configure_model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    predicted = {}
-    for case, samples, count in (("micro-batch-major", shape[0], 1), ("layer-major", shape[0] * parts, parts)):
-        batch = _batch([samples, shape[1]])
-        profile = lt_offload.profile(module.model, batch, optimizer=optimizer, micro_batches=count)
-        machine = replace(profile.hardware, h2d_bytes_per_s=float(link), d2h_bytes_per_s=float(link))
-        profile = replace(profile, hardware=machine)
-        if count > 1:
-            plan = stream_all(profile)
-        else:
-            plan = for_windows(stream_all(with_sums(profile, parts)), profile, Settings(accumulate=parts))
-        plan.save(Path(folder) / f"{case}.json")
-        predicted[case] = plan.predicted.iteration_s
-    return predicted
+    profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
+    resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
+    return profile, int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
+
+
+def half(model: str, shape: list[int], folder: str) -> dict[str, Any]:
+    """Return the budget of :func:`profiled`."""
+    return {"bytes": profiled(model, shape, folder)[1]}
 
 
 def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
     """Train with a plan of the strategy's own and return what was predicted and measured."""
-    budget = half(model, shape, folder)
+    _, budget = profiled(model, shape, folder)
     ran = train(model, shape, folder, "planned", PREDICTED_STEPS, None, memory=budget)
     measured = statistics.median(ran["steps_s"][-SETTLED:])
     first, last = ran["predicted_s"][0], ran["predicted_s"][-1]
@@ -290,7 +240,7 @@ def _row(case: str, times: dict[str, list[float]], ran: dict[str, Any], link: in
         "link_bytes_per_s": link,
         "device_peak_bytes": ran["device_peak_bytes"],
         "plan": ran.get("plan"),
-        "lanes": ran.get("lanes"),
+        "busy_s": ran.get("busy_s"),
     }
 
 
@@ -319,7 +269,7 @@ def clipping(folder: Path, rounds: int, updates: int) -> Path:
     times: dict[tuple[int, str, float | None], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as place:
         common = {"model": "small", "shape": shape, "folder": place}
-        memory = in_child("scripts.bench.emulated", "half", **common)
+        memory = in_child("scripts.bench.emulated", "half", **common)["bytes"]
         for window in [window for _ in range(rounds) for window in CLIPPING_GOALS]:
             for case, clip in kinds:
                 timed = {"steps": updates * window, "window": window}
@@ -351,156 +301,6 @@ def clipping(folder: Path, rounds: int, updates: int) -> Path:
     return save("bench-clipping", "bench-clipping", settings, {"cases": cases}, folder)
 
 
-def save_beside(rounds: int, steps: int, memory: int, folder: str) -> dict[str, Any]:
-    """Train, save, and return what was measured, by kind of save."""
-    import torch
-    from lightning.pytorch import Callback, Trainer
-    from torch.utils.data import DataLoader
-
-    from lt_offload import OffmateStrategy
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning_utilities").setLevel(logging.WARNING)
-    warnings.simplefilter("ignore")
-    target = Path(folder) / "a.ckpt"
-
-    class Saves(Callback):
-        def __init__(self) -> None:
-            self.figures: dict[str, dict[str, list[float]]] = {kind: {} for kind in SAVES}
-            self.begun = 0.0
-
-        def note(self, kind: str, name: str, value: float) -> None:
-            self.figures[kind].setdefault(name, []).append(value)
-
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            at = trainer.global_step - FOLLOWED
-            if at < 0 or at % steps:
-                return
-            now = time.perf_counter()
-            strategy = trainer.strategy
-            if at:
-                self.note(SAVES[(at // steps - 1) % 3], "step_s", (now - self.begun) / steps)
-                strategy._files()[0].wait()
-            kind = SAVES[(at // steps) % 3]
-            strategy.async_checkpoint = kind == "later"
-            began = time.perf_counter()
-            strategy._complete()
-            flushed = time.perf_counter()
-            if kind != "none":
-                trainer.save_checkpoint(target)
-            self.begun = time.perf_counter()
-            self.note(kind, "flush_s", flushed - began)
-            self.note(kind, "call_s", self.begun - flushed)
-
-    saves = Saves()
-    torch.manual_seed(0)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=OffmateStrategy(memory=memory),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[saves],
-    )
-    batches = [_batch([4, 128], seed) for seed in range(FOLLOWED + 3 * steps * rounds)]
-    trainer.fit(_module("small", folder), DataLoader(batches, batch_size=None))
-    return {"kinds": saves.figures, "bytes": target.stat().st_size}
-
-
-def _saves(found: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the medians over all rounds, and what a save costs of a step."""
-    kinds = found["kinds"]
-    step = statistics.median(kinds["none"]["step_s"])
-    rows = []
-    for kind in SAVES[1:]:
-        calls = kinds[kind]["call_s"]
-        # each with the steps of its own round
-        slower = [steps * (s - n) for s, n in zip(kinds[kind]["step_s"], kinds["none"]["step_s"], strict=False)]
-        rows.append(
-            {
-                "name": kind,
-                "flush_s": statistics.median(kinds[kind]["flush_s"]),
-                "call_s": statistics.median(calls),
-                "next_steps_s": statistics.median(slower),
-                "call_of_a_step": statistics.median(calls) / step,
-                "of_a_step": statistics.median(c + s for c, s in zip(calls, slower, strict=False)) / step,
-                "goal": CHECKPOINT_GOAL if kind == "later" else None,
-            }
-        )
-    spread = kinds["none"]["step_s"]
-    return {"step_s": step, "step_worst_s": max(spread), "bytes": found["bytes"], "cases": rows}
-
-
-def checkpoints(folder: Path, rounds: int, steps: int) -> Path:
-    """Compare checkpoints for which training waits with others, print and save; return the file."""
-    from lt_offload.units import format_bytes, format_seconds
-
-    with tempfile.TemporaryDirectory() as place:
-        memory = in_child("scripts.bench.emulated", "half", model="small", shape=[4, 128], folder=place)
-        given = {"rounds": rounds, "steps": steps, "memory": memory}
-        found = _saves(in_child("scripts.bench.emulated", "save_beside", **given, folder=place), steps)
-    print(f"{format_bytes(found['bytes'])}; a step without a save: {format_seconds(found['step_s'])}")
-    for case in found["cases"]:
-        goal = f"; goal {case['goal']:.2f}" if case["goal"] else ""
-        print(
-            f"{case['name']:6s} flush {format_seconds(case['flush_s'])}, call {format_seconds(case['call_s'])} "
-            f"({case['call_of_a_step']:.2f} of a step), with the next steps {case['of_a_step']:+.2f} of a step{goal}"
-        )
-    return save("bench-checkpoints", "bench-checkpoints", given, found, folder)
-
-
-def orders(folder: Path, rounds: int, updates: int, link: int) -> Path:
-    """Compare both orders of accumulation in turn, print and save; return the file."""
-    from lt_offload.units import format_bytes, format_seconds
-
-    shape, parts = [1, 64], 8
-    cases = {"micro-batch-major": (shape, parts), "layer-major": ([shape[0] * parts, shape[1]], 1)}
-    times: dict[str, list[float]] = defaultdict(list)
-    peaks: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as place:
-        common = {"model": "small", "folder": place}
-        planned = in_child("scripts.bench.emulated", "plan_orders", **common, shape=shape, parts=parts, link=link)
-        for _ in range(rounds):
-            for case, (sizes, window) in cases.items():
-                timed = {"steps": updates * window, "window": window, "link": link}
-                ran = in_child("scripts.bench.emulated", "train", **common, **timed, shape=sizes, case=case)
-                steps = ran["steps_s"]
-                times[case].append(
-                    statistics.median(sum(steps[at : at + window]) for at in range(0, len(steps), window))
-                )
-                peaks[case] = ran["device_peak_bytes"]
-    each = list(zip(times["micro-batch-major"], times["layer-major"], strict=True))
-    figures = {
-        "cases": [
-            {
-                "name": case,
-                "update_s": statistics.median(times[case]),
-                "predicted_s": planned[case],
-                "device_peak_bytes": peaks[case],
-            }
-            for case in cases
-        ],
-        "ratio": statistics.median(slow / fast for slow, fast in each),
-        "worst_ratio": min(slow / fast for slow, fast in each),
-        "predicted_ratio": planned["micro-batch-major"] / planned["layer-major"],
-        "goal": ORDERS_GOAL,
-    }
-    for case in figures["cases"]:
-        print(
-            f"{case['name']:18s} {format_seconds(case['update_s'])} an update, predicted "
-            f"{format_seconds(case['predicted_s'])}, {format_bytes(case['device_peak_bytes'])}"
-        )
-    print(
-        f"layer by layer is {figures['ratio']:.2f} times as fast (worst round {figures['worst_ratio']:.2f}, predicted "
-        f"{figures['predicted_ratio']:.2f}, goal {ORDERS_GOAL:.2f})"
-    )
-    settings = {"updates": updates, "rounds": rounds, "micro_batches": parts, "shape": shape, "link_bytes_per_s": link}
-    return save("bench-orders", "bench-orders", settings, figures, folder)
-
-
 def main() -> int:
     """Measure, print and save."""
     from lt_offload.units import format_bytes, format_seconds, parse_bytes
@@ -516,16 +316,7 @@ def main() -> int:
     )
     parser.add_argument("--predictions", action="store_true", help="predicted beside measured iterations instead")
     parser.add_argument("--clipping", action="store_true", help="what clipping costs instead")
-    parser.add_argument("--checkpoints", action="store_true", help="what saving costs instead")
-    parser.add_argument("--orders", action="store_true", help="both orders of accumulation instead")
     options = parser.parse_args()
-    if options.checkpoints:
-        print(checkpoints(options.results, options.rounds or 6, options.steps or 8))
-        return 0
-    if options.orders:
-        link = parse_bytes(options.links or "250MB", setting="--links")
-        print(orders(options.results, options.rounds or 3, options.steps or 4, link))
-        return 0
     if options.clipping:
         print(clipping(options.results, options.rounds or 3, options.steps or 24))
         return 0
@@ -545,12 +336,8 @@ def main() -> int:
         print(
             f"{case['name']:16s} {format_seconds(case['step_s']):>9s}   {case['ratio']:.2f} of plain   {peak:>8s}{goal}"
         )
-        for lane, figures in (case["lanes"] or {}).items():
-            if figures.get("beside_compute") is not None:
-                print(
-                    f"    {lane:5s} busy {format_seconds(figures['busy_s'])}, {figures['beside_compute']:.0%} of it "
-                    f"beside computations, {format_bytes(figures['bytes_per_s'])}/s"
-                )
+        busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in (case["busy_s"] or {}).items())
+        print(f"    busy: {busy}" if busy else "", end="\n" * bool(busy))
     settings = {
         "model": found["model"],
         "small": options.small,
@@ -567,5 +354,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    serve_child(make_plans, train, half, predict, save_beside, plan_orders)
+    serve_child(make_plans, train, half, predict)
     raise SystemExit(main())

@@ -9,25 +9,26 @@ The model has many tiny blocks, so that hardly anything but launching takes time
     recompute   as resident, every block runs again in the backward
     offload     as resident, saved activations go to the host
 
-Each is measured in two ways, with a plain loop over a copy of the model taking turns with the engine:
+Each is measured in two ways:
 
     difference  (engine's step - plain step) / (2 * blocks), by the clock and by the processor time of the launching
-                thread (emulated device: the update on the host and copies run on other threads)
-    own         what the launching thread spends between the engine's entries and the user's forward and backward, by
-                phase, in the iteration where that was least: all others were disturbed. Time in which it waits for
-                copies is shown but not counted: links and updates decide about it.
-                Updates on the device are the optimizer's work, too; compare ``plain_update_s``.
+                thread (emulated device: the update on the host and copies run on other threads); a plain loop over a
+                copy of the model takes turns with the engine
+    calls       of functions of the package by the launching thread, per block and step: the same on a busy machine.
+                Where they are and what they take under the profiler is said by file. Copies and other tasks of the
+                lanes are counted per iteration.
 """
 
 from __future__ import annotations
 
+import cProfile
 import gc
+import pstats
 import statistics
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -36,127 +37,12 @@ from scripts.common import arguments, in_child, save, serve_child
 
 PROGRAM = "scripts.bench.launch"
 GOAL_S = 0.3e-3
+"""Of the launching thread."""
 PLANS = ("resident", "streamed", "recompute", "offload")
 WARM_UP = 3
-WAITING = "waiting"
-OUTSIDE = ("outside", "model", WAITING)
-"""Phases that are not the engine's."""
-
-
-class Phases:
-    """Exclusive time by phase: whoever is entered last is running.
-
-    Args:
-        clock: processor time of the thread where one thread launches everything; wall time where autograd has its own.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.calls: Counter[str] = Counter()
-        self._running = ["outside"]
-        self._since = 0.0
-        self._switch_s = 0.0
-        self._switch_s = self._calibrate()
-
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, whose time is that of ``phase``; on the lanes' threads it is not timed."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name.startswith("lt_offload"):
-                return function(*args, **kwargs)
-            self._enter(phase)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._leave()
-
-        return run
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.seconds.clear()
-        self.calls.clear()
-        self._since = self._clock()
-
-    def per(self, count: int) -> dict[str, float]:
-        """Return seconds by phase for each of ``count``, without what measuring them took."""
-        return {
-            phase: max(0.0, seconds - self.calls[phase] * self._switch_s) / count
-            for phase, seconds in sorted(self.seconds.items(), key=lambda item: -item[1])
-        }
-
-    def _enter(self, phase: str) -> None:
-        now = self._clock()
-        self.seconds[self._running[-1]] += now - self._since
-        self._running.append(phase)
-        self.calls[phase] += 1
-        self._since = self._clock()
-
-    def _leave(self) -> None:
-        now = self._clock()
-        self.seconds[self._running.pop()] += now - self._since
-        self._since = self._clock()
-
-    def _calibrate(self) -> float:
-        """Return what a phase that does nothing seems to take."""
-        nothing = self.timed("nothing", lambda: None)
-        for _ in range(20_000):
-            nothing()
-        found = self.seconds["nothing"] / 20_000
-        self.reset()
-        return found
-
-
-@contextmanager
-def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
-    """Time the engine's entries and parts, for engines that are made within the context; count what its lanes do."""
-    import torch
-
-    from lt_offload.execute import engine
-    from lt_offload.execute.blocks import run as units
-    from lt_offload.execute.device import cuda, emulated
-    from lt_offload.execute.program import Walk
-    from lt_offload.execute.training.passes import Passes
-    from lt_offload.execute.updates import gradients
-
-    with ExitStack() as stack:
-
-        def within(owner: Any, phase: str, *names: str) -> None:
-            for name in names:
-                stack.enter_context(patch.object(owner, name, phases.timed(phase, getattr(owner, name))))
-
-        def counted(owner: Any, name: str) -> None:
-            original = getattr(owner, name)
-
-            def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-                copies[f"{name} {args[0]}" if name == "submit" else name] += 1
-                return original(self, *args, **kwargs)
-
-            stack.enter_context(patch.object(owner, name, run))
-
-        for device in (emulated.EmulatedDevice, cuda.CudaDevice):
-            counted(device, "submit")
-            counted(device, "copy")
-            counted(device, "copy_all")
-            within(device, "device", "submit", "mark", "place", "free", "begin_compute", "end_compute", "empty")
-            within(device, "device", "empty_all")
-            within(device, WAITING, "wait")
-        within(Passes, "around the forward", "forward")
-        within(Passes, "around the backward", "_run_backward")
-        within(engine.Engine, "end of the iteration", "finish")
-        within(Walk, "walk", "begin", "end")
-        within(units.BlockRun, "model", "_call")
-        within(torch.autograd, "model", "backward")
-        within(gradients.Gradients, "gradient hooks", "_collect")
-        within(gradients.Gradients, "update", "use_on_device")
-        init = torch.autograd.graph.saved_tensors_hooks.__init__
-
-        def hooks(self: Any, pack: Any, unpack: Any) -> None:
-            init(self, phases.timed("saved tensors", pack), phases.timed("saved tensors", unpack))
-
-        stack.enter_context(patch.object(torch.autograd.graph.saved_tensors_hooks, "__init__", hooks))
-        yield
+SHOWN_FILES = 12
+ACCOUNT = "machine/accounting.py"
+"""Counts the memory of the emulated device; a GPU has none."""
 
 
 class Loop:
@@ -275,29 +161,42 @@ def difference(layers: int, device: str, plan: str, steps: int, rounds: int) -> 
         ours.close()
 
 
-def own(layers: int, device: str, plan: str, steps: int) -> dict[str, Any]:
-    """Time the engine's own parts and count what it submits, per iteration."""
-    phases, copies = Phases(time.thread_time if device == "cpu" else time.perf_counter), Counter[str]()
-    with instrumented(phases, copies):
+def calls(layers: int, device: str, plan: str, steps: int) -> dict[str, Any]:
+    """Count calls of the package's functions, by file, and what its lanes are given, per iteration."""
+    import torch
+
+    from lt_offload.execute.device import cuda, emulated
+
+    submitted = Counter[str]()
+    with ExitStack() as stack:
+        for owner in (emulated.EmulatedDevice, cuda.CudaDevice):
+            stack.enter_context(patch.object(owner, "submit", _counted(owner.submit, submitted)))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # or a GPU's backward is on no profile
         ours = Loop(layers, device, plan)
-        try:
-            for _ in range(WARM_UP):
-                ours.iterate()
-            found = []
-            gc.collect()
-            gc.freeze()
-            copies.clear()
-            for _ in range(steps):
-                ours.settle()
-                phases.reset()
-                ours.iterate()
-                found.append(phases.per(1))
+        stack.callback(ours.close)
+        for _ in range(WARM_UP):
+            ours.iterate()
+        submitted.clear()
+        profile = cProfile.Profile()
+        for _ in range(steps):
             ours.settle()
-            counts = {name: count / steps for name, count in sorted(copies.items())}
-        finally:
-            ours.close()
-    least = min(found, key=lambda each: sum(s for phase, s in each.items() if phase not in OUTSIDE))
-    return {"phases": least, "counts": counts}
+            profile.runcall(ours.iterate)
+        ours.settle()
+    files: dict[str, list[float]] = {}
+    for (file, _, _), (_, count, seconds, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if "/lt_offload/" in file and not file.endswith(ACCOUNT):
+            known = files.setdefault(file.rpartition("/lt_offload/")[2], [0.0, 0.0])
+            known[0], known[1] = known[0] + count / steps, known[1] + seconds / steps
+    ordered = sorted(files.items(), key=lambda item: -item[1][0])
+    return {"files": dict(ordered), "submitted": {lane: count / steps for lane, count in sorted(submitted.items())}}
+
+
+def _counted(submit: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]:
+    def run(self: Any, lane: str, *args: Any, **kwargs: Any) -> Any:
+        counts[lane] += 1
+        return submit(self, lane, *args, **kwargs)
+
+    return run
 
 
 def tiny_llama(layers: int) -> Any:
@@ -332,24 +231,21 @@ def measure(layers: int, device: str, steps: int, rounds: int) -> dict[str, Any]
 
     with tempfile.TemporaryDirectory() as folder:
         made = in_child(PROGRAM, "make_plans", layers=layers, device=device, folder=folder)
-        calls = 2 * made["blocks"]
+        halves = 2 * made["blocks"]
         plans = []
         for name, file in made["files"].items():
             compared = in_child(
                 PROGRAM, "difference", layers=layers, device=device, plan=file, steps=steps, rounds=rounds
             )
-            parts = in_child(PROGRAM, "own", layers=layers, device=device, plan=file, steps=steps * rounds)
-            phases = {phase: seconds / calls for phase, seconds in parts["phases"].items()}
+            counted = in_child(PROGRAM, "calls", layers=layers, device=device, plan=file, steps=steps)
             plans.append(
                 {
                     "name": name,
                     **compared,
-                    "per_block_step_s": compared["difference_s"] / calls,
-                    "thread_per_block_step_s": compared["thread_difference_s"] / calls,
-                    "own_per_block_step_s": sum(s for phase, s in phases.items() if phase not in OUTSIDE),
-                    "waiting_per_block_step_s": phases.get(WAITING, 0.0),
-                    "phases_s": {phase: s for phase, s in phases.items() if phase not in OUTSIDE},
-                    "per_iteration": parts["counts"],
+                    "per_block_step_s": compared["difference_s"] / halves,
+                    "thread_per_block_step_s": compared["thread_difference_s"] / halves,
+                    "calls_per_block_step": sum(count for count, _ in counted["files"].values()) / halves,
+                    **counted,
                 }
             )
     return {"blocks": made["blocks"], "tensors": made["tensors"], "goal_s": GOAL_S, "plans": plans}
@@ -371,11 +267,12 @@ def main() -> int:
     began = time.monotonic()
     figures = measure(options.layers, options.device, options.steps, options.rounds)
     for plan in figures["plans"]:
-        own_s, step_s, thread_s = (format_seconds(plan[f"{kind}per_block_step_s"]) for kind in ("own_", "", "thread_"))
-        counts = ", ".join(f"{count:g} {name}" for name, count in plan["per_iteration"].items())
-        print(f"{plan['name']:10s} own {own_s:>9s}   difference {step_s:>9s} (thread {thread_s})   {counts}")
-        for phase, seconds in plan["phases_s"].items():
-            print(f"    {phase:22s} {format_seconds(seconds):>9s}")
+        step_s, thread_s = (format_seconds(plan[f"{kind}per_block_step_s"]) for kind in ("", "thread_"))
+        lanes = ", ".join(f"{count:g} {lane}" for lane, count in plan["submitted"].items())
+        count = f"{plan['calls_per_block_step']:.1f} calls"
+        print(f"{plan['name']:10s} {step_s:>9s} (thread {thread_s}), {count} per block and step; {lanes}")
+        for file, (count, seconds) in list(plan["files"].items())[:SHOWN_FILES]:
+            print(f"    {file:40s} {count:8.0f} calls {format_seconds(seconds):>9s}")
     settings = {name: getattr(options, name) for name in ("device", "layers", "steps", "rounds")}
     name = f"bench-launch-{options.device}" + ("-tiny" if options.tiny else "")
     print(save(name, "bench-launch", settings, figures | {"seconds": time.monotonic() - began}, options.results))
@@ -383,5 +280,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    serve_child(make_plans, difference, own)
+    serve_child(make_plans, difference, calls)
     raise SystemExit(main())

@@ -2,11 +2,9 @@
 
 Beside it what else people wait for: the import, a simulation (goal for 40 layers: 0.1 s), a report (80 layers: 2 s).
 
-python -m scripts.bench.planner [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB] [--finer]
+python -m scripts.bench.planner [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB]
 python -m scripts.bench.planner --gaps [tight|recipes] [--seconds 60]
 python -m scripts.bench.planner --before FILE
-
-``--finer``: how much faster the best plan is that a search of about ten times as long finds; no time limits then.
 
 ``--gaps``: how near plans come to the bound where memory is short, and for the shipped recipes on their own cards.
 Everything is simulated. No plan of any method can beat the bound; part of a gap is that it cannot be reached. Planning
@@ -17,7 +15,6 @@ is timed by the clock and in seconds of the processor; a busy machine needs more
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -27,13 +24,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import lt_offload
-from lt_offload.cli.main import main as run
+from lt_offload.cli.recipes import shipped
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
-from scripts.common import ROOT, arguments, read_json, save
+from scripts.common import arguments, read_json, save
 from scripts.papers.profiles import GB, llama7b_b4
-from scripts.planning import NO_LIMIT_S, Stopwatch, best_plan, gap, model_bytes, shown
+from scripts.planning import Stopwatch, gap, model_bytes, shown
+from scripts.recipes.headers import hardware_of, plan_of, with_plans
 
 GOALS = {40: 5.0, 80: 15.0}
 """Seconds of the processor, by number of layers."""
@@ -75,19 +73,12 @@ def _case(name: str, profile: lt_offload.Profile, gigabytes: int, goal: float, l
 
 def recipes(limit_s: float) -> Iterator[dict[str, Any]]:
     """Plan every recipe for the card that its header names."""
-    for recipe in sorted((ROOT / "recipes").glob("*.yaml")):
-        card = re.search(r"--hardware (\S+)", recipe.read_text())
-        if card is None or recipe.stem == "quickstart":
-            continue
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "plan.json"
-            flags = ["--hardware", card[1], "--save", str(file), "--trainer.strategy.solver_time_limit", str(limit_s)]
-            watch = Stopwatch()
-            if run(["plan", recipe.stem, *flags]):
-                raise SystemExit(f"{recipe.stem} has no plan")
-            times = watch.figures()
-            plan = lt_offload.Plan.load(file)
-        yield {"name": f"{recipe.stem} on {card[1]}", "goal_s": None, **_figures(plan), **times}
+    for name in with_plans():
+        watch, card = Stopwatch(), hardware_of(shipped()[name].read_text(encoding="utf-8"))
+        plan = plan_of(name, limit_s)
+        if plan is None:
+            raise SystemExit(f"{name} has no plan")
+        yield {"name": f"{name} on {card}", "goal_s": None, **_figures(plan), **watch.figures()}
 
 
 def _figures(plan: lt_offload.Plan) -> dict[str, Any]:
@@ -145,12 +136,6 @@ def compared(before: Path, after: Path) -> str:
     return "\n".join([head, "|---|---:|---:|---:|---:|---:|", *(row for _, row in sorted(rows)), *gone])
 
 
-def _finer(profile: lt_offload.Profile, room: dict[str, str]) -> dict[str, float]:
-    watch = Stopwatch()
-    plan = best_plan(profile, **room)
-    return {"finer_iteration_s": plan.predicted.iteration_s, "finer_plan_cpu_s": watch.figures()["plan_cpu_s"]}
-
-
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +151,6 @@ def main() -> int:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--gaps", nargs="?", const="all", choices=["all", "tight", "recipes"])
     parser.add_argument("--seconds", type=float, default=30.0, help="time limit of a plan (default 30)")
-    parser.add_argument("--finer", action="store_true", help="compare with a search of about ten times as long")
     parser.add_argument("--before", type=Path, metavar="FILE", help="an earlier bench-gaps.json")
     options = parser.parse_args()
     if options.before:
@@ -183,8 +167,7 @@ def main() -> int:
         profile = lt_offload.profile_config(config, dtype="bfloat16", hardware=options.hardware, **shape)
         profiled = time.perf_counter()
         watch, room = Stopwatch(), {"memory": options.memory, "host_memory": options.host_memory}
-        limit_s = NO_LIMIT_S if options.finer else options.seconds
-        plan = lt_offload.solve(profile, **room, time_limit=limit_s)
+        plan = lt_offload.solve(profile, **room, time_limit=options.seconds)
         planned, done = watch.figures(), time.perf_counter()
         trace = lt_offload.simulate(plan, profile)
         simulated = time.perf_counter()
@@ -207,15 +190,10 @@ def main() -> int:
             "iteration_s": plan.predicted.iteration_s,
             "no_offload_s": plan.predicted.no_offload_s,
             "model_bytes": model_bytes(profile),
-            **(_finer(profile, room) if options.finer else {}),
         }
         cases.append(case)
         seconds = f"{format_seconds(case['plan_s'])} ({format_seconds(case['plan_cpu_s'])} of the processor)"
         print(f"{layers:3d} layers: planned in {seconds}, gap {shown(case['gap'])}, {len(plan.ops)} ops", flush=True)
-        if options.finer:
-            longer = case["finer_plan_cpu_s"] / case["plan_cpu_s"]
-            more = case["iteration_s"] / case["finer_iteration_s"] - 1
-            print(f"    {more:+.2%} against the best in {longer:.1f} times as long", flush=True)
     what = {
         "config": options.config,
         "hardware": options.hardware,

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.replacing import replacing
+from scripts.bench.contenders import NO_OFFLOAD
 from scripts.bench.watch import Outcome
 from scripts.common import now
 
 Row = dict[str, Any]
-
-REFERENCE = "no-offload"
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -40,12 +39,9 @@ def make(asked: Row, answer: Mapping[str, Any] | None, outcome: Outcome, progres
         answer = {"status": outcome.ended or "failed", "message": message}
     row = {**asked, **answer, "seconds": outcome.seconds, "host_peak_bytes": outcome.host_peak_bytes}
     row["phases"] = _durations(phases)
-    ballast = progress.get("ballast_bytes", 0)
     allocated = row.get("allocator_peak_bytes")
-    if allocated is not None:
-        allocated = row["allocator_peak_bytes"] = allocated - ballast
     if outcome.device_peak_bytes is not None:
-        row |= {"device_peak_bytes": outcome.device_peak_bytes - ballast, "device_peak_by": "driver"}
+        row |= {"device_peak_bytes": outcome.device_peak_bytes, "device_peak_by": "driver"}
     elif allocated is not None:
         row |= {
             "device_peak_bytes": allocated + progress.get("context_bytes", 0),
@@ -64,35 +60,9 @@ def _durations(phases: Sequence[Sequence[Any]]) -> dict[str, float]:
     return {name: after - start for (name, start), (_, after) in zip(phases, phases[1:], strict=False)}
 
 
-def extrapolate(layers: int, fewer: Row, more: Row) -> Row:
-    """Return the row of a model of ``layers`` layers from those of two smaller ones: times grow linearly.
-
-    As OFFMATE (2024) did for devices on which the model does not fit.
-    """
-    for row in (fewer, more):
-        if row["status"] != "ok":
-            message = f"with {row['layers']} layers: {row['message']}"
-            return more | {"status": row["status"], "message": message, "layers": layers, "extrapolated": True}
-    per_layer = (more["step_s"] - fewer["step_s"]) / (more["layers"] - fewer["layers"])
-    step_s = more["step_s"] + (layers - more["layers"]) * per_layer
-    kept = {
-        name: more[name]
-        for name in ("contender", "title", "workload", "budget_bytes", "date", "tokens", "steps", "notes")
-    }
-    return kept | {
-        "status": "ok",
-        "layers": layers,
-        "extrapolated": True,
-        "extrapolated_from": [{name: row[name] for name in ("layers", "step_s")} for row in (fewer, more)],
-        "step_s": step_s,
-        "tokens_per_s": more["tokens"] / step_s,
-        "seconds": fewer["seconds"] + more["seconds"],
-    }
-
-
 def compare_losses(rows: Sequence[Row]) -> None:
     """Note in every row how far its losses are from those of the same model without offload."""
-    found = {row["model"]: row["losses"] for row in rows if row["contender"] == REFERENCE and "losses" in row}
+    found = {row["model"]: row["losses"] for row in rows if row["contender"] == NO_OFFLOAD.name and "losses" in row}
     for row in rows:
         reference, mine = found.get(row["model"]), row.get("losses")
         if reference is None or mine is None or len(reference) != len(mine):
@@ -129,7 +99,7 @@ class Results:
         Raises:
             SystemExit: if its rows were measured on another machine.
         """
-        head = {name: measured[name] for name in ("machine", "versions")}
+        head = dict(measured)
         old = self.document.get("machine", head["machine"])
         same = all(old[name] == head["machine"][name] for name in ("gpu", "processor", "cores"))
         if self.rows and not same:
@@ -139,7 +109,6 @@ class Results:
                 "give another folder with --out"
             )
         self.document |= {**head, **now(), "settings": dict(settings)}
-        self.document["figures"] |= {name: value for name, value in measured.items() if name not in head}
         self._write()
 
     def add(self, row: Row) -> None:

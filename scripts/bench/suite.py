@@ -2,24 +2,20 @@
 
     python -m scripts.bench.suite --suite small                    two minutes on a large GPU
     python -m scripts.bench.suite --suite papers --minutes 9       as many rows as fit, the most telling ones first
-    python -m scripts.bench.suite --suite papers --workload bloom-3b-12gb --contender auto fsdp2
-    python -m scripts.bench.suite --suite curve --list             what would be run, and about how long it takes
+    python -m scripts.bench.suite --suite batches --workload llama3-8b-12gb-4-rows --contender auto fsdp2
+    python -m scripts.bench.suite --suite batches --list           what would be run
     python -m scripts.bench.suite --device cpu --suite small       the same programs on the emulated device, tiny models
 
 Every row is a process of its own. Rows that the result file has are not run again without ``--again``, so that a run
-can be continued. Memory that runs out, time that runs out and missing packages are results: rows with a status. The
-other systems' packages may be anywhere on PYTHONPATH. DeepSpeed builds its CPU Adam once per machine, within its first
-row: about a minute.
+can be continued. Memory that runs out and time that runs out are results: rows with a status.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,23 +24,17 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from lt_offload import Profile
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
-from scripts.bench.contenders import CONTENDERS, DEFAULT_TIERS, Contender
-from scripts.bench.rows import REFERENCE, Results, Row, extrapolate, key, make
+from scripts.bench.contenders import CONTENDERS, Contender
+from scripts.bench.rows import Results, Row, key, make
 from scripts.bench.watch import Limits, Outcome, open_meter, watch
 from scripts.bench.workloads import SUITES, Workload, workloads
-from scripts.common import RESULTS, environment, read_json
+from scripts.common import RESULTS, child_command, environment, in_child, read_json
 
 CHILD = "scripts.bench.child"
-NO_MEMORY = ("out of memory", "out of host memory")
 RESERVE_BYTES = 3 * 10**9
 """RAM that is left to the system."""
-START_S = {"cuda": 16.0, "cpu": 9.0}
-"""About what starting Python and its packages takes."""
-BYTES_PER_S = 1.3e9
-"""About how fast a model is built, measured, moved and trained for a few steps, per byte of weights and states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,27 +53,23 @@ class Job:
             "title": self.contender.title,
             "model": self.workload.model,
             "budget_bytes": self.workload.memory_bytes if self.contender.budgeted else None,
-            "layers": self.workload.layers,
             "date": date.today().isoformat(),
         }
 
 
-def jobs(chosen: Sequence[Workload], contenders: Sequence[Contender]) -> list[Job]:
-    """Return what to run, the most telling rows first; what needs no budget once per model."""
-    found: dict[tuple[Any, ...], Job] = {}
-    for tier in sorted({contender.tier for contender in contenders}):
-        for workload in chosen:
-            for contender in contenders:
-                job = Job(workload=workload, contender=contender)
-                if contender.tier == tier:
-                    found.setdefault(key(job.asked), job)
-    return list(found.values())
-
-
-def estimate(job: Job, rows: Sequence[Row], device: str) -> float:
-    """Return about how many seconds ``job`` takes: as long as others with the same model, if there are any."""
-    known = [row["seconds"] for row in rows if row["model"] == job.workload.model and row["status"] == "ok"]
-    return max(known) if known else START_S[device] + job.workload.state_bytes / BYTES_PER_S
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """Return the jobs that were asked for; what needs no budget once per model."""
+    chosen = [
+        workload
+        for workload in workloads(options.suite, options.device, tiny=options.tiny)
+        if workload.name in (options.workload or [workload.name])
+    ]
+    made: dict[tuple[Any, ...], Job] = {}
+    for workload in chosen:
+        for name in options.contender or CONTENDERS:
+            job = Job(workload=workload, contender=CONTENDERS[name])
+            made.setdefault(key(job.asked), job)
+    return list(made.values())
 
 
 class Bench:
@@ -108,91 +94,37 @@ class Bench:
         return self._deadline - time.monotonic()
 
     def describe(self, settings: dict[str, Any]) -> None:
-        """Measure the machine and put that into the file."""
-        answer, outcome, _ = self.child("measure_machine", self.left_s, device=self.device)
-        if answer is None:
-            raise SystemExit(f"the machine cannot be measured:\n{outcome.tail}")
+        """Put into the file what the rows are of."""
+        answer = in_child(CHILD, "describe")
         self.results.describe(answer, settings | {"host_bytes": self.host_bytes})
-        link, update = answer["link"], answer["update"]["float32"]
-        print(
-            f"{answer['machine']['gpu'] or answer['machine']['processor']}: "
-            f"{format_bytes(link['h2d_bytes_per_s'])}/s to the device and {format_bytes(link['d2h_bytes_per_s'])}/s "
-            f"back at once; updates of {format_bytes(update['host_bytes_per_s'])}/s of fp32 weights on the host",
-            flush=True,
-        )
 
     def run(self, job: Job) -> Row | None:
-        """Measure one row; None if the time for all ran out."""
-        row: Row | None = None
-        tried = []
-        for checkpointing in self._attempts(job, tried):
-            row = self._train(job, job.workload, checkpointing)
-            if row is None or row["status"] not in NO_MEMORY:
-                break
-            tried.append(f"{'with' if checkpointing else 'without'} checkpointing: {row['status']}")
-        if row is not None and job.contender.name == REFERENCE and row["status"] in NO_MEMORY:
-            row = self._extrapolated(job)
-        if row is not None and tried:
-            row["tried"] = tried
-        return row
-
-    def _attempts(self, job: Job, tried: list[str]) -> tuple[bool, ...]:
-        """Return the ways to try; one that cannot fit is said to be so and left out."""
-        ways = job.contender.checkpointing
-        path = self._shared(job.workload) / "profile.json"
-        if len(ways) > 1 and path.exists():
-            saved = sum(block.option("keep").saved_bytes for block in Profile.load(path).blocks)
-            if saved > job.workload.memory_bytes:
-                tried.append(f"without checkpointing: not run, activations alone take {format_bytes(saved)}")
-                return ways[1:]
-        return ways
-
-    def _extrapolated(self, job: Job) -> Row | None:
-        layers = job.workload.layers
-        counts = max(1, layers // 4), max(2, layers // 2)
-        rows = [self._train(job, job.workload.with_layers(count), False) for count in counts]
-        if rows[0] is None or rows[1] is None:
-            return None
-        for row, count in zip(rows, counts, strict=True):
-            row["layers"] = count
-        return extrapolate(layers, rows[0], rows[1]) | {"model": job.workload.model}
-
-    def _train(self, job: Job, workload: Workload, checkpointing: bool) -> Row | None:
-        """Run one process; None if it was ended because the time for all ran out."""
+        """Measure one row; None if it was ended because the time for all ran out."""
         seconds = min(self.row_seconds, self.left_s)
-        contender = job.contender
-        answer, outcome, progress = self.child(
-            "train",
+        if seconds <= 0:
+            return None
+        folder = self._folder / re.sub(r"\W+", "-", job.workload.model)
+        folder.mkdir(exist_ok=True)
+        answer, outcome, progress = self.train(
             seconds,
-            workload=workload.as_dict(),
-            module=contender.module,
-            folder=str(self._shared(workload)),
+            workload=job.workload.as_dict(),
+            module=job.contender.module,
+            folder=str(folder),
             device=self.device,
-            budget_bytes=workload.memory_bytes if contender.budgeted else None,
+            budget_bytes=job.asked["budget_bytes"],
             host_bytes=self.host_bytes,
             host_given=self.host_given,
             steps=self.steps,
-            checkpointing=checkpointing,
-            options=dict(contender.options),
         )
         if outcome.ended == "time limit" and seconds < self.row_seconds:
             return None
-        asked = job.asked | ({"checkpointing": checkpointing} if contender.checkpointing != (False,) else {})
-        return make(asked, answer, outcome, progress)
+        return make(job.asked, answer, outcome, progress)
 
-    def _shared(self, workload: Workload) -> Path:
-        """Return the folder for what processes of the same model share."""
-        folder = self._folder / re.sub(r"\W+", "-", workload.model)
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    def child(self, job: str, seconds: float, **arguments: Any) -> tuple[Row | None, Outcome, Row]:
-        """Run ``job`` of ``child.py``; return its answer, what was seen of it, and what it noted on its way."""
+    def train(self, seconds: float, **arguments: Any) -> tuple[Row | None, Outcome, Row]:
+        """Run ``child.py``; return its answer, what was seen of it, and what it noted on its way."""
         with tempfile.TemporaryDirectory(dir=self._folder) as place:
             answer, progress, log = (Path(place) / name for name in ("answer.json", "progress.json", "log.txt"))
-            if job == "train":
-                arguments["progress"] = str(progress)
-            command = [sys.executable, "-m", CHILD, "--child", job, str(answer), json.dumps(arguments)]
+            command = child_command(CHILD, "train", answer, {"progress": str(progress), **arguments})
             limits = Limits(seconds=seconds, host_bytes=self.host_bytes, reserve_bytes=self._reserve)
             outcome = watch(command, limits, log=log, environment=environment(), meter=self._meter)
             said = read_json(answer) if outcome.code == 0 and answer.exists() else None
@@ -216,30 +148,14 @@ def line(row: Row) -> str:
     said = [f"{row['tokens_per_s']:9.0f} tokens/s", f"{format_seconds(row['step_s']):>8s} per step"]
     over = "" if row.get("within_budget", True) else " (OVER THE BUDGET)"
     said += [f"{format_bytes(peak):>8s} device{over}"] if peak is not None else []
-    said += ["extrapolated"] if row.get("extrapolated") else [f"loss {row['loss']}"]
-    return f"{head} {', '.join(said)}"
+    return f"{head} {', '.join(said)}, loss {row['loss']}"
 
 
-def measure(bench: Bench, wanted: Sequence[Job]) -> list[Job]:
-    """Measure all jobs that fit into the time; return those that did not."""
-    left_out = []
+def show(wanted: Sequence[Job], heading: str) -> None:
+    """Print jobs."""
+    print(f"{heading}: {len(wanted)} rows")
     for job in wanted:
-        expected = estimate(job, bench.results.rows, bench.device)
-        row = bench.run(job) if expected < bench.left_s else None
-        if row is None:
-            left_out.append(job)
-            continue
-        bench.results.add(row)
-        print(f"{line(row)}   [{format_seconds(row['seconds'])}]", flush=True)
-    return left_out
-
-
-def show(wanted: Sequence[Job], rows: Sequence[Row], device: str, heading: str) -> None:
-    """Print jobs with about how long they take."""
-    times = [estimate(job, rows, device) for job in wanted]
-    print(f"{heading}: {len(wanted)} rows, about {format_seconds(sum(times))}")
-    for job, seconds in zip(wanted, times, strict=True):
-        print(f"  {job.asked['workload']:36s} {job.contender.name:22s} {format_seconds(seconds):>8s}")
+        print(f"  {job.asked['workload']:36s} {job.contender.name}")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -271,33 +187,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def choose(options: argparse.Namespace) -> list[Job]:
-    """Return the jobs that were asked for."""
-    known = workloads(options.suite, options.device, tiny=options.tiny)
-    chosen = [w for w in known if w.name in (options.workload or [w.name])]
-    most = DEFAULT_TIERS[options.suite]
-    contenders = [CONTENDERS[name] for name in options.contender or ()]
-    return jobs(chosen, contenders or [c for c in CONTENDERS.values() if c.tier <= most])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     options = parse(arguments)
     results = Results(options.out / f"bench-{options.suite}{'' if options.device == 'cuda' else '-emulated'}.json")
-    asked = choose(options)
+    asked = jobs(options)
     wanted = [job for job in asked if options.again or results.find(key(job.asked)) is None]
-    show(wanted, results.rows, options.device, f"{results.path} has {len(asked) - len(wanted)} of {len(asked)}; to run")
+    show(wanted, f"{results.path} has {len(asked) - len(wanted)} of {len(asked)}; to run")
     if options.list or not wanted:
         return 0
     _end_with_children()
+    left_out = []
     with tempfile.TemporaryDirectory() as folder:
         if options.keep is not None:
             options.keep.mkdir(parents=True, exist_ok=True)
         bench = Bench(options, results, options.keep or Path(folder))
         bench.describe({"suite": options.suite, "device": options.device, "steps": options.steps})
-        left_out = measure(bench, wanted)
+        for job in wanted:
+            row = bench.run(job)
+            if row is None:
+                left_out.append(job)
+                continue
+            results.add(row)
+            print(f"{line(row)}   [{format_seconds(row['seconds'])}]", flush=True)
     if left_out:
-        show(left_out, results.rows, options.device, "no time was left for; run the same command again")
+        show(left_out, "no time was left for; run the same command again")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Updates on the host: how much of the memory's speed they reach, and how they compare.
 
-    python -m scripts.bench.update [--tiny] [--elements 64M] [--rounds N] [--threads 1,2] [--deepspeed FOLDER]
+    python -m scripts.bench.update [--tiny] [--elements 64M] [--rounds N] [--threads 1,2] [--moments]
 
 Everything is AdamW and runs in turns in one process, round after round; a figure is the median over rounds of the ratio
 within a round, so that what slows the machine for a while slows all of them. Speeds are bytes that must move per
@@ -13,12 +13,6 @@ with fp32 masters (read gradient, master and moments, write weight, master and m
     torch ...          torch.optim.AdamW's kernels
     lt_offload ...     lt_offload.AdamW: its compiled kernel, and what it does without one
     bitsandbytes       its AdamW8bit on the host: bfloat16 weights rounded to nearest, states in eight bits
-    torch.compile      the same scheme as one expression, with --compile (takes a while)
-    deepspeed ...      DeepSpeed's CPU Adam: fp32, the same scheme (cast, update, cast), and its own for bfloat16
-                       weights (fp32 moments, no masters: 22 bytes per weight, and small steps are rounded away)
-
-DeepSpeed's kernel is compiled from the unpacked source distribution in FOLDER (pip download deepspeed --no-binary
-:all: --no-deps), or from an installed package.
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scripts.common import arguments, save, versions
+from scripts.common import arguments, save
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 MUST_MOVE = 28
@@ -178,69 +172,6 @@ def memory_cases(t: Tensors) -> Iterator[Case]:
     yield Case(name="memory", scheme="masters", run=passes("mixed", t.low, t.low_grad, t.weight, *states))
 
 
-def compiled_case(t: Tensors) -> Case:
-    """Return the scheme as one expression that torch.compile makes a loop of."""
-    import torch
-
-    correction1, correction2 = 1 - BETAS[0] ** 10, (1 - BETAS[1] ** 10) ** 0.5
-
-    @torch.compile
-    def update(low: Any, grad: Any, master: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
-        wide = grad.float()
-        exp_avg.lerp_(wide, 1 - BETAS[0])
-        exp_avg_sq.mul_(BETAS[1]).add_((1 - BETAS[1]) * wide * wide)
-        denominator = exp_avg_sq.sqrt() / correction2 + EPS
-        master.mul_(1 - LR * DECAY).sub_(LR / correction1 * exp_avg / denominator)
-        low.copy_(master)
-
-    tensors = (t.low, t.low_grad, t.weight, t.exp_avg, t.exp_avg_sq)
-    return Case(name="torch.compile", scheme="masters", run=lambda: update(*tensors))
-
-
-def deepspeed_cases(t: Tensors, folder: Path) -> Iterator[Case]:
-    """Yield DeepSpeed's kernel, called as its optimizer does."""
-    ops = _deepspeed_kernel(folder)
-    ops.create_adam(0, LR, *BETAS, EPS, DECAY, True, False)
-    common = (0, 10, LR, *BETAS, EPS, DECAY, True)
-    states = (t.exp_avg, t.exp_avg_sq)
-
-    def masters() -> None:
-        t.grad.copy_(t.low_grad)
-        ops.adam_update(*common, t.weight, t.grad, *states)
-        t.low.copy_(t.weight)
-
-    yield Case(name="deepspeed", scheme="fp32", run=lambda: ops.adam_update(*common, t.weight, t.grad, *states))
-    yield Case(name="deepspeed", scheme="masters", run=masters)
-    yield Case(
-        name="deepspeed bfloat16",
-        scheme="no masters",
-        run=lambda: ops.adam_update(*common, t.low, t.low_grad, *states),
-        bytes_per_weight=22,
-    )
-
-
-def deepspeed_folder(given: Path | None) -> Path | str:
-    """Return the folder with DeepSpeed's ``csrc``, or why there is none."""
-    if given is not None:
-        if (given / "csrc" / "adam" / "cpu_adam.cpp").is_file():
-            return given
-        raise SystemExit(f"--deepspeed={given}: there is no csrc/adam/cpu_adam.cpp; unpack DeepSpeed's sdist there")
-    found = importlib.util.find_spec("deepspeed")
-    if found is None or found.origin is None:
-        return "DeepSpeed is not installed and --deepspeed is not given"
-    return Path(found.origin).parent / "ops"
-
-
-def _deepspeed_kernel(folder: Path) -> Any:
-    from torch.utils.cpp_extension import load
-
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
-    width = "-D__AVX512__" if "avx512f" in flags else "-D__AVX256__" if "avx2" in flags else "-D__SCALAR__"
-    sources = [str(folder / "csrc" / "adam" / name) for name in ("cpu_adam.cpp", "cpu_adam_impl.cpp")]
-    options = ["-O3", "-march=native", "-fopenmp", "-Wno-reorder", width]
-    return load("ds_cpu_adam", sources, extra_include_paths=[str(folder / "csrc" / "includes")], extra_cflags=options)
-
-
 def measure(cases: list[Case], *, elements: int, rounds: int, threads: list[int]) -> list[dict[str, Any]]:
     """Return a row per number of threads and case."""
     import torch
@@ -265,7 +196,6 @@ def measure(cases: list[Case], *, elements: int, rounds: int, threads: list[int]
             row["spread"] = [min(speeds[i]), max(speeds[i])]
             ceiling = ceilings.get(case.scheme)
             row["of_memory"] = ceiling and statistics.median(a / b for a, b in zip(speeds[i], ceiling, strict=True))
-            row["of_deepspeed"] = _ratio(cases, times, i, "deepspeed")
             row["of_torch"] = _ratio(cases, times, i, "torch fused")
             rows.append(row)
     return rows
@@ -321,39 +251,26 @@ def main() -> int:
         cases = [*memory_cases(tensors), *moments_cases(tensors), *bitsandbytes_cases(tensors)]
     else:
         cases = [*memory_cases(tensors), *torch_cases(tensors), *our_cases(tensors)]
-    if options.compile:
-        cases.append(compiled_case(tensors))
-    source = deepspeed_folder(options.deepspeed)
-    if isinstance(source, Path) and not options.moments:
-        cases += deepspeed_cases(tensors, source)
     load = os.getloadavg()[0]
     rows = measure(cases, elements=elements, rounds=rounds, threads=threads)
     for row in rows:
         share = "" if row["of_memory"] is None else f"{row['of_memory']:6.0%} of memory"
-        more = "" if row["of_deepspeed"] is None else f"   {row['of_deepspeed']:.2f} x deepspeed"
+        more = "" if row["of_torch"] is None else f"   {row['of_torch']:.2f} x torch fused"
         worst, best = (speed / 1e9 for speed in row["spread"])
         speed = f"{row['bytes_per_s'] / 1e9:6.1f} GB/s ({worst:.1f} to {best:.1f})"
         count = f"{row['weights_per_s'] / 1e9:5.2f} G weights/s"
         print(f"{row['threads']:3d} threads  {row['name']:26s} {row['scheme']:30s} {speed} {count} {share}{more}")
     print("512 small tensors: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in small.items()))
-    if isinstance(source, str):
-        print(f"deepspeed: left out: {source}")
-    settings = {"elements": elements, "rounds": rounds, "threads": threads, "compile": options.compile}
+    settings = {"elements": elements, "rounds": rounds, "threads": threads}
     figures = {
         "cases": rows,
         "small_s": small,
-        "deepspeed": source if isinstance(source, str) else _version(source),
         "load": [load, os.getloadavg()[0]],
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
     name = "bench-update" + "-moments" * options.moments + "-tiny" * options.tiny
     print(save(name, "bench-update", settings, figures, options.results))
     return 0
-
-
-def _version(folder: Path) -> str:
-    path = folder / "version.txt"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else versions("deepspeed")["deepspeed"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -364,9 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", help="numbers of threads, with commas (default 1, 2, 4, ..., all)")
-    parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="DeepSpeed's unpacked source distribution")
     parser.add_argument("--moments", action="store_true", help="measure moments of fewer bits instead")
-    parser.add_argument("--compile", action="store_true", help="measure torch.compile too")
     return parser
 
 

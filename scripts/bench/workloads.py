@@ -6,14 +6,13 @@ On the emulated device the same architectures shrink to a few thousand parameter
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lt_offload.resources import shipped_files
 from lt_offload.units import format_bytes
 
 GB = 10**9
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +27,8 @@ class Workload:
     """Device memory for those contenders that are to do with little, context included."""
     batch_size: int = 4
     sequence_length: int = 512
+    parts: int = 1
+    """Parts of the batch that are computed one after the other."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Replace values of the configuration."""
     changed: str = ""
@@ -37,7 +38,8 @@ class Workload:
     def model(self) -> str:
         """Return what is trained, whatever the budget: a run without one serves all workloads of the same model."""
         changed = f", {self.changed}" if self.changed else ""
-        return f"{self.config}{changed}, {self.dtype}, {self.batch_size} x {self.sequence_length}"
+        parts = f" in {self.parts} parts" if self.parts > 1 else ""
+        return f"{self.config}{changed}, {self.dtype}, {self.batch_size} x {self.sequence_length}{parts}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -45,38 +47,13 @@ class Workload:
         values: dict[str, Any] = json.loads(shipped_files("configs/models", ".json")[self.config].read_text("utf-8"))
         return values | self.overrides
 
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers."""
-        settings = self.settings
-        return int(settings.get("num_hidden_layers") or settings["n_layer"])
-
-    @property
-    def state_bytes(self) -> int:
-        """Weights, gradients and two moments, about: for estimates of time only."""
-        s = self.settings
-        width, heads = s["hidden_size"], s.get("num_attention_heads") or s["n_head"]
-        inner, gated = s.get("intermediate_size"), s["model_type"] not in ("bloom", "phi")
-        keys = width * s.get("num_key_value_heads", heads) // heads
-        layer = 2 * width * (width + keys) + (3 if gated else 2) * width * (inner or 4 * width)
-        tables = s["vocab_size"] * width * (1 if s.get("tie_word_embeddings") else 2)
-        return 4 * BYTES[self.dtype] * (self.layers * layer + tables)
-
-    @property
-    def largest_tensor(self) -> int:
-        """Number of elements of the largest weight, about."""
-        s = self.settings
-        width = s["hidden_size"]
-        return int(width * max(s["vocab_size"], s.get("intermediate_size") or 4 * width))
-
-    def with_layers(self, count: int) -> Workload:
-        """Return the same model with fewer layers."""
-        key = "n_layer" if "n_layer" in self.settings else "num_hidden_layers"
-        return replace(self, overrides=self.overrides | {key: count}, changed=f"{count} layers")
-
     def as_dict(self) -> dict[str, Any]:
         """Return what a result file says."""
         return asdict(self)
+
+
+def _rows(rows: int, parts: int) -> str:
+    return f"-{rows}-rows" + (f"-{parts}-parts" if parts > 1 else "")
 
 
 PAPERS = (
@@ -98,23 +75,20 @@ SMALL = (
     ),
 )
 """Four layers of the first of them: 17 GB of weights, gradients and states, so that 4 GB hold less than a quarter."""
-CURVE = tuple(
-    Workload(name=f"phi3-mini-{size}gb", config="phi3-mini", dtype="bfloat16", memory_bytes=size * GB)
-    for size in (48, 8, 24, 12, 16)
-)
-"""From hardly anything resident to everything."""
 BATCHES = tuple(
     Workload(
-        name=f"llama3-8b-12gb-{size}-rows",
+        name=f"llama3-8b-{gigabytes}gb{_rows(rows, parts)}",
         config="llama3-8b",
         dtype="bfloat16",
-        memory_bytes=12 * GB,
-        batch_size=size,
+        memory_bytes=gigabytes * GB,
+        batch_size=rows,
+        parts=parts,
     )
-    for size in (16, 4)
+    for gigabytes in (12, 24)
+    for rows, parts in ((16, 1), (4, 1), (8, 1), (16, 4), (64, 16))
 )
 """The same copies beside more and less to compute."""
-SUITES = {"small": SMALL, "papers": PAPERS, "curve": CURVE, "batches": BATCHES}
+SUITES = {"small": SMALL, "papers": PAPERS, "batches": BATCHES}
 
 _TINY_BUDGET = {"float32": 2_600_000, "bfloat16": 1_400_000}
 _TINY = {
@@ -151,12 +125,14 @@ def _shrunk(workload: Workload, among: tuple[Workload, ...], context: int) -> Wo
     size = format_bytes(memory).replace(" ", "").lower()
     small = _TINY_BLOOM if workload.config == "bloom-3b" else _TINY
     rows = workload.batch_size // 2
+    parts = min(workload.parts, rows)
     return Workload(
-        name=f"tiny-{workload.config}-{size}{f'-{rows}-rows' if rows != 2 else ''}",
+        name=f"tiny-{workload.config}-{size}{_rows(rows, parts) if rows != 2 else ''}",
         config=workload.config,
         dtype=workload.dtype,
         memory_bytes=memory,
         batch_size=rows,
+        parts=parts,
         sequence_length=16,
         overrides=dict(small),
         changed="tiny",

@@ -3,6 +3,7 @@
     python -m scripts.breadth                        causal ones (40 minutes of processor time)
     python -m scripts.breadth --family masked        those with another head, encoders with decoders, or images
     python -m scripts.breadth --family diffusion     transformers of diffusers, or models of sentence-transformers
+    python -m scripts.breadth --family optimizers    those of pytorch_optimizer, in a loop of one's own
     python -m scripts.breadth --only gemma3 olmo2    some, whose rows in the file are made anew
 
 Each in a process of its own: in the smallest memory that is named, and there without activations that travel, compared

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lt_offload
 from scripts.attack.compared import Ended, Found, attacked, no_failed_kernels
-from scripts.breadth import diffusion, sentences
+from scripts.breadth import diffusion, optimizers, sentences
 from scripts.hf.runs import quiet
 from tests.support.engines import make_optimizer
 from tests.support.trainers import Stepping, stepped
@@ -171,6 +171,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "diffusion": Family(lambda: sorted(diffusion.CASES), _denoise, "diffusers"),
     "sentences": Family(sentences.kinds, _contrast, "sentence-transformers"),
+    "optimizers": Family(optimizers.kinds, optimizers.trained, optimizers.PACKAGE),
 }
 
 

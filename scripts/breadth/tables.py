@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from scripts.docs.figures import origins
+
 NAME = "breadth"
 RUNS = {
     "smallest": "in the smallest memory that is named",
@@ -13,11 +15,14 @@ RUNS = {
 }
 HEAD = ["family", "trained by plain PyTorch", *RUNS.values(), "all of these", "one of these at least"]
 _GOOD = ("equal", "planned")
+OPTIMIZERS = "optimizers"
+"""The family that is told in a sentence."""
 
 
 def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many kinds of models train, made by ``section``, and the names of those that do not."""
+    """Return how many kinds of models train, made by ``section``, and the names of those that are refused."""
     rows, said = [], []
+    results = [result for result in results if result["settings"]["family"] != OPTIMIZERS]
     for result in results:
         family, kinds = result["settings"]["family"], result["figures"]["rows"]
         ends = {kind["name"]: {run["budget"]: run["outcome"] in _GOOD for run in kind["runs"]} for kind in kinds}
@@ -29,13 +34,29 @@ def table(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> 
         rows.append([family, f"{len(plainly)} of {len(kinds)}", *counts, str(worst), str(best)])
         refused = [kind["name"] for kind in kinds if kind["name"] not in left and not all(ends[kind["name"]].values())]
         said += [f"- {family}, refused in one of these at least: {_listed(refused)}"] * bool(refused)
-        said += [f"- {family}, not trained by plain PyTorch in such sizes either: {_listed(left)}"] * bool(left)
     if not rows:
         return ""
     transformers = f"transformers {results[0]['versions']['transformers']}"
     libraries = dict.fromkeys([transformers, *(result["settings"].get("library", transformers) for result in results)])
     title = f"Architectures of {', '.join(libraries)}, those with equal numbers"
     return "\n\n".join([section(title, "scripts.breadth --family FAMILY", results, HEAD, rows), "\n".join(said)])
+
+
+def optimizers(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many optimizers of another package are equal to plain PyTorch, and how many are refused."""
+    parts = []
+    for result in (one for one in results if one["settings"]["family"] == OPTIMIZERS):
+        ends = [{run["outcome"] for run in row["runs"]} for row in result["figures"]["rows"]]
+        tried = [end for end in ends if "not run" not in end]
+        refused = sum(end == {"refused"} for end in tried)
+        other = len(tried) - refused - (equal := sum(end == {"equal"} for end in tried))
+        parts.append(
+            f"Of the {len(tried)} optimizers of {result['settings']['library']} that train a small model in a plain "
+            f"loop, {equal} give plain PyTorch's numbers, {refused} are refused by name, before training"
+            f"{f', {other} end otherwise' if other else ''} (`python -m scripts.breadth --family optimizers`; "
+            f"{origins([result])})."
+        )
+    return "\n".join(parts)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.resources import shipped_files
-from lt_offload.schema.profile import HardwareProfile, Profile
+from lt_offload.schema.profile import HardwareProfile
 from lt_offload.units import parse_bytes
 from scripts.common import arguments, save
 from scripts.planning import Stopwatch
@@ -50,54 +50,42 @@ HOME_WAYS = WAYS | {
         "quantize": "nf4",
     },
 }
+_SHOWN = ("iteration_s", "no_offload_s", "host_peak_bytes", "device_peak_bytes")
 _LEFT = 0.9
 """Part of a home machine's RAM that training gets; the rest is the system's."""
 
 
-def profiled(model: str, way: str, machine: HardwareProfile) -> Profile:
-    """Return the estimated profile of ``model`` on ``machine``."""
-    size, length = BATCH
-    return lt_offload.profile_config(
-        load_model_config(model), batch_size=size, sequence_length=length, hardware=machine, **HOME_WAYS[way]
-    )
-
-
 def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
     """Plan ``model`` on ``card`` and return the figures of a row."""
-    watch = Stopwatch()
-    machine = load_hardware(f"{card},ram={RAM}")
-    profile = profiled(model, way, machine)
-    found: dict[str, Any] = {"model": model, "way": way, "card": card, "reason": "", "iteration_s": None}
-    try:
-        plan = lt_offload.solve(profile, memory=machine.device_bytes, time_limit=seconds)
-    except InfeasibleError as error:
-        needs_ram = str(error).startswith("host_memory")
-        return found | {"reason": f"more than {RAM} of RAM" if needs_ram else ""} | watch.figures()
-    predicted = plan.predicted
-    return found | {
-        "iteration_s": predicted.iteration_s,
-        "no_offload_s": predicted.no_offload_s,
-        "host_peak_bytes": predicted.host_peak_bytes,
-        "device_peak_bytes": predicted.device_peak_bytes,
-        "planner": plan.planner,
-        **watch.figures(),
-    }
+    row, error = _planned(model, way, load_hardware(f"{card},ram={RAM}"), seconds)
+    needs_ram = str(error).startswith("host_memory")
+    return {"model": model, "way": way, "card": card, "reason": f"more than {RAM} of RAM" * needs_ram, **row}
 
 
 def home(model: str, way: str, ram: str, seconds: float) -> dict[str, Any]:
     """Plan ``model`` on a card of 12 GB with the ``ram`` of a home machine and return the figures of a row."""
-    watch = Stopwatch()
-    machine = load_hardware(HOME_CARD)
-    profile = profiled(model, way, machine)
-    found: dict[str, Any] = {"model": model, "way": way, "ram": ram, "iteration_s": None}
+    left = int(_LEFT * parse_bytes(ram))
+    row, error = _planned(model, way, load_hardware(HOME_CARD), seconds, host_memory=left)
+    needed = {} if error is None else {"needed_host_bytes": error.needed_host_bytes}
+    return {"model": model, "way": way, "ram": ram, **row, **needed}
+
+
+def _planned(
+    model: str, way: str, machine: HardwareProfile, seconds: float, **room: int
+) -> tuple[dict[str, Any], InfeasibleError | None]:
+    watch, error = Stopwatch(), None
+    size, length = BATCH
+    profile = lt_offload.profile_config(
+        load_model_config(model), batch_size=size, sequence_length=length, hardware=machine, **HOME_WAYS[way]
+    )
+    row: dict[str, Any] = {"iteration_s": None}
     try:
-        left = int(_LEFT * parse_bytes(ram))
-        plan = lt_offload.solve(profile, memory=machine.device_bytes, host_memory=left, time_limit=seconds)
-    except InfeasibleError as error:
-        return found | {"needed_host_bytes": error.needed_host_bytes} | watch.figures()
-    predicted = plan.predicted
-    figures = {"iteration_s": predicted.iteration_s, "host_peak_bytes": predicted.host_peak_bytes}
-    return found | figures | watch.figures()
+        plan = lt_offload.solve(profile, memory=machine.device_bytes, time_limit=seconds, **room)
+        predicted = plan.predicted
+        row = {name: getattr(predicted, name) for name in _SHOWN} | {"planner": plan.planner}
+    except InfeasibleError as infeasible:
+        error = infeasible
+    return row | watch.figures(), error
 
 
 def main() -> None:

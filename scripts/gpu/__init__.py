@@ -1,1 +1,1 @@
-"""What is run on a GPU (``python -m scripts.gpu``); whether tests notice faults (``python -m scripts.gpu.mutants``)."""
+"""Everything that needs a GPU: ``python -m scripts.gpu``."""

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PrinterCallback
 import lt_offload
 from lt_offload.errors import InfeasibleError, OverBudget
 from lt_offload.machine import driver
+from scripts.attack.compared import Ended
 from scripts.hf.cases import OF_BITSANDBYTES, Make
 from tests import fake_cuda
 
@@ -30,72 +31,20 @@ _CLOCKS = ("runtime", "per_second", "preparation_time", "total_flos", "train_los
 """What differs from run to run, or counts what this call has trained only."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a training leaves."""
-
-    logs: list[dict[str, Any]]
-    """Everything that it logged but times: of each step loss and gradient norm."""
-    weights: Mapping[str, torch.Tensor]
-    states: list[Mapping[str, Any]]
-    generator: torch.Tensor
-    peak: int = 0
-    """Bytes of the device that its plan says."""
-    travels: frozenset[str] = frozenset()
-    """What its plan copies, or updates on the host."""
-
-    @classmethod
-    def of(cls, trainer: Any) -> Outcome:
-        """Return that of ``trainer``."""
-        optimizer = trainer.optimizer
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        run = getattr(trainer, "offmate", None)
-        plan = run.plan if run is not None else None
-        return cls(
-            logs=[_without_times(record) for record in trainer.state.log_history],
-            weights={name: tensor.detach().cpu().clone() for name, tensor in trainer.model.state_dict().items()},
-            states=[_copied(optimizer.state.get(parameter, {})) for parameter in parameters],
-            generator=torch.get_rng_state(),
-            peak=plan.predicted.device_peak_bytes if plan is not None else 0,
-            travels=frozenset(str(op.payload or op.kind) for op in plan.ops if op.lane != "compute")
-            if plan is not None
-            else frozenset(),
-        )
-
-    def differs(self, other: Outcome) -> list[str]:
-        """Return what is not the same, bit for bit."""
-        found = [
-            f"{mine} is not {theirs}" for mine, theirs in zip(self.logs, other.logs, strict=False) if mine != theirs
-        ][:1]
-        if len(self.logs) != len(other.logs):
-            found.append("other records")
-        if self.weights.keys() != other.weights.keys():
-            found.append("other weights")
-        weights = [name for name in self.weights if not torch.equal(self.weights[name], other.weights[name])]
-        if weights:
-            found.append(f"{len(weights)} of {len(self.weights)} weights, {weights[0]} first")
-        pairs = list(zip(self.states, other.states, strict=True))
-        states = sum(not _same(mine, theirs) for mine, theirs in pairs)
-        if states:
-            found.append(f"{states} of {len(pairs)} states")
-        return found if torch.equal(self.generator, other.generator) else [*found, "the generator"]
+def ended(trainer: Any) -> Ended:
+    """Return what a training by ``trainer`` leaves; seen is everything that it logged but times."""
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    run = getattr(trainer, "offmate", None)
+    logs = [_without_times(record) for record in trainer.state.log_history]
+    return Ended.of(trainer.model, optimizer, {"logs": logs}, run.plan if run is not None else None)
 
 
 def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if k not in _OURS and not any(clock in k for clock in _CLOCKS)}
-
-
-def _copied(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-
-def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
-        for name, value in mine.items()
-    )
+    """Return a record in an order of its own: that of one which was stored is another."""
+    names = (name for name in sorted(record) if name not in _OURS and not any(clock in name for clock in _CLOCKS))
+    return {name: record[name] for name in names}
 
 
 def train(make: Make, folder: Path, context: Any = None, **options: Any) -> Any:
@@ -133,9 +82,9 @@ def least(make: Make, folder: Path, **settings: Any) -> int:
 
 
 @cache
-def resident(make: Make, folder: Path) -> Outcome:
+def resident(make: Make, folder: Path) -> Ended:
     """Return what a run leaves in which everything stays on the device."""
-    return Outcome.of(train(make, folder, _resident()))
+    return ended(train(make, folder, _resident()))
 
 
 def _resident() -> Any:
@@ -151,7 +100,7 @@ def offloaded(make: Make, budget: str, folder: Path, least_bytes: int = 0) -> An
         settings["host_update"] = False
     memory = least(make, folder, **settings)
     if budget == "middle":
-        memory += int(_MIDDLE * max(0, resident(make, folder).peak - memory))
+        memory += int(_MIDDLE * max(0, resident(make, folder).plan.predicted.device_peak_bytes - memory))
     return lt_offload.hf_trainer(memory=max(memory, least_bytes), **settings)
 
 
@@ -171,14 +120,14 @@ def trained(make: Make, budget: str, folder: Path) -> Any:
             needed = (needed or least(make, folder)) * 9 // 8  # that batch has to fit on a GPU when it shows something
 
 
-def within(make: Make, budget: str, folder: Path) -> Outcome:
+def within(make: Make, budget: str, folder: Path) -> Ended:
     """Return what a run leaves with one of :data:`BUDGETS`."""
-    return resident(make, folder) if budget == "resident" else Outcome.of(trained(make, budget, folder))
+    return resident(make, folder) if budget == "resident" else ended(trained(make, budget, folder))
 
 
-def compare(make: Make, budget: str, folder: Path, plain: Outcome | None = None) -> tuple[Outcome, list[str]]:
+def compare(make: Make, budget: str, folder: Path, plain: Ended | None = None) -> tuple[Ended, list[str]]:
     """Return what an offloaded run leaves, and what is not as after a plain one, or as the budget is meant."""
-    plain = plain or Outcome.of(train(make, folder))
+    plain = plain or ended(train(make, folder))
     found = within(make, budget, folder)
     return found, [*plain.differs(found), *["nothing travels"] * (budget == "tight" and not found.travels)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scripts.mutants.mutant import mutant
 
 CLIPPING, PASSES = "execute/updates/clipping.py", "execute/training/passes.py"
-RESIDENCY = "execute/memory/residency.py"
+RESIDENCY, OPS = "execute/memory/residency.py", "plan/assembly/ops.py"
 WINDOWS, NORMS = "parity/windows/test_clipping.py", "parity/windows/test_norms.py"
 
 CLIPPED = (
@@ -53,23 +53,23 @@ CLIPPED = (
     ),
     mutant(
         "what a settling pass leaves on the device is not copied to the host",
-        "plan/iteration/settling.py",
-        "changed=one.used and one.leaves in self._copies",
-        "changed=False",
+        OPS,
+        '            if kind == "offload":\n                parts.append(',
+        "            if False:\n                parts.append(",
         "unit/assembly/test_settling.py",
     ),
     mutant(
         "a settling pass leaves things where updates need room",
-        "plan/iteration/settling.py",
-        "detour.place is None or not _taken(detour.place, occupancies)",
-        "True",
+        OPS,
+        "            if not displaced:\n",
+        "            if True:\n",
         "unit/assembly/test_settling.py",
     ),
     mutant(
         "weights that the host has updated do not come back in a settling pass",
-        "plan/iteration/settling.py",
-        "if not self._on_host.isdisjoint(self._groups[group].tensors):",
-        "if False:",
+        OPS,
+        'moved = {copy for copy in staying.values() if places[copy.tensor] == "host"}',
+        "moved: set[PlacedCopy] = set()",
         "unit/assembly/test_settling.py",
     ),
 )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from scripts.mutants.mutant import mutant
 
-EXCHANGE, PASSES = "execute/updates/others.py", "execute/training/passes.py"
+HOST_TASK, PASSES = "execute/memory/host_task.py", "execute/training/passes.py"
 UNROLLED, DURATIONS = "plan/iteration/passes.py", "plan/iteration/durations.py"
-CHECK, WINDOW = "plan/verify/check.py", "plan/assembly/window.py"
+CHECK, LINK = "plan/verify/check.py", "plan/assembly/link.py"
 BESIDE, MACHINES = "parity/test_beside_backward.py", "unit/plan/test_several.py"
 
 BETWEEN_MACHINES = (
     mutant(
         "sums go between machines before they are complete",
-        EXCHANGE,
-        "after=distinct(group.host_ready for group in groups),",
-        "after=[],",
+        HOST_TASK,
+        "*(group.host_ready for group in groups)]",
+        "]",
         BESIDE,
     ),
     mutant(
         "an update does not wait for the other machines",
-        EXCHANGE,
+        HOST_TASK,
         "group.updated_on_host_by(event)",
         "pass",
         BESIDE,
@@ -33,23 +33,23 @@ BETWEEN_MACHINES = (
     ),
     mutant(
         "a plan sends sums before they are complete",
-        WINDOW,
-        "if self._overlap(op, self.ops[begins])} | {op.id - 2}",
-        "if self._overlap(op, self.ops[begins])}",
+        LINK,
+        "return begun | {e.added[t] for t in op.tensors}",
+        "return begun",
         MACHINES,
     ),
     mutant(
         "a plan sends first gradients before they have arrived",
-        WINDOW,
-        "waits[op.id] = {begins for begins in self._begins if self._overlap(op, self.ops[begins])} | {op.id - 2}",
-        "waits[op.id] = {op.id - 2}",
+        LINK,
+        "return begun | {e.added[t] for t in op.tensors}",
+        "return {e.added[t] for t in op.tensors}",
         MACHINES,
     ),
     mutant(
         "a plan's updates do not wait for other machines",
-        WINDOW,
-        'if op.kind in ("accumulate", "update") or op.id in self._begins:',
-        'if op.kind == "accumulate" or op.id in self._begins:',
+        LINK,
+        "waits = {e.reduced[t] for t in op.tensors if t in e.reduced}",
+        'waits = {e.reduced[t] for t in op.tensors if t in e.reduced and op.kind == "accumulate"}',
         MACHINES,
     ),
     mutant(

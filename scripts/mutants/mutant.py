@@ -1,28 +1,30 @@
-"""What a fault of the package is: where it is put in, and which tests should notice it."""
+"""A fault of the package: where it is put in, and the tests that should notice it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from scripts.gpu import mutants as cuda
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A fault in a file of the package, and the tests that should notice it, below tests/."""
+    """A fault: the file below the repository, what is there and what is written, and tests below tests/."""
 
     name: str
     file: str
-    was: str
-    becomes: str
-    tests: tuple[str, ...]
+    changes: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...] = ()
 
-    @property
-    def fault(self) -> cuda.Mutant:
-        """What is written, and where."""
-        return cuda.Mutant(self.name, f"lt_offload/{self.file}", ((self.was, self.becomes),))
+    def put_in(self, folder: Path) -> None:
+        """Make the fault in a copy of the tree."""
+        file = folder / self.file
+        text = file.read_text(encoding="utf-8")
+        for was, becomes in self.changes:
+            assert text.count(was) == 1, f"{self.name}: {self.file} has {was!r} {text.count(was)} times"
+            text = text.replace(was, becomes)
+        file.write_text(text, encoding="utf-8")
 
 
 def mutant(name: str, file: str, was: str, becomes: str, *tests: str) -> Mutant:
-    """Return it; ``tests`` are below tests/."""
-    return Mutant(name, file, was, becomes, tests)
+    """Return a fault of one place; ``file`` is below the package, ``tests`` are below tests/."""
+    return Mutant(name, f"lt_offload/{file}", ((was, becomes),), tests)

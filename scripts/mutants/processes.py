@@ -19,8 +19,8 @@ IN_PROCESSES = (
     mutant(
         "an update does not wait for other processes' gradients",
         ARRIVALS,
-        "after=distinct([awaited, *(",
-        "after=distinct([*(",
+        "after=[awaited]",
+        "after=[]",
         ORDER,
     ),
     mutant(
@@ -33,11 +33,13 @@ IN_PROCESSES = (
     mutant(
         "what another process updates is fetched before that",
         COMMON,
-        "        for group in groups:\n            group.updated_on_host_by(event)\n        return event",
-        "        return event",
+        "task.groups, task.writes = [*groups], [*cells]",
+        "task.groups, task.writes = [], [*cells]",
         ORDER,
     ),
-    mutant("a process without a gradient leaves what was there", ARRIVALS, "place.zero_()", "pass", ORDER),
+    mutant(
+        "a process without a gradient leaves what was there", ARRIVALS, "[place.zero_ for place in empty]", "[]", ORDER
+    ),
     mutant(
         "a weight is updated that no process has a gradient for",
         ARRIVALS,

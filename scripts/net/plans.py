@@ -8,11 +8,9 @@ import json
 import tempfile
 from pathlib import Path
 
-from lt_offload.cli import recipes
-from lt_offload.cli.main import main as lt_finetune
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.schema.plan import Plan, PlannerName
-from scripts.recipes.headers import hardware_of
+from scripts.recipes.headers import plan_of
 from tests.support.profiles.golden_plans import SEEDS, clock_stopped, planned
 from tests.unit.plan.test_planner_bounds import PLANNERS
 
@@ -37,13 +35,8 @@ def golden(seed: int, planner: PlannerName) -> str:
 
 def recipe(name: str) -> str:
     """Return the plan that ``lt-finetune plan`` saves for a shipped recipe, on the machine that its header names."""
-    hardware = hardware_of(recipes.shipped()[name].read_text(encoding="utf-8"))
-    assert hardware is not None, name
-    with tempfile.TemporaryDirectory() as folder, clock_stopped():
-        path = Path(folder) / "plan.json"
-        flags = ["--hardware", hardware, "--trainer.strategy.solver_time_limit", str(LONG_S), "--save", str(path)]
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = lt_finetune(["plan", name, *flags])
-        if code:
-            raise SystemExit(f"lt-finetune plan {name} failed (exit code {code}); its output is above")
-        return path.read_text(encoding="utf-8")
+    with clock_stopped(), contextlib.redirect_stdout(io.StringIO()):
+        plan = plan_of(name, LONG_S)
+    if plan is None:
+        raise SystemExit(f"lt-finetune plan {name} failed; its output is above")
+    return text(plan)

@@ -1,4 +1,4 @@
-"""The tables and figures of the papers, beside what this package's planners and simulator say.
+"""The papers' tables, beside what this package's planners and simulator say.
 
     python -m scripts.papers                    all: results/papers.json and results/papers.md
     python -m scripts.papers offmate-table-2    only the sections whose key begins so, printed and not stored
@@ -16,10 +16,10 @@ from typing import Any
 
 from scripts.common import arguments, read_json, save
 from scripts.docs.figures import origins
-from scripts.papers import memferry, offmate, pofo, weights
+from scripts.papers import offmate, weights
 from scripts.papers.rows import Row, Section
 
-MODULES = (offmate, weights, pofo, memferry)
+MODULES = (offmate, weights)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""OFFMATE (2024) again: its tables 1 and 2 and the figure of its appendix A, from plans for the same models."""
+"""OFFMATE (2024) again: its tables 1 and 2, from plans for the same models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ TABLE_2 = (
     ("without activation offload", {"activation_offload": False}, (15.7, 96.2, 32.3), (11.8, 103.5, 42.3)),
 )
 SHAPE = {"batch_size": 4, "sequence_length": 512}
-BATCH_SIZES = (1, 2, 4, 6, 8, 10, 12, 16)
 BUDGET = "10GB"
 HARDWARE = "rtx-3060-12gb"
 
@@ -76,11 +75,10 @@ class PaperProgram(Program):
 
 
 def sections() -> Iterator[Section]:
-    """Yield the paper's tables and figures."""
+    """Yield the paper's tables."""
     yield _table_1()
     yield _table_2("top", "RTX 3060", llama7b_b4(), 10, 0)
     yield _table_2("bottom", "RTX 3090", llama7b_b8_3090(), 22, 1)
-    yield _figure_4()
 
 
 @cache
@@ -182,38 +180,4 @@ def _table_2(part: str, card: str, profile: Profile, gigabytes: int, column: int
         ),
         assumed=LLAMA,
         missing=MISSING,
-    )
-
-
-def _figure_4() -> Section:
-    found: dict[int, Plan | None] = {size: _plan(_estimated("phi2", size, "float32"), BUDGET) for size in BATCH_SIZES}
-    rates = {size: size / plan.predicted.iteration_s for size, plan in found.items() if plan}
-    best = max(rates, key=lambda size: rates[size])
-    close = ", ".join(str(size) for size, rate in rates.items() if rate > 0.99 * rates[best] and size != best)
-    rows = [
-        Row(
-            label=f"batch size {size}",
-            published=None,
-            ours=rates.get(size),
-            unit="samples/s",
-            note=_summary(plan) + ("; the best" if size == best else ""),
-        )
-        for size, plan in found.items()
-    ]
-    return Section(
-        key="offmate-figure-4",
-        title="Throughput of fine-tuning Phi-2 (2.7B) against the batch size",
-        source=f"{SOURCE}, appendix A, figure 4",
-        rows=tuple(rows),
-        inputs=("the model's public configuration", "an RTX 3060 and a link of 10.4 GB/s"),
-        assumed=(
-            "single precision and 512 tokens, as for the same model in the paper's figure 2",
-            f"a budget of {BUDGET}, 0.5 GB for the context included",
-            "Adam, fused; times are what the card's description allows, not measurements: a small batch computes as "
-            "efficiently as a large one",
-        ),
-        missing=(
-            "published values: they are in a plot only. The text says that the best throughput is at a batch size of 8 "
-            f"to 12, which OFFMATE finds; here it is at {best}, and within 1 % of that at {close or 'no other'}",
-        ),
     )

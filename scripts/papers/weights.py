@@ -1,4 +1,4 @@
-"""Weight offloading (2022) again: its table 1 (GPT-2) and its figure 4, from the planner's abstract model."""
+"""Weight offloading (2022) again: its table 1 (GPT-2), from the planner's abstract model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ TABLE_1 = (
 )
 BUDGETS = {64: 8, 32: 12, 16: 14}
 """GiB, by batch size."""
-BANDWIDTHS = (0.5, 1, 2, 4, 8, 12)
 
 INPUTS = (
     "hidden size 3072, single precision, 20 MiB of activations per layer at batch size 16",
@@ -47,9 +46,8 @@ ASSUMED = (
 
 
 def sections() -> Iterator[Section]:
-    """Yield the paper's table and figure."""
+    """Yield the paper's table."""
     yield _table_1()
-    yield _figure_4()
 
 
 def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s: float = 12) -> WeightChain:
@@ -126,46 +124,5 @@ def _table_1() -> Section:
             "the six BERT rows: their L2L column waits 26.69 ms per layer, which is 3.0 bytes per parameter of a layer "
             "of that hidden size instead of 8 (two fetches in single precision); what was fetched is not said",
             "the greedy columns exactly: they depend on the memory budget, and on measured times per layer",
-        ),
-    )
-
-
-def _figure_4() -> Section:
-    rows: list[Row] = []
-    for batch_size, computed in ((64, 23694), (32, 11840)):
-        for speed in BANDWIDTHS:
-            chain = gpt2(38, batch_size, computed, BUDGETS[batch_size], speed)
-            bound, how = _bound_s(chain)
-            found: tuple[tuple[str, float | None, str], ...] = (
-                ("lower bound", bound, how),
-                ("greedy", _greedy_s(chain), f"corrected excess {_ms(_greedy_s(chain, margin=0))} ms"),
-                ("greedy*", _greedy_s(chain, discount=False), ""),
-                ("L2L", l2l_s(chain), ""),
-            )
-            for label, seconds, note in found:
-                ours = None if seconds is None else batch_size / seconds
-                wait = (
-                    "" if seconds is None else f"waits {100 * (seconds / chain.compute_s - 1):.1f} % of the computation"
-                )
-                rows.append(
-                    Row(
-                        label=f"batch {batch_size}, {speed:g} GB/s: {label}",
-                        published=None,
-                        ours=ours,
-                        unit="samples/s",
-                        note="; ".join(part for part in (wait, note) if part),
-                    )
-                )
-    return Section(
-        key="weights-figure-4",
-        title="Throughput of GPT-2 with offloaded weights against the bandwidth of the link",
-        source=f"{PAPER}, figure 4",
-        rows=tuple(rows),
-        inputs=(*INPUTS, "bandwidths of 0.5, 1, 2, 4, 8 and 12 GB/s, batches of 32 and 64"),
-        assumed=(*ASSUMED, "depth 38: the figure does not say which one it shows"),
-        missing=(
-            "published values: they are in a plot only. The text says of it that the bound has almost no waits above 4 "
-            "GB/s, that L2L is always slower than greedy, and that greedy* is always slower than greedy; the last is "
-            "not so here: where the link to the device is short, the discount saves copies in the other direction only",
         ),
     )

@@ -22,7 +22,6 @@ from lt_offload.cli import recipes
 from lt_offload.cli.draft import RAM, SimulatedStep, header
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.schema.plan import Plan
-from lt_offload.units import format_seconds
 from scripts.common import RESULTS, now, read_json, save, when
 from scripts.planning import Stopwatch
 
@@ -56,18 +55,23 @@ def with_header(text: str, lines: Sequence[str]) -> str:
     return "\n".join([*lines, *text.splitlines()[len(lines_of(text)) :]]) + "\n"
 
 
-def planned(name: str, seconds: float) -> Figure | None:
-    """Return what the plan of recipe ``name`` says, on the machine that its header names; None if there is none."""
-    text = recipes.shipped()[name].read_text(encoding="utf-8")
-    hardware = hardware_of(text)
+def plan_of(name: str, seconds: float) -> Plan | None:
+    """Return the plan of recipe ``name`` on the machine that its header names; None if there is none."""
+    hardware = hardware_of(recipes.shipped()[name].read_text(encoding="utf-8"))
     assert hardware is not None, name
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         flags = ["--hardware", hardware, "--save", str(file), "--trainer.strategy.solver_time_limit", str(seconds)]
-        watch = Stopwatch()
-        if lt_finetune(["plan", name, *flags]):
-            return None
-        plan = Plan.load(file)
+        return None if lt_finetune(["plan", name, *flags]) else Plan.load(file)
+
+
+def planned(name: str, seconds: float) -> Figure | None:
+    """Return what the plan of recipe ``name`` says, on the machine that its header names; None if there is none."""
+    text = recipes.shipped()[name].read_text(encoding="utf-8")
+    hardware, watch = hardware_of(text), Stopwatch()
+    plan = plan_of(name, seconds)
+    if plan is None:
+        return None
     what = {"title": title_of(text), "hardware": hardware, "planner": plan.planner}
     return what | asdict(SimulatedStep.of(plan)) | watch.figures() | now()
 
@@ -94,41 +98,16 @@ def wrong(figures: dict[str, Figure]) -> list[str]:
     return [name for name, text in texts.items() if name not in figures or text_of(name, figures[name]) != text]
 
 
-def markdown(figures: dict[str, Figure]) -> str:
-    """Return a table of what was planned: one row per recipe, by the memory of the card."""
-    head = ["recipe", "what is trained", "planned for", "RAM", "step", "tokens/s", "against a GPU with enough memory"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    sizes = {name: recipes.gigabytes(recipes.shipped()[name]) for name in figures}
-    for name in sorted(figures, key=lambda name: (sizes[name], name)):
-        found = figures_of(figures[name])
-        slower = found.iteration_s / found.no_offload_s
-        cells = [
-            f"`{name}`",
-            figures[name]["title"],
-            figures[name]["hardware"].partition(",")[0],
-            found.ram,
-            f"{format_seconds(found.iteration_s)} for {found.samples} x {found.sequence_length} tokens",
-            f"{found.tokens_per_s:.0f}",
-            f"{slower:.2f} times as long",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """Plan, save and rewrite; or check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="names of recipes; default: all")
-    parser.add_argument("--table", action="store_true", help="plan nothing; print a table of what was planned")
     parser.add_argument("--check", action="store_true", help="plan nothing; say which headers are not up to date")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time limit of a plan (default {SECONDS:g})")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where the JSON file is")
     options = parser.parse_args(args)
     file = options.results / f"{NAME}.json"
     figures: dict[str, Figure] = read_json(file)["figures"] if file.is_file() else {}
-    if options.table:
-        print(markdown(figures))
-        return 0
     if options.check:
         for name in (outdated := wrong(figures)):
             print(f"{recipes.shipped()[name]}: not what {file} says; run python -m scripts.recipes.headers {name}")

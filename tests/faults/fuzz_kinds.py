@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 
 from lt_offload import Plan, Profile, profile_config, simulate, solve
-from lt_offload.cli import compose, recipes
+from lt_offload.cli import recipes
 from lt_offload.cli.main import main
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.plan import check
@@ -96,7 +96,7 @@ class Recipes(_InFolder):
         names = sorted(recipes.shipped())
         path = _write_recipe(self.folder, random, recipes.shipped()[random.choice(names)].read_text())
         files = recipes.chain(path)
-        compose.compose([*files, *recipes.for_gpu(files)], ["--model.lora.r", "8"])
+        recipes.compose([*files, *recipes.for_gpu(files)], ["--model.lora.r", "8"])
 
 
 class Plans(_InFolder):

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
+from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
-from lt_offload.strategy import offmate as lifecycle
 from tests.support import models, plans
 from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Forced, fit, seeded_module
@@ -40,7 +40,7 @@ class Fails(Callback):
 def test_weights_are_complete_when_an_exception_reaches_the_loggers(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
     logger, module = Uploader(tmp_path), seeded_module()
     logger.module = module
     with pytest.raises(RuntimeError, match="in a hook"):

@@ -14,9 +14,6 @@ import torch
 
 import lt_offload
 from lt_offload.optim import AdamW
-from lt_offload.plan.settings import Settings
-from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import Profile
 from tests.gpu.machine import between
 from tests.gpu.reference import trained_plainly
 from tests.gpu.target import ROOM, Target, delayed
@@ -24,7 +21,7 @@ from tests.parity.engine import test_zero_copy_plans as zero_copy
 from tests.parity.engine.test_engine import OPTIONS, PLACES
 from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.parity.tables.test_tables import in_two_parts
-from tests.support import models, trainers
+from tests.support import models
 from tests.support.engines import Case, changed, differences, equal, make_optimizer, planned, trained_on
 from tests.support.models import FAMILIES
 from tests.support.user_nets import ordinary
@@ -182,24 +179,3 @@ def test_plain_loop(target: Target) -> None:
     expected = train(reference.to(target.torch_device), optimizer)
     assert all(equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert all(equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
-
-
-class OnDevice(trainers.Forced):
-    """Every option; updates on the device only, so that stock Lightning computes the same."""
-
-    places = ("device", "paged")
-
-    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
-        return replace(super()._make_plan(profile, settings), budget_bytes=ROOM)
-
-
-@pytest.mark.quick
-@pytest.mark.only("cuda", "cpu")
-@pytest.mark.filterwarnings("ignore:.*settings to control TF32.*")
-@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"family": "llama-tied", "dtype": torch.bfloat16}])
-def test_trainer(options: dict[str, Any], target: Target) -> None:
-    settings = {"accelerator": target.accelerator, "devices": 1, "deterministic": True}
-    stock = trainers.fit("auto", trainers.seeded_module(**options), **settings)
-    memory = ROOM if target.cuda else None
-    ours = trainers.fit(OnDevice(memory=memory), trainers.seeded_module(**options), **settings)
-    assert trainers.differences(stock, ours) == []

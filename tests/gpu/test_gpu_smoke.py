@@ -18,10 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lt_offload
 from lt_offload.errors import OverBudget
-from lt_offload.model.blocks import find_blocks
 from tests.gpu.target import Target
 from tests.support import models
-from tests.support.models import FAMILIES
 
 Found = Callable[..., None]
 MB = 1 << 20
@@ -212,16 +210,6 @@ def test_6_computations_in_host_memory(dtype: torch.dtype, target: Target, found
         device.close()
 
 
-@pytest.mark.only("cuda")
-def test_7_pinned_memory_of_torch(found: Found) -> None:
-    """Why the host memory is our own: how much torch takes for a pinned tensor of 33 MiB."""
-    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    tensor = torch.empty(33 * MB, dtype=torch.uint8, pin_memory=True)
-    after = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    found(taken=(after - before) / tensor.nbytes, setting=hasattr(torch._C, "_accelerator_setAllocatorSettings"))
-    assert tensor.is_pinned()
-
-
 def test_8_bytes_counted_and_bytes_of_the_allocator(target: Target, found: Found) -> None:
     """A block's activations as the CPU's account has them, and as the device's allocator does."""
     config = {"hidden_size": 256, "intermediate_size": 704, "layers": 2}
@@ -266,30 +254,3 @@ def test_9_computations_wait_for_copies_behind_the_host(target: Target) -> None:
         device.drain()
     finally:
         device.close()
-
-
-@pytest.mark.only("cuda")
-def test_9_an_event_that_was_not_recorded_is_not_waited_for(found: Found) -> None:
-    """That is why the engine waits on the host until a copy is issued."""
-    stream, event = torch.cuda.Stream(), torch.cuda.Event()
-    stream.wait_event(event)
-    with torch.cuda.stream(stream):
-        flag = torch.ones(1, device="cuda")
-    start = time.perf_counter()
-    stream.synchronize()
-    found(waited_s=time.perf_counter() - start)
-    assert flag.item() == 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_10_what_blocks_are_called_with(family: str, found: Found) -> None:
-    import transformers
-
-    model = models.build(family)
-    structure = find_blocks(model)
-    layer = next(block.module for block in structure.blocks if block.kind == "layer")
-    names: list[str] = []
-    layer.register_forward_pre_hook(lambda _, args, kwargs: names.extend(sorted(kwargs)), with_kwargs=True)
-    model(**models.batch(model))
-    found(transformers=transformers.__version__, kwargs=names, blocks=[block.kind for block in structure.blocks])
-    assert sum(block.kind == "layer" for block in structure.blocks) == 3

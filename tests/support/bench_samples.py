@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 GB = 10**9
@@ -12,7 +11,6 @@ ASKED: dict[str, Any] = {
     "title": "lt_offload, auto",
     "model": "m",
     "budget_bytes": 1000,
-    "layers": 8,
     "date": "2025-01-31",
 }
 
@@ -20,20 +18,3 @@ ASKED: dict[str, Any] = {
 def measured(**values: Any) -> dict[str, Any]:
     row = ASKED | {"status": "ok", "step_s": 1.0, "tokens": 100, "tokens_per_s": 100.0, "steps": 6, "notes": []}
     return row | {"seconds": 10.0, "loss": 2.0, "losses": [3.0, 2.0], "host_peak_bytes": 2 * GB} | values
-
-
-def marked_pages(root: Path) -> None:
-    """Write below ``root`` the pages that have blocks of figures, with nothing between the marks."""
-    marks = {
-        "README.md": "numbers",
-        "docs/batches.md": "clipping",
-        "docs/faq.md": "home quality",
-        "docs/gpu.md": "bench budgets processes cards machines",
-        "docs/limits.md": "limits optimizers",
-        "docs/models.md": "breadth kernels",
-        "docs/will-it-fit.md": "fits home updates",
-    }
-    (root / "docs").mkdir()
-    for name, among in marks.items():
-        blocks = "".join(f"<!-- {mark} -->\nold\n<!-- /{mark} -->\n\n" for mark in among.split())
-        (root / name).write_text(f"# Title\n\n{blocks}more\n")

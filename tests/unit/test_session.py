@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 import lt_offload
 from lt_offload import session
 from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.execute import installed
 from tests.support import models
 
 
@@ -28,7 +29,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append((args, options))
         raise Stop
 
-    monkeypatch.setattr(session, "open_device", open_device)
+    monkeypatch.setattr(installed, "open_device", open_device)
     return seen
 
 

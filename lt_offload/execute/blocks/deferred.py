@@ -22,8 +22,7 @@ from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.calls import BlockOutput
-from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import RECORDED
+from lt_offload.schema.profile import RECORDED, OptionName
 
 Again = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[BlockRun, list[Tensor]]]
 """Runs a block, given its forward and arguments, as a part of the present pass; returns its run and its outputs."""
@@ -65,7 +64,8 @@ class DeferredForwards:
     """The deferred forwards of an engine, until they have had their backward.
 
     Args:
-        plan: says how many there may be at a time.
+        count: how many there may be at a time.
+        options: activation option per block.
         runs: of the engine.
         streaming: runs forwards without a plan.
         blocks: the weights of each block.
@@ -74,13 +74,14 @@ class DeferredForwards:
 
     def __init__(
         self,
-        plan: Plan,
+        count: int,
+        options: Sequence[OptionName],
         runs: BlockRuns,
         streaming: Streaming,
         blocks: Sequence[Sequence[Weight]],
         watch: Callable[[int, Sequence[Tensor]], None],
     ) -> None:
-        self._count, self._options = plan.deferred_forwards, plan.options
+        self._count, self._options = count, options
         self._runs, self._streaming, self._blocks = runs, streaming, blocks
         self._watch = watch
         # Weakly: a loss that is dropped takes the outer graph with it, and with that what the forward has saved.

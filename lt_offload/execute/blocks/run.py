@@ -30,7 +30,7 @@ from lt_offload.execute.memory.activations import ActivationOffloader, HostPool,
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.model.calls import BlockNode, tensors_of
-from lt_offload.model.parts import Joint, Outputs, check_same, other_outputs
+from lt_offload.model.parts import Joint, Outputs, check_same
 from lt_offload.model.saving import CacheCostly, ReplayCostly, activations_of, travels
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import ambient, within
@@ -234,7 +234,7 @@ class BlockRun:
         for part in others:
             assert cutter is not None
             if part.out_spec != first.out_spec or part.out_slots != first.out_slots:
-                raise other_outputs(cutter)
+                raise cutter.other_outputs()
             for values in zip(first.out, part.out, strict=True):
                 check_same(cutter, values)
 

@@ -19,23 +19,14 @@ from lt_offload.execute.blocks.slices import PlannedBlock
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.program import Program
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import BlockOutput
 from lt_offload.model.compiled import is_compiled
 from lt_offload.model.parts import cutters
 from lt_offload.model.state.effects import Effects
-from lt_offload.schema.plan import Op, Plan
-from lt_offload.schema.profile import RECORDED
-
-
-def repeated(plan: Plan) -> set[int]:
-    """Return the blocks that run a second time for their backward."""
-    return {index for index, option in enumerate(plan.options) if option not in RECORDED} | _recomputed(plan)
-
-
-def _recomputed(plan: Plan) -> set[int]:
-    return {op.block for op in plan.ops if op.save is not None}
+from lt_offload.schema.plan import Op
 
 
 class BlockRuns:
@@ -45,21 +36,21 @@ class BlockRuns:
         device: where blocks run.
         pool: host memory of activations.
         structure: the model's blocks.
-        plan: None for an engine that streams forwards only, whose blocks leave nothing behind.
+        program: None for an engine that streams forwards only, whose blocks leave nothing behind.
     """
 
-    def __init__(self, device: Device, pool: HostPool, structure: Structure, plan: Plan | None) -> None:
+    def __init__(self, device: Device, pool: HostPool, structure: Structure, program: Program | None) -> None:
         self._pool, self._structure = pool, structure
         self._repeats = Repeats(device)
-        self.repeated = repeated(plan) if plan is not None else set()
+        self.repeated = program.repeated if program is not None else set()
         """Blocks that run a second time for their backward."""
         self.uses: dict[int, Counter[int]] = {}
         """By block, how often it uses each of its inputs; counted in its first backward."""
-        self.parted = plan is not None and plan.parts > 1
+        self.parted = program is not None and program.parts > 1
         """Blocks take a batch in parts."""
         self.gradients: Gradients | None = None
         """The collector that is told between the backwards of two parts."""
-        self._blocks = planned_blocks(structure, plan, device, self._repeats) if plan is not None else []
+        self._blocks = planned_blocks(structure, program, device, self._repeats) if program is not None else []
         self._recomputes = any(block.recomputed for block in self._blocks)
         self._runs: dict[int, weakref.ref[BlockRun]] = {}
         """They live as long as the outer graph: a forward whose loss is dropped leaves nothing behind."""
@@ -216,34 +207,23 @@ class BlockRuns:
         return self._structure.blocks[index].name
 
 
-def planned_blocks(structure: Structure, plan: Plan, device: Device, repeats: Repeats) -> list[PlannedBlock]:
-    """Return how each block runs by ``plan``."""
-    recomputed, steady = _recomputed(plan), _steady(structure, plan)
+def planned_blocks(structure: Structure, program: Program, device: Device, repeats: Repeats) -> list[PlannedBlock]:
+    """Return how each block runs by ``program``."""
     return [
         PlannedBlock(
             index=index,
             name=block.name,
             device=device,
             option=option,
-            recomputed=index in recomputed,
-            steady=index in steady,
-            graphed=index in plan.graphed or is_compiled(block.module),
+            recomputed=index in program.recomputed,
+            steady=index in program.steady,
+            graphed=index in program.graphed or is_compiled(block.module),
             effects=Effects(block.module),
             repeats=repeats,
             held=[buffers_of(module) for module in block.module.modules()],
             cutter=cutter,
         )
         for index, (block, option, cutter) in enumerate(
-            zip(structure.blocks, plan.options, cutters(structure, plan.parts), strict=True)
+            zip(structure.blocks, program.options, cutters(structure, program.parts), strict=True)
         )
     ]
-
-
-def _steady(structure: Structure, plan: Plan) -> set[int]:
-    """Return the blocks whose weights stay at one address from the forward to the backward, by ``plan``."""
-    # An offload without a release is a write-back: the device copy stays where it is.
-    moves = [op for op in plan.ops if op.payload == "weight" and (op.kind != "offload" or op.release_after is not None)]
-    moving = {tensor for op in moves for tensor in plan.tensors(op)}
-    zero_copy = {op.block for op in plan.ops if op.zero_copy}
-    blocks = enumerate(structure.blocks)
-    return {index for index, block in blocks if index not in zero_copy and moving.isdisjoint(block.tensors)}

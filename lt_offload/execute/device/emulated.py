@@ -26,7 +26,7 @@ from lt_offload.machine.host_memory import HostMemory
 from lt_offload.units import format_bytes
 
 
-class DeviceAccount(Account):  # type: ignore[no-untyped-call]
+class DeviceAccount(Account):
     """The device's memory, storage by storage, held against its budget.
 
     Device and host are both RAM here, so that a tensor does not say whose memory it is in. In an iteration whatever an

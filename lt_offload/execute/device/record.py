@@ -12,7 +12,6 @@ from typing import cast
 from lt_offload.execute.device.base import AllocatorEvents, Device
 from lt_offload.execute.device.lanes import WAITING
 from lt_offload.schema.lanes import LaneName
-from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
 
 
@@ -98,7 +97,7 @@ class Recorder:
             waited_s=self.waited_s,
         )
 
-    def trace(self, plan: Plan, host_peak: int) -> Trace:
+    def trace(self, budget_bytes: int, host_peak: int) -> Trace:
         """Return the last complete iteration; work of others that overlaps it is cut at its ends."""
         began, ended, samples = self._finished
         spans = [
@@ -118,7 +117,7 @@ class Recorder:
             iteration_time=ended - began,
             device_peak=self.device_peak,
             host_peak=host_peak,
-            budget_bytes=plan.budget_bytes,
+            budget_bytes=budget_bytes,
             spans=tuple(sorted(spans, key=lambda span: (span.start, span.lane))),
             memory=tuple((at - began, peak) for at, peak in samples),
             allocator_retries=self.allocator.retries,

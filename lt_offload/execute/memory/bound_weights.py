@@ -5,40 +5,31 @@ Outside computations a parameter is its host copy, which is what users' code the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.live_group import LiveGroup, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.schema.plan import Op, Plan
-
-
-def expose(weights: Sequence[Weight], plan: Plan, device: Device) -> None:
-    """Prepare what computations of ``plan`` access in host memory.
-
-    Raises:
-        UnsupportedError: if the device cannot.
-    """
-    for op in plan.ops:
-        for tensor in plan.zero_copy(op):
-            weights[tensor].expose(device)
+from lt_offload.schema.plan import Op
 
 
 class BoundWeights:
-    """Encloses the computation ``op``: its modules see ``weights``, those of ``op.zero_copy`` in host memory.
+    """Encloses the computation ``op``: its modules see ``weights``, those of ``on_host`` in host memory.
 
     Raises:
+        UnsupportedError: if the device cannot read host memory.
         PlanError: on entry, if the plan does not bring a weight to the device, or has one read that is out of date.
     """
 
-    def __init__(self, device: Device, weights: Sequence[Weight], op: Op, plan: Plan) -> None:
+    def __init__(self, device: Device, weights: Sequence[Weight], op: Op, on_host: Collection[int]) -> None:
         self._device, self._op = device, op
         self._label, self._by = f"{op.kind} {op.block}", f"op {op.id}"
         self._token: object = None
         self._weights = tuple(weights)
-        in_host_memory = set(plan.zero_copy(op))
-        self._on_device = tuple(weight for weight in weights if weight.index not in in_host_memory)
-        self._in_host_memory = tuple(weight for weight in weights if weight.index in in_host_memory)
+        self._on_device = tuple(weight for weight in weights if weight.index not in on_host)
+        self._in_host_memory = tuple(weight for weight in weights if weight.index in on_host)
+        for weight in self._in_host_memory:
+            weight.expose(device)
         self._device_groups = _groups(self._on_device)
         self._host_groups = _groups(self._in_host_memory)
 

@@ -20,6 +20,7 @@ forward with gradients and before updates. These rules hold:
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -33,8 +34,10 @@ from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import GaveUp, plain_torch
+from lt_offload.execute.memory.host_task import HostTask
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.tensors import Member, Sum, Weight, carve
+from lt_offload.execute.program import Program
 from lt_offload.machine.pages import SharedPages, drop_own, make_file, spread
 from lt_offload.schema.plan import Plan
 
@@ -157,12 +160,12 @@ class Common:
         others: all processes.
         device: copies from there.
         weights: of the engine.
-        plan: None for an engine that streams forwards only.
+        program: None for an engine that streams forwards only.
         staying: weights that stay where they are in this process.
         owned_updates: the optimizer's updates write the states that are there, in place.
 
     Raises:
-        PlanError: if updates of ``plan`` would have to wait for the gradients of all processes, and do not.
+        PlanError: if updates of ``program`` would have to wait for the gradients of all processes, and do not.
     """
 
     def __init__(
@@ -170,19 +173,17 @@ class Common:
         others: Ranks,
         device: Device,
         weights: Sequence[Weight],
-        plan: Plan | None,
+        program: Program | None,
         staying: Iterable[int],
         *,
         owned_updates: bool,
     ) -> None:
-        if plan is not None and not plan.delayed:
-            check_beside(plan, in_place=owned_updates, machines=others.size // others.machine.size)
         self.machine, self._others, self._device = others.machine, others, device
         self.staying = {index for of_one in others.gather(sorted(staying)) for index in of_one}
         """Weights that stay where they are, in any process."""
 
         def fits(weight: Weight) -> bool:
-            on_host = plan is None or (owned_updates and plan.update_places[weight.index] == "host")
+            on_host = program is None or (owned_updates and weight.index in program.updated_on_host)
             shared = on_host or not weight.param.requires_grad
             return shared and weight.nbytes > 0 and weight.index not in self.staying
 
@@ -191,8 +192,8 @@ class Common:
         owners = share_out([w.nbytes for w in self.weights], self.machine.size)
         for weight, owner in zip(self.weights, owners, strict=True):
             weight.owner = owner
-        trains = plan is not None
-        self._beside = plan is not None and not plan.delayed
+        trains = program is not None
+        self._beside = program is not None and not program.delayed
         """Updates run beside the backward."""
         self.trained = [weight for weight in self.weights if trains and weight.param.requires_grad]
         """The weights that have an owner's updates."""
@@ -206,8 +207,8 @@ class Common:
         self.edited: set[int] = set()
         """Weights whose gradients users have written since those of all were added up."""
         self._round = 0
-        self._ops = 1 + max(op.id for op in plan.ops) if plan is not None else 0
-        self._done: Any = self._counters(2 * self._ops + len(weights)) if plan is not None else None
+        self._ops = program.size if program is not None else 0
+        self._done: Any = self._counters(2 * self._ops + len(weights)) if trains else None
         """By process and op: the round of updates in which the process has last carried out its part; of what machines
         add up, the window. Behind that, by op, the round for which its gradients have arrived, and then, by weight,
         that in which it has last had one."""
@@ -378,34 +379,16 @@ class Common:
         """Return whether another process updates ``weight``."""
         return weight.owner is not None and weight.owner != self.machine.rank
 
-    def telling(self, op: int, update: Callable[[], None]) -> Callable[[], None]:
-        """Return what carries out this process's part of ``op`` and tells the others."""
-        done, row, number = self._done, self.machine.rank, self._round
+    def done(self, op: int) -> Callable[[], None]:
+        """Return what tells the others that this process's part of ``op`` is done: they read what has been updated."""
+        return partial(operator.setitem, self._done, (self.machine.rank, op), self._round)
 
-        def run() -> None:
-            update()
-            done[row, op] = number  # last: who sees it reads what has been updated
-
-        return run
-
-    def giving(self, op: int, weights: Sequence[Weight], add: Callable[[], None]) -> Callable[[], None]:
-        """Return what tells the others that the gradients for ``op`` are there, behind ``add``.
-
-        Args:
-            op: an update.
-            weights: those that have a gradient in this process.
-            add: completes what others see.
-        """
-        done, row, number = self._done, self.machine.rank, self._round
+    def gave(self, op: int, weights: Sequence[Weight]) -> list[Callable[[], None]]:
+        """Return what tells the others that the gradients for ``op``, an update, are there, some for ``weights``."""
         columns = [2 * self._ops + weight.index for weight in weights]
-
-        def run() -> None:
-            add()
-            for column in columns:
-                done[row, column] = number
-            done[row, self._ops + op] = number  # last: who sees it sees the others
-
-        return run
+        # The op last: who sees it sees the others.
+        rank = self.machine.rank
+        return [partial(operator.setitem, self._done, (rank, at), self._round) for at in (*columns, self._ops + op)]
 
     def awaiting(self, op: int) -> Callable[[], None]:
         """Return what waits until the gradients for ``op`` are there in all processes of this machine."""
@@ -477,20 +460,13 @@ class Common:
         """Do the same where ``groups`` and ``cells`` are complete, or free, when ``ranks`` have carried ``op`` out."""
         if not ranks:
             return own
-        event = self._device.submit(
-            "peers",
-            partial(self.wait_for, sorted(ranks), op, self._round),
-            # All that reads them was over when these updates began, but for fetches of a settling pass, which count no
-            # more when the update is over.
-            after=distinct([own, self._device.mark(), *(e for g in groups for e in (g.host_ready, g.last_fetch))]),
-            writes=[*(group.host_cell for group in groups), *cells],
-            label=f"others' part of op {op}",
-            op=op,
-            urgency=urgency,
-        )
-        for group in groups:
-            group.updated_on_host_by(event)
-        return event
+        task = HostTask(lane="peers", op=op, label=f"others' part of op {op}", urgency=urgency)
+        task.work.append(partial(self.wait_for, sorted(ranks), op, self._round))
+        # All that reads them was over when these updates began, but for fetches of a settling pass, which count no more
+        # when the update is over.
+        task.after += [own, self._device.mark(), *(group.last_fetch for group in groups)]
+        task.groups, task.writes = [*groups], [*cells]
+        return task.queue(self._device)
 
 
 def _weight(member: Member) -> Weight | None:

@@ -14,7 +14,7 @@ from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.tensors import Member, States, Sum, Weight
 from lt_offload.model.blocks import Structure
-from lt_offload.schema.plan import Plan
+from lt_offload.schema.plan import TensorGroup
 
 
 class Layout:
@@ -24,7 +24,7 @@ class Layout:
         device: whose host memory holds them.
         weights: all of the model; their host copies move here.
         blocks: the weights of each block.
-        plan: without one, what a block uses first is one group.
+        planned: the tensor groups of a plan; None: what a block uses first is one group.
         staying: weights whose host copies stay where they are, as far as the device allows it. Each is a group of its
             own: the rest of its group stands elsewhere in host memory.
         common: has what several processes have together; None: this one is alone.
@@ -35,7 +35,7 @@ class Layout:
         device: Device,
         weights: Sequence[Weight],
         blocks: Sequence[Sequence[Weight]],
-        plan: Plan | None,
+        planned: Sequence[TensorGroup] | None,
         staying: Collection[int] = (),
         common: Common | None = None,
     ) -> None:
@@ -43,7 +43,7 @@ class Layout:
         self.parts: dict[int, tuple[tuple[LiveGroup, int], ...]] = {}
         """By group of the plan: the groups that it consists of here, and where in it they begin."""
         self.all: list[LiveGroup] = []
-        if plan is None:
+        if planned is None:
             # Backwards, so that of the blocks that share a weight the first one has it.
             owner = {weight.index: index for index in reversed(range(len(blocks))) for weight in blocks[index]}
             owned: defaultdict[int | None, list[Weight]] = defaultdict(list)
@@ -54,24 +54,24 @@ class Layout:
             self._move_in()
             return
         spans: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for number, planned in enumerate(plan.groups):
-            if planned.payload != "grad":
-                spans[planned.payload, planned.span].append(number)
+        for number, group in enumerate(planned):
+            if group.payload != "grad":
+                spans[group.payload, group.span].append(number)
         for numbers in spans.values():
             for number in numbers:
-                planned = plan.groups[number]
-                grouped: list[Member] = [weights[tensor] for tensor in planned.tensors]
-                if planned.payload == "sum":
-                    totals = [Sum(weights[tensor]) for tensor in planned.tensors]
+                group = planned[number]
+                grouped: list[Member] = [weights[tensor] for tensor in group.tensors]
+                if group.payload == "sum":
+                    totals = [Sum(weights[tensor]) for tensor in group.tensors]
                     for total in totals:
                         total.weight.total = total
                     grouped = list(totals)
-                if planned.payload == "state":
-                    grouped = [weights[tensor].states for tensor in planned.tensors]
-                    for tensor, size in zip(planned.tensors, planned.sizes, strict=True):
+                if group.payload == "state":
+                    grouped = [weights[tensor].states for tensor in group.tensors]
+                    for tensor, size in zip(group.tensors, group.sizes, strict=True):
                         weights[tensor].states.room = size
-                self.parts[number] = tuple(self._split(grouped, planned.sizes))
-            self._house([group for number in numbers for group, _ in self.parts[number]])
+                self.parts[number] = tuple(self._split(grouped, group.sizes))
+            self._house([live for number in numbers for live, _ in self.parts[number]])
         self._move_in()
 
     def _split(self, members: Sequence[Member], sizes: Sequence[int]) -> Iterator[tuple[LiveGroup, int]]:

@@ -17,8 +17,9 @@ from lt_offload.execute.memory.activations import ActivationOffloader
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.snapshots import Snapshots
-from lt_offload.schema.accesses import IN_ARENA
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.execute.program import Program
+from lt_offload.schema.accesses import takes_room
+from lt_offload.schema.plan import Op
 
 Pair = tuple[Tensor, Tensor]
 """A range of host memory and one of the arena, of as many bytes."""
@@ -176,23 +177,22 @@ class Residency:
     Args:
         device: what copies.
         layout: all groups.
-        plan: None without training.
+        program: None without training.
         snapshots: of the host copies.
         adopt: lets the host copies of a group be what the optimizer holds now, before they are copied to the device;
-            None without a plan.
+            None without a program.
     """
 
     def __init__(
         self,
         device: Device,
         layout: Layout,
-        plan: Plan | None,
+        program: Program | None,
         snapshots: Snapshots,
         adopt: Callable[[LiveGroup], None] | None,
     ) -> None:
         self.device = device
         self.snapshots = snapshots
-        self.plan = plan
         self._adopt = adopt
         self._settled = False
         self.all: list[LiveGroup] = layout.all
@@ -201,18 +201,18 @@ class Residency:
         self._releases: dict[int, list[Callable[[], None]]] = {}
         self._initial: dict[LiveGroup, int] = {}
         self._moves: dict[int, _Move] = {}
-        if plan is not None:
-            self._initial = _placed([(copy.group, copy.offset) for copy in plan.initial], layout)
-            self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in IN_ARENA}
+        if program is not None:
+            self._initial = _placed([(copy.group, copy.offset) for copy in program.initial], layout)
+            self._moves = {op.id: self._move(op, layout) for op in program.moves}
 
     def issue(self, op: Op) -> None:
         """Carry out a prefetch, offload or drop of weights, states or sums of gradients."""
         move = self._moves[op.id]
-        if op.kind == "prefetch":
+        if takes_room(op):
             for group, offset in zip(move.groups, move.offsets, strict=True):
                 self._attach(group, offset)
             move.transfer.fetch()
-        elif op.kind == "offload":
+        elif op.lane == "d2h":
             move.transfer.write_back()
             if op.release_after is not None:
                 for group in move.groups:
@@ -243,7 +243,6 @@ class Residency:
 
     def settle(self) -> None:
         """Bring exactly what the plan wants at the start of step 0, where it wants it."""
-        assert self.plan is not None
         self.run_releases()
         # First what leaves: its ranges may be those that something else is wanted at.
         self.evict(keep=self._initial)

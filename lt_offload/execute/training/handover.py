@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.execute.blocks.runs import repeated
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.iteration import Iteration
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import room
 from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.program import Program, repeated
 from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.execute.user_code.checks import InstalledSetup, may_repeat
 from lt_offload.execute.user_code.gradient_view import GradientView
@@ -27,7 +27,7 @@ class Handover:
 
     Args:
         structure: the model's blocks.
-        plan: None for an engine that streams forwards only.
+        program: None for an engine that streams forwards only.
         weights: all of the engine.
         blocks: those of each block.
         recorder: is told where an iteration goes on.
@@ -42,7 +42,7 @@ class Handover:
     def __init__(
         self,
         structure: Structure,
-        plan: Plan | None,
+        program: Program | None,
         weights: Sequence[Weight],
         blocks: Sequence[Sequence[Weight]],
         *,
@@ -54,7 +54,7 @@ class Handover:
         view: GradientView,
         staying: bool,
     ) -> None:
-        self._structure, self._plan, self._weights, self._blocks = structure, plan, weights, blocks
+        self._structure, self._program, self._weights, self._blocks = structure, program, weights, blocks
         self._recorder = recorder
         self._residency, self._iteration, self._window = residency, iteration, iteration.window
         self._guard, self._setup, self._view, self.staying = guard, setup, view, staying
@@ -150,9 +150,11 @@ class Handover:
         without gradients (validation), or not smaller than it was. Beside a GPU, whose updates differ from the host's
         in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
         """
-        present = self._plan
+        present = self._program
         assert present is not None
-        hosted, hosted_next = ([place == "host" for place in one.update_places] for one in (present, plan))
+        hosted, hosted_next = (
+            [place == "host" for place in places] for places in (present.update_places, plan.update_places)
+        )
         if self._recorder.device.torch_device.type != "cpu" and hosted != hosted_next:
             return False
         arena = min(room(self._blocks, 0), present.arena_bytes)

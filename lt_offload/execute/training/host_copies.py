@@ -14,11 +14,10 @@ from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.execute.program import first_changes
+from lt_offload.execute.program import Program
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.user_code.guard import Guard, TrackedTensor
 from lt_offload.model.optimizers import Place, tensor_at
-from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes
 
 HostCopy = tuple[int, Place]
@@ -27,14 +26,9 @@ _SMALL = 8
 """Bytes of one element: whoever wants such a state as it is copies it at once."""
 
 
-def updated_on_host(plan: Plan) -> set[int]:
-    """Return the tensors that ``plan`` updates on the host."""
-    return {t for op in plan.ops if op.updates_on_host for t in plan.tensors(op)}
-
-
-def host_limit(plan: Plan) -> int:
-    """Return the bytes of RAM that training by ``plan`` may take: what activations are rounded up by comes on top."""
-    return plan.host_budget_bytes + ROUNDING * len(plan.options)
+def host_limit(program: Program) -> int:
+    """Return the bytes of RAM that training may take: what activations are rounded up by comes on top."""
+    return program.host_budget_bytes + ROUNDING * program.blocks
 
 
 class HostCopies:
@@ -43,7 +37,7 @@ class HostCopies:
     Args:
         weights: all of the engine.
         updates: knows the optimizer's states; None without an optimizer.
-        plan: None for an engine that streams forwards only.
+        program: None for an engine that streams forwards only.
         device: counts what it has of the host.
         residency: has snapshots.
         guard: knows which host copies are announced before they change.
@@ -54,7 +48,7 @@ class HostCopies:
         self,
         weights: Sequence[Weight],
         updates: Updates | None,
-        plan: Plan | None,
+        program: Program | None,
         *,
         device: Device,
         residency: Residency,
@@ -62,9 +56,9 @@ class HostCopies:
         common: Common | None,
     ) -> None:
         self._common = common
-        self._weights, self._updates, self._plan = weights, updates, plan
+        self._weights, self._updates, self._program = weights, updates, program
         self._device, self._snapshots, self._guard = device, residency.snapshots, guard
-        self._updated_on_host: Collection[int] = updated_on_host(plan) if plan is not None else ()
+        self._updated_on_host: Collection[int] = program.updated_on_host if program is not None else ()
 
     @property
     def nbytes(self) -> int:
@@ -74,29 +68,29 @@ class HostCopies:
         states = updates.bytes(hosted) if updates else 0
         if self._common is not None:
             states += self._common.nbytes // self._common.machine.size
-        own = self._plan.process_bytes if self._plan is not None else 0
+        own = self._program.process_bytes if self._program is not None else 0
         return own + self._device.host_bytes + states + self._snapshots.nbytes
 
     def check(self) -> None:
         """Raise ``OverBudget`` if that is more than the plan may take."""
-        assert self._plan is not None
+        assert self._program is not None
         used = self.nbytes
-        if used > host_limit(self._plan):
+        if used > host_limit(self._program):
             raise OverBudget(
                 f"training takes {format_bytes(used)} ({used} bytes) of host memory, states of the optimizer included, "
-                f"more than host_memory={self._plan.host_budget_bytes}; set host_memory={used} or more and plan again"
+                f"more than host_memory={self._program.host_budget_bytes}; set host_memory={used} or more and plan "
+                "again"
             )
 
     def snapshot(self, free: int) -> HostSnapshot:
         """See ``Engine.snapshot``."""
-        assert self._plan is not None
-        order = first_changes(self._plan)
+        assert self._program is not None
         storages = {
-            storage: order.get((owned.weight.index, owned.state is not None), len(self._plan.ops))
+            storage: self._program.changes.get((owned.weight.index, owned.state is not None), self._program.size)
             for storage, owned in self._changing()
             if self._saved_by(owned.weight) == self._rank
         }
-        return self._snapshots.take(storages, min(free, self._plan.host_budget_bytes - self.nbytes))
+        return self._snapshots.take(storages, min(free, self._program.host_budget_bytes - self.nbytes))
 
     @property
     def have_owners(self) -> bool:

@@ -22,12 +22,13 @@ from lt_offload.execute.blocks.run import BlockFunction, BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.device.record import Recorder
+from lt_offload.execute.interpreter import Interpreter
 from lt_offload.execute.iteration import Iteration, State
 from lt_offload.execute.memory.bound_weights import BoundWeights
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.execute.program import Walk
+from lt_offload.execute.program import Program
 from lt_offload.execute.updates.common_states import CommonUpdates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.others import SumsOfAll
@@ -38,7 +39,7 @@ from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.step_hooks import ManualLoop, OptimizerStepHook
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import tensors_of
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import Op
 
 Lookup = tuple[Tensor, Tensor]
 """A table, and the rows that a batch looks up there."""
@@ -62,11 +63,11 @@ class SurveyedForward:
 
 
 class Passes:
-    """Carries out the passes of ``plan``.
+    """Carries out the passes of ``program``.
 
     Args:
         structure: the model's blocks.
-        plan: says what each step does.
+        program: says what each step does.
         weights: all of the engine.
         blocks: those of each block.
         runs: of the blocks, in the present pass.
@@ -92,7 +93,7 @@ class Passes:
     def __init__(
         self,
         structure: Structure,
-        plan: Plan,
+        program: Program,
         weights: Sequence[Weight],
         blocks: Sequence[list[Weight]],
         *,
@@ -111,24 +112,29 @@ class Passes:
         self._runs, self._iteration, self._window = runs, iteration, iteration.window
         self._residency, self._gradients, self._recorder = residency, gradients, recorder
         self._guard, self._setup, self._view, self._step = guard, setup, view, step
-        self._computing = {op.step: op.id for op in plan.ops if op.computes and op.save is None}
+        self._computing = {op.step: op.id for op in program.computations if op.save is None}
         """By step: its forward or backward."""
         self._presence = {
-            op.id: BoundWeights(recorder.device, blocks[op.block], op, plan) for op in plan.ops if op.computes
+            op.id: BoundWeights(recorder.device, blocks[op.block], op, program.read_on_host[op.id])
+            for op in program.computations
         }
         """By computation."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._backward = Backward(self._anchor)
         self._consumers = Consumers(lambda index: structure.blocks[index].name, runs.uses)
         self._own = [OwnParameters(block.name, block.module) for block in structure.blocks]
-        self._deferred = DeferredForwards(plan, runs, streaming, blocks, self._consumers.watch)
+        self._deferred = DeferredForwards(
+            program.deferred_forwards, program.options, runs, streaming, blocks, self._consumers.watch
+        )
         self._surveyed: list[SurveyedForward] = []
         self.uses, self.gradients = runs.uses, gradients
         self._rest_complete = False
         """Gradients outside the blocks are those of all processes."""
         self._to_follow = 0
         """Passes of the same micro-batch behind the present one."""
-        self._walk = Walk(plan, weights, residency=residency, gradients=gradients, runs=runs, recorder=recorder)
+        self._walk = Interpreter(
+            program, weights, residency=residency, gradients=gradients, runs=runs, recorder=recorder
+        )
 
     @property
     def waiting(self) -> int:

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lt_offload.execute.device.base import Device, Event
-from lt_offload.execute.memory.live_group import distinct
+from lt_offload.execute.memory.host_task import HostTask
 from lt_offload.execute.memory.tensors import Weight, add_in_order
 from lt_offload.execute.updates.tables import square_sum
 from lt_offload.schema.plan import Op
@@ -110,19 +111,11 @@ class Arrivals:
         groups = list(dict.fromkeys(weight.group for weight in mine))
         sums = list(dict.fromkeys(w.total.group for w in weights if w.total is not None))
         cells = list(dict.fromkeys(weight.grad_cell for weight in weights))
-        edit = self._clipping.edit()
-        own = self._device.submit(
-            "host",
-            common.telling(op.id, self._work(mine, with_gradient, edit, squares=squares)),
-            after=distinct([awaited, *(group.host_ready for group in groups)]),
-            writes=[*(group.host_cell for group in (*groups, *sums)), *cells],
-            label=f"update {op.block}",
-            op=op.id,
-            urgency=urgency,
-        )
+        task = HostTask(op=op.id, label=f"update {op.block}", urgency=urgency, after=[awaited])
+        task.work += [self._work(mine, with_gradient, squares=squares), common.done(op.id)]
+        task.groups, task.writes = [*groups, *sums], cells
+        own = task.queue(self._device)
         self._updates.leave_to_others(of_others)
-        for group in (*groups, *sums):
-            group.updated_on_host_by(own)
         # Whoever updates reads what all processes have.
         alone = any(weight.owner is None for weight in weights)
         owners = {weight.owner for weight in of_others if weight.owner is not None}
@@ -147,31 +140,18 @@ class Arrivals:
         none = [weight for weight in weights if weight not in with_gradient]
         totals = [weight.total for weight in weights if weight.total is not None]
         adding = [(w.total, self._slots.hosts[w.index]) for w in here if w.total is not None]
-        filled = {total for total, _ in adding if total.filled}
         empty = [w.total.host if w.total is not None else self._slots.hosts[w.index] for w in none]
-
-        def add() -> None:
-            for total, grad in adding:
-                total.host.add_(grad) if total in filled else total.host.copy_(grad)
-            for place in empty:
-                place.zero_()
-
-        groups = list(dict.fromkeys(total.group for total in totals))
-        read = distinct(weight.group.last_fetch for weight in weights)
-        missing = [weight for weight in weights if weight not in here]
-        # What has not arrived comes after nothing that has read the weights, and nothing that has read its place.
-        read += [self._device.mark(), *self._slots.freed(missing)] if missing else []
-        event = self._device.submit(
-            "host" if adding else "parts",
-            self._common.giving(op.id, with_gradient, add),
-            after=distinct([*(arrived.pop(w.index) for w in here), *(g.host_ready for g in groups), *read]),
-            writes=[*(g.host_cell for g in groups), *dict.fromkeys(w.grad_cell for w in weights)],
-            label=f"give gradients {op.block}",
-            op=op.id,
-            urgency=urgency,
-        )
-        for group in groups:
-            group.updated_on_host_by(event)
+        task = HostTask(lane="host" if adding else "parts", op=op.id, label=f"give gradients {op.block}")
+        task.urgency = urgency
+        task.work += [partial(total.host.add_ if total.filled else total.host.copy_, grad) for total, grad in adding]
+        task.work += [place.zero_ for place in empty]
+        task.work += self._common.gave(op.id, with_gradient)
+        task.after += [*(arrived.pop(w.index) for w in here), *(weight.group.last_fetch for weight in weights)]
+        if len(here) < len(weights):
+            # What has not arrived comes after nothing that has read the weights, and nothing that has read its place.
+            task.after += [self._device.mark(), *self._slots.freed(w for w in weights if w not in here)]
+        task.groups, task.writes = [total.group for total in totals], [weight.grad_cell for weight in weights]
+        task.queue(self._device)
 
     def _part(self, weight: Weight) -> _Owned:
         places = self._slots.places[weight.index] if weight.total is None else weight.total.places
@@ -182,11 +162,11 @@ class Arrivals:
         self,
         mine: Sequence[Weight],
         with_gradient: Sequence[Weight],
-        edit: Callable[[Tensor], None] | None,
         *,
         squares: bool,
     ) -> Callable[[], None]:
         """Return what adds up and updates, with the optimizer's options of this moment."""
+        edit = self._clipping.edit()
         sure = [weight for weight in mine if weight in with_gradient]
         # Of others it is known later whether they have a gradient.
         parts = [[weight] for weight in mine if weight not in with_gradient]

@@ -22,6 +22,7 @@ from lt_offload.compat.torch import foreach_norm, grouped_by_device_and_dtype
 from lt_offload.errors import ConfigError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.memory.host_task import HostTask
 from lt_offload.execute.memory.live_group import distinct
 from lt_offload.execute.memory.tensors import Weight
 
@@ -66,10 +67,7 @@ class Clipping:
         self._scale = self._clamp = self.arrived = None
 
     def edit(self, *, now: bool = False) -> Callable[[Tensor], None] | None:
-        """Return what is done to gradients before updates use them; None: nothing. ``now``: the caller does it.
-
-        Who edits on the host comes after :attr:`arrived`, and says so (:meth:`read_by`).
-        """
+        """Return what is done to gradients before updates use them; None: nothing. ``now``: the caller does it."""
         scale = self._scale
         value = min((v for v in (self.value, self._clamp) if v is not None), default=None)
         scales: dict[torch.device, Tensor] = {}
@@ -96,9 +94,14 @@ class Clipping:
 
         return edit if value is not None or scale is not None else None
 
-    def read_by(self, event: Event) -> None:
-        """Note a task on the host's lane that edits."""
-        self._readers.append(event)
+    def edit_in(self, task: HostTask, grads: Sequence[Tensor]) -> None:
+        """Let ``task`` edit ``grads`` before it updates with them."""
+        edit = self.edit()
+        if edit is not None:
+            task.after.append(self.arrived)
+            task.reads.append(self.cell)
+            task.work += [partial(edit, grad) for grad in grads]
+            task.queued.append(self._readers.append)
 
     def clip_norm(
         self, params: Iterable[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool

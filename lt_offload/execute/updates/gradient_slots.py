@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.common import Common
-from lt_offload.execute.memory.live_group import distinct
+from lt_offload.execute.memory.host_task import HostTask
+from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.tensors import Weight, carve
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan
+from lt_offload.execute.program import Program
+from lt_offload.schema.plan import ALIGNMENT, Op
 from lt_offload.schema.profile import GATHERED_BELOW
 from lt_offload.units import round_up
 
@@ -40,24 +43,27 @@ class Slots:
 
     Args:
         device: copies there.
-        plan: says which share memory.
+        program: says which share memory.
         weights: of the engine.
         common: the memory is of this, where all processes of the machine see what has arrived; None: it is this one's.
     """
 
-    def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight], common: Common | None = None) -> None:
-        copies = [op for op in plan.ops if op.sends_gradients and not plan.begins_sums(op)]
-        self._updates = {op.id for op in plan.ops if op.lane == "host"}
+    def __init__(
+        self, device: Device, program: Program, weights: Sequence[Weight], common: Common | None = None
+    ) -> None:
+        self._updates = program.on_host_lane
         self._events: dict[int, list[Event]] = {}
         """By op of the host: what has to be over before memory that it reads is overwritten."""
-        ranges = {op.id: _range(op, plan) for op in copies}
-        self.beginning = {op.id: op for op in plan.ops if plan.begins_sums(op)}
+        ranges = {op.id: program.addresses(op) for op in program.sends}
+        self.beginning = program.begins
         """The copies to where sums are, by op."""
         self._device = device
-        self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
+        self._boxes = [
+            GradientOffloads(device, op, [weights[t] for t in program.tensors[op.id]]) for op in program.sends
+        ]
         self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
         """By op."""
-        self.box_of = {t: box for box in self._boxes if box.op.rows != "looked up" for t in plan.tensors(box.op)}
+        self.box_of = {t: box for box in self._boxes if box.op.rows != "looked up" for t in program.tensors[box.op.id]}
         """By tensor; of a table in two parts that of the last block's gradient."""
         islands = _islands(ranges.values())
         sizes = [high - low for low, high in islands]
@@ -109,16 +115,12 @@ class Slots:
             cells: ordering tokens of the destinations of ``more``.
         """
         totals = [total for weight, _ in items if (total := weight.total) is not None]
-        groups = list(dict.fromkeys(total.group for total in totals))
         pairs = [(total.host, grad) for total, (_, grad) in zip(totals, items, strict=True)]
         # The last update has used them up.
-        freed = [group.host_ready for group in groups]
-        writes = [*(group.host_cell for group in groups), *cells]
-        offload = _queued(self._device, op, items, [*pairs, *more], freed, writes=writes)
+        groups = [total.group for total in totals]
+        offload = _queued(self._device, op, items, [*pairs, *more], [], writes=cells, groups=groups)
         for total, norm in zip(totals, norms, strict=True):
             total.fill(norm)
-        for group in groups:
-            group.updated_on_host_by(offload.event)
         return offload
 
     def updated(self, op: int, event: Event) -> None:
@@ -136,12 +138,6 @@ class Slots:
 
     def _freed(self, op: Op) -> list[Event]:
         return [event for other in op.after if other in self._updates for event in self._events.get(other, ())]
-
-
-def _range(op: Op, plan: Plan) -> tuple[int, int]:
-    (group,) = (plan.groups[number] for number in op.groups)
-    assert group.host_offset is not None
-    return group.host_offset, group.host_offset + group.bytes
 
 
 def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -240,28 +236,17 @@ def _queued(
     freed: Sequence[Event | None],
     *,
     writes: Sequence[Cell],
+    groups: Sequence[LiveGroup] = (),
 ) -> GradientOffload:
-    """Queue the copies ``pairs`` of gradients of ``items``, as one task that begins after ``freed``."""
+    """Queue the copies ``pairs`` of gradients of ``items``, as one task that begins after ``freed``.
+
+    They change ``writes`` and the host copies of ``groups``.
+    """
     label = f"offload grad {op.block}"
     memory = Cell(label)
+    task = HostTask(lane="d2h", op=op.id, label=label, nbytes=sum(host.nbytes for host, _ in pairs))
+    task.work += [partial(device.copy, host, grad) for host, grad in pairs]
     # The last update wrote the weights.
-    after = distinct([*freed, *(weight.group.host_ready for weight, _ in items)])
-    event = device.submit(
-        "d2h",
-        _copies(device.copy, pairs),
-        after=[device.mark(writes=[memory]), *after],
-        reads=[memory],
-        writes=writes,
-        label=label,
-        op=op.id,
-        nbytes=sum(host.nbytes for host, _ in pairs),
-    )
-    return GradientOffload(device, event, memory, [source for _, source in pairs])
-
-
-def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    def run() -> None:
-        for host, grad in pairs:
-            copy(host, grad)
-
-    return run
+    task.after += [device.mark(writes=[memory]), *freed, *(weight.group.host_ready for weight, _ in items)]
+    task.reads, task.writes, task.groups = [memory], [*writes], [*groups]
+    return GradientOffload(device, task.queue(device), memory, [source for _, source in pairs])

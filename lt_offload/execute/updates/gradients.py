@@ -11,7 +11,7 @@ whatever processor, an addition is exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.common import Common
+from lt_offload.execute.memory.host_task import HostTask
 from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
 from lt_offload.execute.memory.tensors import Weight, add_in_order
+from lt_offload.execute.program import Program
 from lt_offload.execute.updates.arrivals import Arrivals
 from lt_offload.execute.updates.clipping import Clipping, norms
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.tables import Pairs, RowUse, Table, square_sum
-from lt_offload.schema.plan import Op, Pass, Plan
+from lt_offload.schema.plan import Op, Pass
 from lt_offload.schema.profile import COLLECTED_BELOW
 
 
@@ -42,20 +43,11 @@ class Gradients:
         device: Device,
         updates: Updates,
         weights: Sequence[Weight],
-        plan: Plan,
+        program: Program,
         tables: Sequence[Table] = (),
         common: Common | None = None,
     ) -> None:
-        """Collect them.
-
-        Args:
-            device: has them.
-            updates: use them.
-            weights: of the engine.
-            plan: says how.
-            tables: those that are updated in two parts.
-            common: what several processes have in common.
-        """
+        """Collect them; ``tables``: those that are updated in two parts; ``common``: what processes have together."""
         self.device = device
         self.updates = updates
         self.square_sums: list[Tensor] | None = None
@@ -68,8 +60,8 @@ class Gradients:
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
         """The host gradients that the backward writes itself, as the device sees them."""
-        beside = None if plan.delayed else common
-        self._slots = Slots(device, plan, weights, beside)
+        beside = None if program.delayed else common
+        self._slots = Slots(device, program, weights, beside)
         self._tables = {table.weight.index: table for table in tables}
         """The tables that are updated in two parts."""
         for box in self._slots.of.values():
@@ -80,12 +72,9 @@ class Gradients:
                 self._tables[index].arrived, self._tables[index].cell = host, box.cell
         for index, table in self._tables.items():
             self._slots.box_of[index].cells.append(table.aside)
-        self._others = {which: _last_blocks(plan, which) for which in plan.passes}
-        self._last = len(plan.options) - 1
-        self._takers: dict[Pass, dict[int, Op]] = {
-            which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
-        }
-        self._which: Pass = plan.passes[0]
+        self._program = program
+        self._last = program.blocks - 1
+        self._which: Pass = program.passes[0]
         self._completing = False
         """Sums are complete with this pass, so that their norms may be asked for."""
         self._norms: dict[int, Tensor] = {}
@@ -93,9 +82,9 @@ class Gradients:
         self.clipping = Clipping(device, weights)
         self.arrivals = Arrivals(beside, device, updates, self._slots, self.clipping, weights) if beside else None
         """The gradients of all processes, for updates beside the backward."""
-        for op in plan.ops:
-            if op.writes_gradients:
-                self._receive([weights[t] for t in plan.tensors(op)])
+        for tensor in program.written:
+            host = device.host_empty(weights[tensor].host.shape, weights[tensor].host.dtype)
+            self._host_grads[tensor], self._direct_grads[tensor] = host, device.zero_copy_view(host)
         self._arrived: dict[int, Event] = {}
         self._read: dict[int, Event] = {}
         """By weight whose gradient the backward writes to the host: when the last one has been added to the sum."""
@@ -109,13 +98,6 @@ class Gradients:
         hook = partial(_call, WeakMethod(self._collect_index))
         trainable = (weight for weight in weights if weight.param.requires_grad)
         self._handles = [w.param.register_post_accumulate_grad_hook(partial(hook, w.index)) for w in trainable]  # type: ignore[no-untyped-call]
-
-    def _receive(self, weights: Sequence[Weight]) -> None:
-        """Make host memory for gradients that the backward writes."""
-        for weight in weights:
-            host = self.device.host_empty(weight.host.shape, weight.host.dtype)
-            self._host_grads[weight.index] = host
-            self._direct_grads[weight.index] = self.device.zero_copy_view(host)
 
     def look_up(self, lookups: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take the tokens that the first block was called with, by table, before there was a plan."""
@@ -223,10 +205,10 @@ class Gradients:
         if weight.index in self._tables:
             self._complete[self._tables[weight.index].sends.id].append((weight, None))
             return
-        op = self._takers[self._which][weight.index]
+        op = self._program.takers[self._which][weight.index]
         if grad is None:
             # No gradient in this micro-batch, but sums of others that are waiting for the update.
-            if op.kind == "update" and _filled(weight):
+            if op.updates and _filled(weight):
                 self._complete[op.id].append((weight, None))
             return
         if self.square_sums is not None and self._which == "updating" and not _filled(weight) and not self.arrivals:
@@ -251,7 +233,7 @@ class Gradients:
 
     def end_backward_of(self, block: int) -> None:
         """A block's backward has ended, in all its parts: gradients of the last one for tables are complete."""
-        for index, op in self._others[self._which].items() if block == self._last else ():
+        for index, op in self._program.of_last_block[self._which].items() if block == self._last else ():
             self._complete[op].append((self._weights[index], self._tables[index].end_last_block()))
 
     def use_on_device(self) -> None:
@@ -381,7 +363,7 @@ class Gradients:
         """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
         if op.rows is not None:
             return self._use_rows(op, weights[0], urgency)
-        updating = op.kind == "update"
+        updating = op.updates
         if updating and self.arrivals is not None:
             self.updated += len(weights)
             return self.arrivals.update(op, weights, self._arrived, urgency, squares=self.square_sums is not None)
@@ -390,56 +372,47 @@ class Gradients:
             self._slots.skipped(op.id, weights)
             return None
         arrived = [w for w in ready if w.index in self._arrived]
-        adding = self._adding(arrived, updating=updating)
-        totals = list(dict.fromkeys([total.group for w in ready if (total := w.total) is not None]))
-        # In common memory each process updates what it owns; sums are everybody's own.
-        of_others = [w for w in ready if updating and self.common is not None and self.common.theirs(w)]
-        mine = [w for w in ready if w not in of_others] if of_others else ready
-        groups = totals + [w.group for w in mine if updating]
-        update: Callable[[], None] | None = None
-        grads: list[Tensor] = []
-        if updating:
-            grads = [self._used(w) for w in mine]
-            # Now, with the options of this moment: a scheduler may change them before the task runs.
-            update = self.updates.prepare(mine, "host", grads) if mine else None
-            self.updates.leave_to_others(of_others)
-            self.updated += len(ready)
-        sums, edit = None, None
-        read: list[Event | None] = []
-        if updating:
-            edit = self.clipping.edit()
-            read.append(self.clipping.arrived)
-        if updating and self.square_sums is not None:
-            sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
-        groups = list(dict.fromkeys(groups))
+        task = HostTask(op=op.id, label=f"{op.kind} {op.block}", urgency=urgency)
+        # Gradients arrive after the last computation that may have read the weights in host memory.
+        task.after += [self._arrived.pop(w.index) for w in arrived]
+        task.reads += [w.grad_cell for w in arrived]
+        task.groups += [total.group for w in ready if (total := w.total) is not None]
+        task.work += self._adding(arrived, updating=updating)
+        theirs = self._update_on_host(task, ready) if updating else []
         if len(arrived) < len(ready):  # no gradient that arrives comes after what has read the weights
-            read += [self.device.mark(), *(group.last_fetch for group in groups)]
-        parted = [w.total.places for w in mine if w.total is not None and w.total.parted] if updating else []
-        work = _using(adding, parted, sums, [(edit, grads)] if edit is not None else [], update)
-        event = self.device.submit(
-            "host",
-            self.common.telling(op.id, work) if updating and self.common is not None else work,
-            # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*[self._arrived.pop(w.index) for w in arrived], *[p.host_ready for p in groups], *read]),
-            reads=list(dict.fromkeys([w.grad_cell for w in arrived] + [self.clipping.cell] * (edit is not None))),
-            writes=[group.host_cell for group in groups],
-            label=f"{op.kind} {op.block}",
-            op=op.id,
-            urgency=urgency,
-        )
-        self._slots.updated(op.id, event)
-        if edit is not None:
-            self.clipping.read_by(event)
-        for group in groups:
-            group.updated_on_host_by(event)
+            task.after += [self.device.mark(), *(group.last_fetch for group in task.groups)]
+        task.queued.append(partial(self._slots.updated, op.id))
+        event = task.queue(self.device)
         if updating and self.common is not None:
-            event = self.common.updated(op.id, of_others, event, urgency)
+            event = self.common.updated(op.id, theirs, event, urgency)
         for weight in ready:
             if weight.total is not None:
                 weight.total.use_up() if updating else weight.total.fill(self._norms.pop(weight.index, None))
             if weight.index in self._direct_grads:
                 self._read[weight.index] = event
         return event
+
+    def _update_on_host(self, task: HostTask, weights: Sequence[Weight]) -> list[Weight]:
+        """Let ``task`` update ``weights``, whose gradients it has added up; return those that other processes update.
+
+        What it does in their order: it adds up sums of processes, notes squares, clips, and updates.
+        """
+        theirs = [w for w in weights if self.common is not None and self.common.theirs(w)]
+        mine = [w for w in weights if w not in theirs]
+        grads = [self._used(w) for w in mine]
+        self.updates.leave_to_others(theirs)
+        self.updated += len(weights)
+        task.groups += [w.group for w in mine]
+        task.work += [partial(add_in_order, w.total.places) for w in mine if w.total is not None and w.total.parted]
+        if self.square_sums is not None:
+            sums = [w.total.host for w in weights if _filled(w) and w.total is not None]
+            task.work.append(partial(_note_squares, self.square_sums, sums))
+        self.clipping.edit_in(task, grads)
+        if mine:  # now, with the options of this moment: a scheduler may change them before the task runs
+            task.work.append(self.updates.prepare(mine, "host", grads))
+        if self.common is not None:
+            task.work.append(self.common.done(task.op))
+        return theirs
 
     def _used(self, weight: Weight) -> Tensor:
         """Return what an update of ``weight`` reads in host memory."""
@@ -450,13 +423,17 @@ class Gradients:
 
     def _use_rows(self, op: Op, weight: Weight, urgency: int) -> Event:
         """Queue what the host does with the gradient of a part of a table; return its event."""
-        table, first, updating = self._tables[weight.index], op.rows == "others", op.kind == "update"
+        table, first, updating = self._tables[weight.index], op.rows == "others", op.updates
         total = weight.total
         if first:
             table.begun, table.filled = False, _filled(weight)
         sums = total if total is not None and (table.filled or not updating) else None
-        groups = [weight.group] * updating + ([sums.group] if sums is not None else [])
         arrived = self._arrived.pop(weight.index, None)
+        task = HostTask(op=op.id, label=op.label, urgency=urgency, writes=[table.aside])
+        task.groups += [weight.group] * updating + ([sums.group] if sums is not None else [])
+        task.reads.append(weight.grad_cell if first else table.cell)
+        task.after += [self.device.mark() if arrived is None else arrived, *(g.last_fetch for g in task.groups)]
+        task.queued.append(partial(self._slots.updated, op.id))
         grad = self._host_grads[weight.index]
         if first and arrived is None:  # no backward has come: the sum is all there is
             assert sums is not None
@@ -467,87 +444,26 @@ class Gradients:
             edit=self.clipping.edit(),
             squares=self.square_sums,
         )
-        begins = [self.device.mark() if arrived is None else arrived]
-        event = self.device.submit(
-            "host",
-            table.other_rows(grad, use) if first else table.looked_up(use),
-            after=distinct([*begins, *(e for g in groups for e in (g.host_ready, g.last_fetch))]),
-            reads=[weight.grad_cell if first else table.cell],
-            writes=[table.aside, *(group.host_cell for group in groups)],
-            label=op.label,
-            op=op.id,
-            urgency=urgency,
-        )
-        self._slots.updated(op.id, event)
-        for group in groups:
-            group.updated_on_host_by(event)
+        task.work.append(table.other_rows(grad, use) if first else table.looked_up(use))
         if total is not None and not (updating and first):
             total.use_up() if updating else total.fill()
         self.updated += updating and not first
-        return event
+        return task.queue(self.device)
 
-    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
-        """Return what to add where, and whether there is something already; in updates only where there is."""
-        additions = []
+    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> Iterator[Callable[[], object]]:
+        """Yield what adds gradients to sums, or begins these; in updates only where there is a sum already."""
         for weight in weights:
-            total = weight.total
+            total, grad = weight.total, self._host_grads[weight.index]
             if total is not None and (total.filled or not updating):
-                additions.append((total.host, self._host_grads[weight.index], total.filled))
-        return additions
+                yield partial(total.host.add_ if total.filled else total.host.copy_, grad)
 
 
-def _using(
-    adding: Sequence[tuple[Tensor, Tensor, bool]],
-    parted: Sequence[Sequence[Tensor]],
-    sums: tuple[list[Tensor], list[Tensor]] | None,
-    edits: Sequence[tuple[Callable[[Tensor], None], Sequence[Tensor]]],
-    update: Callable[[], None] | None,
-) -> Callable[[], None]:
-    """Return what adds up, gradients and then sums of processes, notes squares if asked to, edits, and updates."""
-
-    def run() -> None:
-        for total, grad, filled in adding:
-            total.add_(grad) if filled else total.copy_(grad)
-        for places in parted:
-            add_in_order(places)
-        if sums is not None:
-            squares, totals = sums
-            squares += map(square_sum, totals)
-        for edit, grads in edits:
-            for grad in grads:
-                edit(grad)
-        if update is not None:
-            update()
-
-    return run
+def _note_squares(squares: list[Tensor], sums: Sequence[Tensor]) -> None:
+    squares += map(square_sum, sums)
 
 
 def _filled(weight: Weight) -> bool:
     return weight.total is not None and weight.total.filled
-
-
-def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]:
-    """Return, by trainable tensor, the op that takes its gradient in a pass: an offload, or what uses it on the device.
-
-    Raises:
-        PlanError: if there is none, so that the tensor would never be updated.
-    """
-    takers = {
-        tensor: op
-        for op in plan.program(which)
-        if (op.payload == "grad" and op.rows != "others") or (op.uses_gradients and op.lane != "host")
-        for tensor in plan.tensors(op)
-    }
-    for weight in weights:
-        if weight.param.requires_grad and weight.index not in takers:
-            raise PlanError(f"no op of the plan takes the gradient of {weight.label}; plan again")
-    return takers
-
-
-def _last_blocks(plan: Plan, which: Pass) -> dict[int, int]:
-    """Return, by table in two parts, the op that sends the last block's gradient in a pass."""
-    sends = [op for op in plan.program(which) if op.payload == "grad" and op.rows == "others"]
-    return {t: op.id for op in sends for t in plan.tensors(op)}
 
 
 def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:

@@ -28,6 +28,7 @@ from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.memory.common import UPDATE, Common, check_alike, contents
+from lt_offload.execute.memory.host_task import HostTask
 from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
@@ -83,18 +84,10 @@ class SumsOfAll:
         if not self._several or not totals:
             return
         self._window += not self._begun
-        groups = list(dict.fromkeys(total.group for total in totals))
-        event = self._device.submit(
-            "network",
-            self._work(op, totals),
-            after=distinct(group.host_ready for group in groups),
-            writes=[group.host_cell for group in groups],
-            label=op.label,
-            op=op.id,
-            nbytes=op.bytes,
-        )
-        for group in groups:
-            group.updated_on_host_by(event)
+        task = HostTask(lane="network", op=op.id, label=op.label, nbytes=op.bytes)
+        task.work.append(self._work(op, totals))
+        task.groups += [total.group for total in totals]
+        event = task.queue(self._device)
         self._begun |= dict.fromkeys(totals, event)
 
     def _work(self, op: Op, totals: Sequence[Sum]) -> Callable[[], None]:

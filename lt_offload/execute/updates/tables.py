@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lt_offload import limits
 from lt_offload.execute.device.base import Cell, Device
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.model.blocks import Structure
+from lt_offload.execute.program import Program
 from lt_offload.model.compiled import called, intercept
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import Op
 
 RowUpdate = Callable[[Tensor, Sequence[tuple[int, int]], bool], None]
 """Updates rows with a gradient, of all rows or of these alone; whether they are the first of a step."""
@@ -50,11 +50,10 @@ _ADDED = 256
 """Rows that are added at a time."""
 
 
-def tables_of(plan: Plan, structure: Structure, weights: Sequence[Weight], device: Device) -> list[Table]:
-    """Return the tables that ``plan`` updates in two parts."""
-    sends = [op for op in plan.ops if op.sends_gradients and op.rows == "looked up"]
-    first, sums = structure.blocks[0].module, plan.adds_up
-    return [Table(device, weights[t], op, first, sums=sums) for op in sends for t in plan.tensors(op)]
+def tables_of(program: Program, first: nn.Module, weights: Sequence[Weight], device: Device) -> list[Table]:
+    """Return the tables that ``program`` updates in two parts, in which the block ``first`` looks rows up."""
+    sends = [op for op in program.sends if op.rows == "looked up"]
+    return [Table(device, weights[t], op, first, sums=program.adds_up) for op in sends for t in program.tensors[op.id]]
 
 
 class Table:

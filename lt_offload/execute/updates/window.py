@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lt_offload.errors import PlanError
-from lt_offload.schema.plan import Pass, Plan
+from lt_offload.schema.plan import Pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +28,14 @@ class Window:
     """Counts the passes of a window.
 
     Args:
-        plan: None without training.
+        largest: micro-batches that the plan was made for; with more than 1 it serves any number.
+        adds_up: gradients are added up in sums.
+        delayed: updates wait until all gradients are there: every pass adds up.
     """
 
-    def __init__(self, plan: Plan | None) -> None:
-        self.delayed = plan is not None and plan.delayed
-        """Updates wait until all gradients are there: every pass adds up."""
-        self.which: Pass = plan.passes[0] if plan is not None else "updating"
+    def __init__(self, largest: int = 1, *, adds_up: bool = False, delayed: bool = False) -> None:
+        self.delayed = delayed
+        self.which: Pass = "beginning" if adds_up else "updating"
         """The use that the present pass, or the next one, makes of its gradients."""
         self.last = True
         """True if the present micro-batch is the last one of its window."""
@@ -42,8 +43,7 @@ class Window:
         """Passes of the present window whose gradients have been added up."""
         self.complete = 0
         """Complete micro-batches of the present window; counted in a loop of one's own only."""
-        self._largest = plan.accumulate if plan is not None else 1
-        self._size = self._largest
+        self._largest = self._size = largest
 
     @property
     def size(self) -> int:

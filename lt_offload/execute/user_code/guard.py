@@ -31,7 +31,6 @@ from lt_offload import limits
 from lt_offload.compat.torch import (
     FOREACH_COPY,
     DisableTorchFunctionSubclass,
-    TorchDispatchMode,
     address_of,
     has_storage,
     typed_storage,
@@ -43,10 +42,10 @@ from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.machine.dispatch import (
     DISPATCH_MODES,
+    OperationMode,
     WatchingMode,
     called_unseen,
     calls_others,
-    unseen_by_dynamo,
     writes,
 )
 from lt_offload.machine.zero_copy import zero_copy_view
@@ -351,12 +350,13 @@ def _describe(tensor: Tensor) -> str:
 # -- the modes --------------------------------------------------------------------------------------------------------
 
 
-@unseen_by_dynamo
-class _Operations(TorchDispatchMode):
+class _Operations(OperationMode):
     """Sees every operation of torch, those of ``state_dict``, ``deepcopy`` or ``numpy()`` among them."""
 
+    beside_compiled = False
+
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.guard: Guard | None = None
         """The guard; None before it is installed and once it is removed, perhaps by a thread that has another stack."""
 

@@ -34,8 +34,7 @@ from lt_offload.model.head import (
     uses_causal_loss,
 )
 from lt_offload.model.state.contexts import ambient
-from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import WITH_LOSS
+from lt_offload.schema.profile import WITH_LOSS, OptionName
 
 
 class DeferredLogits(Tensor):
@@ -138,21 +137,21 @@ class LossInBlock:
         """The block and the loss."""
 
     @classmethod
-    def of_plan(cls, structure: Structure, plan: Plan) -> LossInBlock | None:
-        """Return what ``plan`` wants; None if it keeps the loss apart.
+    def planned(cls, structure: Structure, option: OptionName, chunk: int) -> LossInBlock | None:
+        """Return the loss of the last block, if a plan wants it there by ``option``, in chunks of ``chunk`` tokens.
 
         Raises:
             PlanError: if the model computes its loss in another way, or without the block.
         """
-        if plan.options[-1] not in WITH_LOSS:
+        if option not in WITH_LOSS:
             return None
         owner, head = _loss_of(structure)
         if owner is None:
             raise PlanError(
-                f"the plan computes the loss in block {structure.blocks[-1].name} (option {plan.options[-1]!r}), but "
+                f"the plan computes the loss in block {structure.blocks[-1].name} (option {option!r}), but "
                 "the model does not take ForCausalLMLoss of a plain nn.Linear; plan again"
             )
-        return cls(owner, head, plan.chunk_tokens, planned=True)
+        return cls(owner, head, chunk, planned=True)
 
     @classmethod
     def in_chunks(cls, structure: Structure, chunk: int | None = None) -> LossInBlock | None:

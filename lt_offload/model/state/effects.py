@@ -9,7 +9,6 @@ call (``torch.autocast``) that of ``contexts.py``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,11 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lt_offload.compat.torch import HOOKS, MODULE_PARTS, address_of, buffers_of
-from lt_offload.model import objects
-from lt_offload.model.objects import Contents, holders, kind_of, read, same, unchanged, write
+from lt_offload.model.objects import Contents, built_in, holders, kind_of, read, same, unchanged, write
 from lt_offload.model.snapshot import version as _version
 from lt_offload.model.state.generators import GLOBAL, is_generator, same_state, set_state, state_of
 
@@ -51,7 +48,7 @@ class Location:
     @property
     def value(self) -> Any:
         """The tensor, or the tuple with some, that is there."""
-        return objects.item_of(self.holder, self.key)
+        return built_in(self.holder).__getitem__(self.holder, self.key)
 
     def holds(self, value: object) -> bool:
         """Return whether ``value`` is still there."""
@@ -61,7 +58,7 @@ class Location:
 
     def put(self, value: Any) -> None:
         """Put ``value`` there."""
-        objects.set_item(self.holder, self.key, value)
+        built_in(self.holder).__setitem__(self.holder, self.key, value)
 
 
 class Effects:
@@ -177,7 +174,8 @@ class Snapshot:
                 if graph:
                     graded: dict[Owner, bool] = {}
                     for location in self.locations():
-                        graded[location.owner] = graded.get(location.owner, False) or _requires_grad(location.value)
+                        requires = any(tensor.requires_grad for tensor in _tensors(location.value))
+                        graded[location.owner] = graded.get(location.owner, False) or requires
                     self.graded.update(graded)
             finally:
                 for part, now in present:
@@ -189,14 +187,14 @@ class Snapshot:
             part.undo(before)
 
 
-class _Part(ABC):
+class _Part:
     """One piece of state."""
 
     name = ""
 
-    @abstractmethod
     def save(self) -> Any:
         """Return the state, copied."""
+        raise NotImplementedError
 
     def copied_bytes(self, before: Any) -> int:
         """Return the device memory that copies in a saved state take."""
@@ -214,13 +212,13 @@ class _Part(ABC):
         """Return the state, to be restored after a run that begins with another one."""
         return self.save()
 
-    @abstractmethod
     def differs(self, before: Any, closely: bool) -> bool:
         """Return whether the state differs from ``before``; ``closely``: compare contents as well, which takes time."""
+        raise NotImplementedError
 
-    @abstractmethod
     def restore(self, before: Any) -> None:
         """Make the state what it was."""
+        raise NotImplementedError
 
     def undo(self, before: Any) -> None:
         """Make the state what it was, in its own place."""
@@ -237,17 +235,14 @@ class _Attributes(_Part):
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = [vars(module) for module in modules]
 
-    @override
     def save(self) -> tuple[list[dict[str, Any]], _Contents]:
         before = [_own(now) for now in self._modules]
         return before, _contents(value for own in before for name, value in own.items() if name not in _BOOKKEEPING)
 
-    @override
     def differs(self, before: tuple[list[dict[str, Any]], _Contents], closely: bool) -> bool:
         pairs = zip(self._modules, before[0], strict=True)
         return not (all(_same(_own(now), own) for now, own in pairs) and all(unchanged(*pair) for pair in before[1]))
 
-    @override
     def restore(self, before: tuple[list[dict[str, Any]], _Contents]) -> None:
         for now, own in zip(self._modules, before[0], strict=True):
             for name in [name for name in now if name not in _INTERNAL and name not in own]:
@@ -257,7 +252,6 @@ class _Attributes(_Part):
             if not unchanged(*pair):
                 write(*pair)
 
-    @override
     def locations(self, before: tuple[list[dict[str, Any]], _Contents]) -> Iterator[Location]:
         known = {id(value) for own in before[0] for value in own.values()}
         known |= {id(item) for _, contents in before[1] for item in contents[-1]}
@@ -290,29 +284,23 @@ class _BufferPart(_Part):
         self._holder, self._name = holder, name
         self.name = path
 
-    @override
     def save(self) -> tuple[Tensor | None, int, Tensor | None]:
         buffer = self._holder.get(self._name)
         return (None, 0, None) if buffer is None else (buffer, _version(buffer), buffer.detach().clone())
 
-    @override
     def copied_bytes(self, before: tuple[Tensor | None, int, Tensor | None]) -> int:
         return 0 if before[2] is None else before[2].nbytes
 
-    @override
     def now(self) -> tuple[Tensor | None, int, None]:
         # Without contents, so that the very object comes back: a graph may have saved it.
         return self._holder.get(self._name), 0, None
 
-    @override
     def thin(self, before: tuple[Tensor | None, int, Tensor | None]) -> tuple[Tensor | None, int, None]:
         return before[0], before[1], None
 
-    @override
     def rewritten(self, before: tuple[Tensor | None, int, None]) -> bool:
         return before[0] is not None and _version(before[0]) != before[1]
 
-    @override
     def differs(self, before: tuple[Tensor | None, int, Tensor | None], closely: bool) -> bool:
         now, (known, version, content) = self._holder.get(self._name), before
         buffer: Tensor | None = now
@@ -323,18 +311,15 @@ class _BufferPart(_Part):
         numbers = not (buffer.is_meta or type(buffer).__name__ == "FakeTensor")
         return closely and numbers and not torch.equal(buffer, content)
 
-    @override
     def restore(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
         buffer, _, content = before
         self._holder[self._name] = buffer if content is None else content.clone()
 
-    @override
     def locations(self, before: tuple[Tensor | None, int, Tensor | None]) -> Iterator[Location]:
         value = self._holder.get(self._name)
         if value is not before[0] and _has_numbers(value):
             yield Location((id(self._holder), self._name), self._holder, self._name)
 
-    @override
     def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
         buffer, _, content = before
         self._holder[self._name] = buffer
@@ -349,15 +334,12 @@ class _Generator(_Part):
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
-    @override
     def save(self) -> Any:
         return state_of(self._generator)
 
-    @override
     def differs(self, before: Any, closely: bool) -> bool:
         return not same_state(self.save(), before)
 
-    @override
     def restore(self, before: Any) -> None:
         set_state(self._generator, before)
 
@@ -365,10 +347,6 @@ class _Generator(_Part):
 def _has_numbers(value: Any) -> bool:
     """Return whether ``value`` is a tensor that can require grad, or a plain tuple with one."""
     return any(tensor.is_floating_point() for tensor in _tensors(value))
-
-
-def _requires_grad(value: Any) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""States of random generators: torch's, Python's and NumPy's, old and new, read and set without code of users."""
+"""States of random generators: torch's, Python's and NumPy's, old and new."""
 
 from __future__ import annotations
 
@@ -23,29 +23,23 @@ def is_generator(value: object) -> bool:
 
 def state_of(generator: Any) -> Any:
     """Return a copy of the state of ``generator``; None if it has none."""
-    kind = type(generator)
-    if issubclass(kind, torch.Generator):
-        return torch.Generator.get_state(generator)
-    if issubclass(kind, random.Random):
-        # That one draws from the system, and its ``getstate`` raises.
-        return None if issubclass(kind, random.SystemRandom) else random.Random.getstate(generator)
-    if issubclass(kind, np.random.RandomState):
-        return np.random.RandomState.get_state(generator, legacy=False)
+    if isinstance(generator, random.SystemRandom):
+        return None  # that one draws from the system, and its ``getstate`` raises
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, (torch.Generator, random.Random)):
+        return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
     return _bits_of(generator).state
 
 
 def set_state(generator: Any, state: Any) -> None:
     """Bring ``generator`` back to ``state``."""
-    kind = type(generator)
-    if issubclass(kind, torch.Generator):
-        torch.Generator.set_state(generator, state)
-    elif issubclass(kind, random.Random):
-        if state is not None:
-            random.Random.setstate(generator, state)
-    elif issubclass(kind, np.random.RandomState):
-        np.random.RandomState.set_state(generator, state)
-    else:
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    elif not isinstance(generator, random.Random):
         _bits_of(generator).state = state
+    elif state is not None:
+        generator.setstate(state)
 
 
 def same_state(left: Any, right: Any) -> bool:
@@ -70,5 +64,4 @@ def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 
 def _bits_of(generator: Any) -> Any:
-    new = issubclass(type(generator), np.random.Generator)
-    return np.random.Generator.bit_generator.__get__(generator) if new else generator
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,23 +34,10 @@ _ATOMS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
-    """Stands where a container holds a tensor of the call."""
+class _Stand:
+    """Stands where a container holds a tensor of the call, one that the block has made, or another container."""
 
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """Stands where the block has put, or returned, a tensor that it has made."""
-
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """Stands where one of the call's containers is."""
-
+    kind: Literal["input", "output", "own"]
     at: int
 
 
@@ -141,34 +128,32 @@ class Containers:
 
         def output(item: Any) -> Any:
             if not isinstance(item, Tensor):
-                return _Own(own[id(item)]) if id(item) in own else item
+                return _Stand("own", own[id(item)]) if id(item) in own else item
             if id(item) not in made:
                 made[id(item)] = len(outputs)
                 outputs.append(item)
-            return _Output(made[id(item)])
+            return _Stand("output", made[id(item)])
 
         def written(item: Any) -> Any:
             # What it was given there stays what it is: the caller's own tensor, with its place in the outer graph.
-            return _Input(entered[id(item)]) if id(item) in entered else output(item)
+            return _Stand("input", entered[id(item)]) if id(item) in entered else output(item)
 
         returned = [output(leaf) for leaf in leaves]
         contents = [(output(value), named, _filled(held, written)) for value, named, held in changed]
         return outputs, WrittenContainers(returned, spec, contents)
 
     def _real(self, tensors: Any, item: Any) -> Any:
-        return tensors[item.at] if type(item) is _Input else self.own[item.at] if type(item) is _Own else item
+        if type(item) is not _Stand:
+            return item
+        return tensors[item.at] if item.kind == "input" else self.own[item.at]
 
 
 class Handed:
-    """One call of a block.
-
-    Args:
-        args: as the caller gave them.
-        kwargs: as the caller gave them.
-    """
+    """One call of a block, with the arguments that its caller gave."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._copies: list[tuple[Tensor, Tensor, int]] = []
+        self._tensors: list[Tensor] = []
         self.args, self.kwargs = args, kwargs
         """The arguments, with lists in place of containers."""
         values, seen = [*args, *kwargs.values()], dict[int, Any]()
@@ -193,8 +178,8 @@ class Handed:
 
         def form(item: Any) -> Any:
             if id(item) in own:
-                return _Own(own[id(item)][0])
-            return _Input(places[id(item)]) if isinstance(item, Tensor) else item
+                return _Stand("own", own[id(item)][0])
+            return _Stand("input", places[id(item)]) if isinstance(item, Tensor) else item
 
         forms = [_mapped(value, form) if _holds(value, own) else _GIVEN for value in values]
         self.containers = Containers(
@@ -225,7 +210,16 @@ class Handed:
 
         Any number of times; what it returns :meth:`returned` has to be given.
         """
-        return _Runs(self.containers, forward)
+        first, later = [self.containers], list[Containers]()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # The caller's own in the first run. It stays until the backward; they, and the tensors in them, need not.
+            containers = first.pop() if first else later[0]
+            if not later:
+                later.append(containers.apart() if containers.own else containers)
+            return containers.run(forward, args, kwargs)
+
+        return run
 
     def returned(self, out: Any) -> Any:
         """Return what the block has returned, and write what it has written, with the tensors of ``out``."""
@@ -238,30 +232,12 @@ class Handed:
         (outputs, written), own = out, self.containers.own
 
         def real(item: Any) -> Any:
-            if type(item) is _Output:
-                return outputs[item.at]
-            return self._tensors[item.at] if type(item) is _Input else own[item.at] if type(item) is _Own else item
+            held = {"input": self._tensors, "output": outputs, "own": own}
+            return held[item.kind][item.at] if type(item) is _Stand else item
 
         for value, attributes, contents in written.contents:
             write(_place(real(value), attributes), _filled(contents, real))
         return tree_unflatten([real(leaf) for leaf in written.leaves], written.spec)
-
-
-class _Runs:
-    """A block's forward, which finds the caller's own containers in its first run and others like them in later ones.
-
-    It stays until the backward. The caller's containers, and the tensors in them, need not.
-    """
-
-    def __init__(self, containers: Containers, forward: Forward) -> None:
-        self._surroundings, self._forward = containers, forward
-        self._first = bool(containers.own)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        containers = self._surroundings
-        if self._first:
-            self._surroundings, self._first = containers.apart(), False
-        return containers.run(self._forward, args, kwargs)
 
 
 def _place(value: Any, attributes: bool) -> Any:

@@ -21,10 +21,6 @@ class InnerHooks:
 
     Those on the block itself are not among them: calls of the block are intercepted below them, so that they are called
     once, unless the block is compiled with its hooks.
-
-    Args:
-        name: of the block.
-        module: the block.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -42,14 +38,13 @@ class InnerHooks:
 
     def find(self) -> str | None:
         """Return a hook of the user's own and where it is, as errors name it; None if there is none."""
-        return next(self._of_users(), None)
-
-    def _of_users(self) -> Iterator[str]:
         for path, hooks in self._hooks:
-            if hooks:
-                for hook in hooks.values():
-                    if _home(hook).partition(".")[0] not in _LIBRARIES:
-                        yield f"forward hook {_title(hook)} on {path}, in block {self._name}"
+            for hook in hooks.values():
+                if _home(hook).partition(".")[0] not in _LIBRARIES:
+                    hook = _plain(hook)
+                    title = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    return f"forward hook {title} on {path}, in block {self._name}"
+        return None
 
 
 @contextmanager
@@ -83,8 +78,3 @@ def _home(hook: Any) -> str:
     hook = _plain(hook)
     named = hook if hasattr(hook, "__qualname__") else type(hook)
     return str(getattr(named, "__module__", None) or "")
-
-
-def _title(hook: Any) -> str:
-    hook = _plain(hook)
-    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_offload.plan.assembly.ops import Draft
+from lt_offload.plan.assembly.ops import Draft, Emitter
 from lt_offload.plan.iteration.memory import aligned
-from lt_offload.schema.plan import InitialCopy, Op, TensorGroup
+from lt_offload.schema.accesses import IN_ARENA
+from lt_offload.schema.plan import InitialCopy, Op, Payload, Plan, TensorGroup
 from lt_offload.schema.profile import Profile
 
-_Key = tuple[Literal["weight", "state"], int]
+_Key = tuple[Payload, int]
 """Payload and tensor."""
 _AT_START = -1
 """The number, in place of an op's, of copies that are on the device from the start."""
@@ -33,6 +34,7 @@ def group_tensors(
     *,
     weight_bytes: Sequence[int],
     state_bytes: Sequence[int],
+    sum_bytes: Sequence[int] = (),
     first_block: Sequence[int],
 ) -> Grouped:
     """Return the ops of ``drafts`` over groups of tensors.
@@ -42,16 +44,19 @@ def group_tensors(
         initial: arena offsets of what is on the device at the start.
         weight_bytes: per tensor, what its weight takes of the arena.
         state_bytes: per tensor, what its states take.
+        sum_bytes: per tensor, what the sum of its gradients takes; empty: gradients are not added up.
         first_block: per tensor, the first block that uses it.
     """
     offsets, uses = _offsets(drafts, initial), _uses(drafts)
     groups: list[TensorGroup] = []
     span = 0
-    for payload, sizes in (("weight", weight_bytes), ("state", state_bytes)):
-        keys: list[_Key] = [(payload, tensor) for tensor in range(len(sizes))]  # type: ignore[misc]
+    of_arena: Mapping[Literal["weight", "state", "sum"], Sequence[int]]
+    of_arena = {"weight": weight_bytes, "state": state_bytes, "sum": sum_bytes}
+    for payload, sizes in of_arena.items():
+        keys: list[_Key] = [(payload, tensor) for tensor in range(len(sizes))]
         together: dict[tuple[int | None, int], list[_Key]] = defaultdict(list)
         for key in keys:
-            if payload == "weight" or key in offsets:
+            if payload == "weight" or key in offsets or (payload == "sum" and sizes[key[1]]):
                 # Weights that never move are in no op. Without the block they would be one group of the whole model.
                 together[next(iter(offsets.get(key, {})), None), first_block[key[1]]].append(key)
         for members in together.values():
@@ -60,7 +65,7 @@ def group_tensors(
                 tensors = tuple(tensor for _, tensor in part)
                 groups.append(
                     TensorGroup(
-                        payload=part[0][0], tensors=tensors, sizes=tuple(sizes[tensor] for tensor in tensors), span=span
+                        payload=payload, tensors=tensors, sizes=tuple(sizes[tensor] for tensor in tensors), span=span
                     )
                 )
             # Weights and states are apart in host memory, so no copy can move both.
@@ -83,7 +88,7 @@ def group_tensors(
     return Grouped(
         groups=tuple(groups),
         ops=tuple(ops),
-        initial=tuple(InitialCopy(group=g, offset=initial[groups[g].payload, groups[g].tensors[0]]) for g in copies),  # type: ignore[index]
+        initial=tuple(InitialCopy(group=g, offset=initial[groups[g].payload, groups[g].tensors[0]]) for g in copies),
     )
 
 
@@ -104,6 +109,7 @@ def _over_groups(draft: Draft, groups: Sequence[TensorGroup], of: Mapping[tuple[
         after=draft.after,
         release_after=draft.release_after,
         save=draft.save,
+        passes=draft.passes,
         zero_copy=tuple(dict.fromkeys(of["weight", tensor] for tensor in draft.zero_copy)),
     )
 
@@ -132,7 +138,7 @@ def _offsets(drafts: Sequence[Draft], initial: Mapping[_Key, int]) -> dict[_Key,
     """Return the arena offsets of each tensor by the op that brings it."""
     offsets: defaultdict[_Key, dict[int, int]] = defaultdict(dict)
     for draft in drafts:
-        if draft.kind == "prefetch" and (draft.payload == "weight" or draft.payload == "state"):
+        if draft.kind == "prefetch" and draft.payload in IN_ARENA:
             for tensor, offset in zip(draft.tensors, draft.offsets, strict=True):
                 offsets[draft.payload, tensor][draft.id] = offset
     for key, offset in initial.items():
@@ -144,7 +150,7 @@ def _uses(drafts: Sequence[Draft]) -> dict[_Key, list[int]]:
     """Return the ops in which each tensor or its gradient takes part."""
     uses: defaultdict[_Key, list[int]] = defaultdict(list)
     for draft in drafts:
-        for payload in ("weight", "state"):
+        for payload in IN_ARENA:
             if draft.payload in (payload, "grad", None):
                 for tensor in (*draft.tensors, *draft.zero_copy):
                     uses[payload, tensor].append(draft.id)
@@ -154,11 +160,23 @@ def _uses(drafts: Sequence[Draft]) -> dict[_Key, list[int]]:
 def own_slots(drafts: Sequence[Draft], profile: Profile) -> int:
     """Give each of ``drafts`` that copies gradients to the host a place there; return the extent of all.
 
-    No two share any; see :mod:`lt_offload.plan.planners.slots` for that.
+    No two share any; see :mod:`lt_offload.plan.planners.slots` for that. What begins sums is copied to where these are.
     """
     extent = 0
     for draft in drafts:
-        if draft.payload == "grad" and draft.lane == "d2h":
+        if draft.payload == "grad" and draft.lane == "d2h" and draft.passes != ("beginning",):
             draft.host_offset = extent
             extent += sum(aligned(profile.tensors[t].bytes) for t in draft.tensors)
     return extent
+
+
+def same_slots(emitted: Emitter, plan: Plan) -> int:
+    """Let copied gradients arrive where those of ``plan`` do, for the same timetable; return the extent of all."""
+    copies = (op for op in plan.ops if op.sends_gradients)
+    drafts = (draft for draft in emitted.ops if draft.payload == "grad" and draft.lane == "d2h")
+    for draft, op in zip((d for d in drafts if d.passes != ("beginning",)), copies, strict=True):
+        draft.host_offset = plan.groups[op.groups[0]].host_offset
+        updates = (plan.ops[other] for other in op.after if plan.ops[other].updates_on_host)
+        former = (user for update in updates for t in plan.tensors(update) for user in emitted.users(t))
+        draft.after = tuple(sorted({*draft.after, *former}))
+    return plan.gradient_bytes

@@ -1,14 +1,17 @@
-"""The ops of an iteration in issue order, each linked to the ops that it has to wait for.
+"""The ops of an iteration in issue order.
 
-These are drafts: they name tensors. Which of those travel together is known once all ops are there; see ``groups.py``.
-What an op waits for is data first, then the ranges of the arena that it writes. Every dependency names the latest issue
-of the other op before this one; an id that is not smaller means the iteration before.
+These are drafts: they name tensors. Which of those travel together is known once all ops are there, see ``groups.py``,
+and so is what each waits for, see ``link.py``.
+
+Several micro-batches per update are one list, too, in which every op says the kinds of passes that carry it out. The
+sum of a tensor's gradients lies where its states are, and a timetable has room for both in one copy: states travel for
+the update, sums in every pass.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +19,13 @@ import numpy as np
 from lt_offload.plan.assembly.copies import PlacedCopy
 from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.computations import Computation, computations
+from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.lanes import LaneName, OpKind
-from lt_offload.schema.plan import Payload, Save
+from lt_offload.schema.plan import ADDING, Pass, Payload, Save
+
+ONE_BATCH: tuple[Pass, ...] = ("updating",)
+Ids = tuple[int, ...]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,33 +52,48 @@ class Draft:
     save: Save | None = None
     zero_copy: tuple[int, ...] = ()
     """For computations: the tensors that they read in host memory."""
+    passes: tuple[Pass, ...] = ONE_BATCH
 
 
 class Emitter:
-    """The ops of ``timetable`` in issue order, after :meth:`emit`, and the maps that linking them needs."""
+    """The ops of ``timetable`` in issue order, after :meth:`emit`, and the maps that linking them needs.
 
-    def __init__(self, timetable: Timetable) -> None:
+    Where others wait for an op that passes carry out in different ways, there is one for each way, and they wait for
+    all of these.
+    """
+
+    def __init__(self, timetable: Timetable, passes: tuple[Pass, ...] = ONE_BATCH) -> None:
         self.timetable, self.sets, self.copies = timetable, timetable.sets, timetable.copies
         self.decisions, self.profile = self.sets.decisions, self.sets.profile
         profile = self.profile
         self.timeline = timeline(profile)
+        self.adds_up, self.delayed = len(passes) > 1, "settling" in passes
+        self.every, self.updating = passes, passes[-1:]
+        self.computing = ADDING if self.delayed else passes
+        """The passes of a micro-batch."""
         self.ops: list[Draft] = []
         self.fetched_by: dict[int, list[PlacedCopy]] = {}
-        """Copies that each prefetch op of weights or states brings."""
-        self.fetches: dict[PlacedCopy, int] = {}
-        """By copy: the op that brings it."""
-        self.releases: dict[PlacedCopy, list[int]] = {}
+        """Copies that each prefetch op of weights, states or sums brings."""
+        self.fetches: dict[PlacedCopy, Ids] = defaultdict(tuple)
+        """By copy: the ops that bring it."""
+        self.releases: dict[PlacedCopy, Ids] = {}
         """By copy: the ops after which its range may be written again."""
         self.computations: list[int] = []
         """By step: its forward or backward."""
-        self.computed: list[int] = []
+        self.computed: list[Ids] = []
         """By step: its last op on the compute lane."""
+        self.added: dict[int, int] = {}
+        """By tensor: the op that adds its gradient to the sum."""
         self.updated: dict[int, int] = {}
         """By tensor: the op that updates it."""
+        self.reduced: dict[int, int] = {}
+        """By tensor: the op in which machines add up."""
         self.current: dict[int, int] = {}
         """By tensor: the op that makes its weight's host copy current."""
-        self.states_out: dict[int, int] = {}
-        self.grads_out: dict[int, int] = {}
+        self.states_out: dict[int, Ids] = {}
+        self.grads_out: dict[int, Ids] = {}
+        self.begins: dict[int, int] = {}
+        """By tensor: the op that copies its first gradient to where the sum is."""
         self.activations_out: dict[int, int] = {}
         self.activations_in: dict[int, int] = {}
         self.held_until: dict[int, list[int]] = defaultdict(list)
@@ -91,6 +113,82 @@ class Emitter:
             if copy.stay is not None:
                 self._fetched_at[copy.arrival].append(copy)
                 self._released_at[copy.stay.end].append(copy)
+        self._offsets: dict[tuple[Payload, int], int] = {}
+        """Offsets of states and sums, by tensor, where these are apart."""
+        self._settled = self._moved_in_settling() if self.delayed else set()
+        if self.adds_up:
+            self._divide_states()
+
+    @property
+    def initial(self) -> dict[tuple[Payload, int], int]:
+        """The offsets of what is on the device at the start, by payload and tensor."""
+        return {
+            (payload, copy.tensor): self._offset(copy, payload)
+            for copy in self.copies
+            if copy.at_start
+            for payload in self._parts(copy)
+        }
+
+    def bytes_of(self, payload: Payload, tensor: int) -> int:
+        """Return the bytes of a tensor's weight, gradient, states or sum."""
+        known = self.profile.tensors[tensor]
+        if payload != "state":
+            return known.bytes
+        return known.state_bytes - (known.sum_bytes if self.adds_up else 0)
+
+    def _parts(self, copy: PlacedCopy) -> tuple[Payload, ...]:
+        """Return what is in a copy: of states also sums, or these alone."""
+        if copy.payload == "weight" or not self.adds_up:
+            return (copy.payload,)
+        return ("state", "sum") if self._of_states([copy]) else ("sum",)
+
+    def _offset(self, copy: PlacedCopy, payload: Payload) -> int:
+        return self._offsets.get((payload, copy.tensor), copy.offset)
+
+    def _divide_states(self) -> None:
+        """Give states and sums their places: where several lie side by side, all states, and then all sums."""
+        placed = dict(zip(self.sets.copies, self.copies, strict=True))
+        groups = [*self.sets.always, *(stay.group for stay in self.sets.stays if stay.group is not None)]
+        for copies in ([placed[copy] for copy in group.copies] for group in groups):
+            offset = copies[0].offset
+            for copy in copies if copies[0].payload == "state" else ():
+                self._offsets["state", copy.tensor] = offset
+                offset += state_room(self.bytes_of("state", copy.tensor))
+            for copy in copies if copies[0].payload == "state" else ():
+                self._offsets["sum", copy.tensor] = offset
+                offset += aligned(self.profile.tensors[copy.tensor].bytes)
+
+    def _moved_in_settling(self) -> set[PlacedCopy]:
+        """Return the stays that begin or end in a settling pass.
+
+        What is on the device at its start stays there, and what an update on the device needs besides comes to its
+        planned place, from which it displaces what is there until it comes back at its time. What the host updates
+        comes back renewed.
+        """
+        places = [decision.place for decision in self.decisions.tensors]
+        used = [
+            copy
+            for copy in self.copies
+            if copy.stay is not None
+            and places[copy.tensor] in ("device", "paged")
+            and copy.covers(self.sets.update_step[copy.tensor])
+        ]
+        staying = {(copy.payload, copy.tensor): copy for copy in self.copies if copy.at_start and copy.stay is not None}
+        moved = {copy for copy in staying.values() if places[copy.tensor] == "host"}
+        while True:
+            moved.update(copy for copy in used if staying.get((copy.payload, copy.tensor)) in (None, *moved))
+            low = np.array([copy.offset for copy in moved], dtype=np.int64)
+            high = np.array([copy.offset + copy.room for copy in moved], dtype=np.int64)
+            displaced = {
+                copy
+                for copy in staying.values()
+                if copy not in moved and np.any((low < copy.offset + copy.room) & (high > copy.offset))
+            }
+            if not displaced:
+                return moved
+            moved |= displaced
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self) -> None:
         """Write every op."""
@@ -121,10 +219,19 @@ class Emitter:
             if not copies:
                 nbytes = self.sets.offloaded(block)
                 self.activations_in[block] = self._copy("prefetch", step, block, "activation", nbytes=nbytes)
-                continue
-            fetch = self._copy("prefetch", step, block, copies[0].payload, copies)
-            self.fetched_by[fetch] = copies
-            self.fetches.update(dict.fromkeys(copies, fetch))
+            elif copies[0].payload == "weight" or not self.adds_up:
+                self._move("prefetch", step, copies[0].payload, copies, self.every, block)
+            else:
+                # What is on the device at the start of a pass has to be there at its end in passes of every kind.
+                states = self._of_states(copies)
+                travelling = [copy for copy in states if not copy.at_start]
+                self._move("prefetch", step, "state", travelling, self.updating, block)
+                self._move("prefetch", step, "state", [copy for copy in states if copy.at_start], self.every, block)
+                self._move("prefetch", step, "sum", copies, self.every, block)
+
+    def _of_states(self, copies: Iterable[PlacedCopy]) -> list[PlacedCopy]:
+        """Return the copies that have states, and not a sum alone."""
+        return [copy for copy in copies if self.bytes_of("state", copy.tensor)]
 
     def _need(self, copy: PlacedCopy, step: int) -> tuple[int, int]:
         """Return the block that needs ``copy`` first from ``step`` on, and how many steps later."""
@@ -150,27 +257,41 @@ class Emitter:
         )
         if what.save is None:
             self.computations.append(op)
-            self.computed.append(op)
+            self.computed.append((op,))
 
     def _updates(self, step: int) -> None:
         """Updates on the device, gradients to the host, and the updates there."""
         ready = [t for t, update in self.sets.update_step.items() if update == step]
         # Two ops, so that tensors whose states are there do not wait for states that travel.
         for place in ("device", "paged"):
-            self._update(step, [t for t in ready if self.decisions.tensors[t].place == place], "compute")
+            tensors = [t for t in ready if self.decisions.tensors[t].place == place]
+            self._update(step, tensors, "compute", ADDING)
         written = self.sets.written[step]
         self._write_gradients(step, written)
         block, copied = self.timeline.block(step), self.sets.gradients[step]
         for tensors in copied:
             release_after, nbytes = self.timetable.gradients[tensors[0]], self._bytes(tensors)
-            out = self._copy(
-                "offload", step, block, "grad", tensors=tensors, nbytes=nbytes, release_after=release_after
-            )
-            self.held_until[release_after].append(out)
-            self.grads_out.update(dict.fromkeys(tensors, out))
-        # One update per copy: the host can begin when the first gradients have arrived.
-        for tensors in (written, *copied):
-            self._update(step, tensors, "host")
+            sends = [passes for passes in (self.computing[:1], self.computing[1:]) if passes]
+            for passes in sends:
+                out = self._copy(
+                    "offload",
+                    step,
+                    block,
+                    "grad",
+                    tensors=tensors,
+                    nbytes=nbytes,
+                    release_after=release_after,
+                    passes=passes,
+                )
+                self.held_until[release_after].append(out)
+                for t in tensors:
+                    self.grads_out[t] = (*self.grads_out.get(t, ()), out)
+            if len(sends) > 1:
+                self.begins.update(dict.fromkeys(tensors, out - 1))
+        # One update per copy: the host can begin when the first gradients have arrived. Sums that a copy has begun are
+        # there: adding is what later passes do.
+        for tensors, passes in ((written, ADDING), *((tensors, ADDING[1:]) for tensors in copied)):
+            self._update(step, tensors, "host", passes)
             self.current.update({t: self.updated[t] for t in tensors})
 
     def _write_gradients(self, step: int, tensors: list[int]) -> None:
@@ -187,16 +308,40 @@ class Emitter:
                 nbytes=nbytes,
                 release_after=step,
             )
-            self.grads_out.update(dict.fromkeys(tensors, out))
+            self.grads_out.update(dict.fromkeys(tensors, (out,)))
             # Written by the backward itself, so what has to come after the step's computing comes after this.
-            self.computed[step] = out
+            self.computed[step] = (out,)
 
-    def _update(self, step: int, tensors: list[int], lane: LaneName) -> None:
-        if tensors:
-            update = self._add("update", step, self.timeline.block(step), lane, tensors=tensors)
-            self.updated.update(dict.fromkeys(tensors, update))
-            if lane == "compute":
-                self.computed[step] = update
+    def _update(self, step: int, tensors: list[int], lane: LaneName, adding: tuple[Pass, ...]) -> None:
+        """Write an update, in front of it what adds up in passes without it, and behind it what machines add up."""
+        if not tensors:
+            return
+        block = self.timeline.block(step)
+        ops: Ids = ()
+        if self.adds_up:
+            adds = self._add("accumulate", step, block, lane, tensors=tensors, passes=adding)
+            self.added.update(dict.fromkeys(tensors, adds))
+            ops = (adds,)
+        ops += (self._add("update", step, block, lane, tensors=tensors, passes=self.updating),)
+        self.updated.update(dict.fromkeys(tensors, ops[-1]))
+        if lane == "compute":
+            self.computed[step] = ops
+        elif self.delayed and self.profile.machines > 1 and self.profile.common_updates:
+            nbytes = self._bytes(tensors)
+            reduces = self._add("reduce", step, block, "network", tensors=tensors, nbytes=nbytes, passes=ADDING)
+            self.reduced.update(dict.fromkeys(tensors, reduces))
+
+    def users(self, tensor: int) -> Ids:
+        """Return the ops that read or change a tensor's sum: what adds to it, and its update."""
+        return (*self.adds(tensor), self.updated[tensor])
+
+    def changes(self, tensor: int) -> Ids:
+        """Return the ops in which a tensor's states, sum and weight change where it is updated."""
+        return self.users(tensor) if self.decisions.tensors[tensor].place != "host" else (self.updated[tensor],)
+
+    def adds(self, tensor: int) -> Ids:
+        """Return the op that adds to a tensor's sum, if there is one."""
+        return (self.added[tensor],) if self.adds_up else ()
 
     def _activation_offload(self, step: int) -> None:
         """Before other copies to the host: the next computations wait for this memory."""
@@ -211,17 +356,24 @@ class Emitter:
     def _write_backs(self, step: int) -> None:
         for tensors in self.sets.write_backs[step]:
             block = self.profile.tensors[tensors[0]].blocks[0]
-            out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=self._bytes(tensors))
+            passes = self.updating
+            if any(self.sets.update_step[t] > step for t in tensors):  # the pass before has updated them
+                passes = (*self.computing[:1], *self.computing[2:])
+            nbytes = self._bytes(tensors)
+            out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=nbytes, passes=passes)
             self.current.update(dict.fromkeys(tensors, out))
 
     def _state_offloads(self, step: int) -> None:
+        """Out goes what a pass has changed: states by updates, sums by adding. The rest only makes room, see drops."""
         for tensors in self.sets.state_offloads[step]:
-            block = self.profile.tensors[tensors[0]].blocks[0]
             copies = [copy for t in tensors for copy in self.copies_of["state", t]]
-            nbytes = sum(copy.bytes for copy in copies)
-            out = self._copy("offload", step, block, "state", tensors=tensors, nbytes=nbytes, release_after=step)
-            self.states_out.update(dict.fromkeys(tensors, out))
-            self.releases.update({copy: [out] for copy in copies})
+            if self.adds_up:
+                out = self._move("offload", step, "state", self._of_states(copies), self.updating)
+                out += self._move("offload", step, "sum", copies, ADDING)
+            else:
+                out = self._move("offload", step, "state", copies, self.updating)
+            self.states_out.update(dict.fromkeys(tensors, tuple(out)))
+            self.releases.update(dict.fromkeys(copies, tuple(out)))
 
     def _drops(self, step: int) -> None:
         drops: dict[tuple[int, int], list[PlacedCopy]] = defaultdict(list)
@@ -233,9 +385,54 @@ class Emitter:
                     waits = self.current.get(copy.tensor, 0) + 1
                 drops[self.profile.tensors[copy.tensor].blocks[0], waits].append(copy)
         for (block, _), copies in sorted(drops.items()):
-            tensors = [copy.tensor for copy in copies]
-            drop = self._add("drop", step, block, "none", "weight", tensors=tensors, nbytes=self._bytes(tensors))
-            self.releases.update({copy: [drop] for copy in copies})
+            out = self._move("drop", step, "weight", copies, self.every, block)
+            self.releases.update(dict.fromkeys(copies, tuple(out)))
+        for tensors in self.sets.state_offloads[step] if self.adds_up else ():
+            copies = [copy for t in tensors for copy in self.copies_of["state", t]]
+            starting = [copy for copy in self._of_states(copies) if copy.at_start]
+            self._move("drop", step, "state", starting, ADDING)
+            self._move("drop", step, "sum", copies, self.updating)
+
+    def _move(
+        self,
+        kind: OpKind,
+        step: int,
+        payload: Payload,
+        copies: list[PlacedCopy],
+        passes: tuple[Pass, ...],
+        block: int | None = None,
+    ) -> list[int]:
+        """Write the op by which ``copies`` come or leave; return it, and what a settling pass has in its place.
+
+        That moves some of them, perhaps. What an update has changed is copied to the host there also where it stays.
+        """
+        moved = [copy for copy in copies if copy in self._settled]
+        parts = [(copies, passes, True)]
+        if "settling" in passes and moved != copies:
+            parts = [(copies, passes[:-1], True), (moved, self.updating, True)]
+            if kind == "offload":
+                parts.append(([copy for copy in copies if copy not in moved], self.updating, False))
+        ops = []
+        for some, which, leaves in parts:
+            if some and which:
+                of = self.profile.tensors[some[0].tensor].blocks[0] if block is None else block
+                ops.append(
+                    self._copy(
+                        kind,
+                        step,
+                        of,
+                        payload,
+                        tensors=[copy.tensor for copy in some],
+                        offsets=[self._offset(copy, payload) for copy in some] if kind == "prefetch" else (),
+                        release_after=step if kind == "offload" and leaves else None,
+                        passes=which,
+                    )
+                )
+                if kind == "prefetch":
+                    self.fetched_by[ops[-1]] = some
+                    for copy in some:
+                        self.fetches[copy] += (ops[-1],)
+        return ops
 
     def _copy(
         self,
@@ -243,23 +440,26 @@ class Emitter:
         step: int,
         block: int,
         payload: Payload,
-        copies: Sequence[PlacedCopy] = (),
         *,
-        tensors: Iterable[int] = (),
-        nbytes: int = 0,
+        tensors: Sequence[int] = (),
+        offsets: Iterable[int] = (),
+        nbytes: int | None = None,
         release_after: int | None = None,
+        passes: tuple[Pass, ...] | None = None,
     ) -> int:
-        nbytes = nbytes or sum(copy.bytes for copy in copies)
+        """Write a copy or a drop."""
+        lanes: Mapping[OpKind, LaneName] = {"prefetch": "h2d", "offload": "d2h"}
         return self._add(
             kind,
             step,
             block,
-            "h2d" if kind == "prefetch" else "d2h",
+            lanes.get(kind, "none"),
             payload,
-            tensors=[copy.tensor for copy in copies] or tensors,
-            offsets=[copy.offset for copy in copies],
-            nbytes=nbytes,
+            tensors=tensors,
+            offsets=offsets,
+            nbytes=sum(self.bytes_of(payload, t) for t in tensors) if nbytes is None else nbytes,
             release_after=release_after,
+            passes=passes,
         )
 
     def _add(
@@ -276,6 +476,7 @@ class Emitter:
         release_after: int | None = None,
         save: Save | None = None,
         zero_copy: Iterable[int] = (),
+        passes: tuple[Pass, ...] | None = None,
     ) -> int:
         op = Draft(
             id=len(self.ops),
@@ -290,110 +491,10 @@ class Emitter:
             release_after=release_after,
             save=save,
             zero_copy=tuple(zero_copy),
+            passes=passes or self.computing,
         )
         self.ops.append(op)
         return op.id
 
     def _bytes(self, tensors: Iterable[int]) -> int:
         return sum(self.profile.tensors[t].bytes for t in tensors)
-
-
-def link(emitted: Emitter) -> list[Draft]:
-    """Return the ops of ``emitted``, of which it fills in ``after``."""
-    linker = _Linker(emitted)
-    for op in emitted.ops:
-        op.after = tuple(sorted(linker.after(op)))
-    return emitted.ops
-
-
-class _Linker:
-    def __init__(self, emitted: Emitter) -> None:
-        self.emitted = emitted
-        self.moving = [copy for copy in emitted.copies if copy.stay is not None]
-        self.releases = [emitted.releases[copy] for copy in self.moving]
-        for copy, releases in zip(self.moving, self.releases, strict=True):
-            if copy.payload == "state" and copy.stay is not None:
-                # Given back at the end of a step, after everything that has been computed until then.
-                releases.append(emitted.computed[copy.stay.end])
-        self.low = np.array([copy.offset for copy in self.moving], dtype=np.int64)
-        self.high = np.array([copy.offset + copy.room for copy in self.moving], dtype=np.int64)
-        self.released = np.array([max(releases) for releases in self.releases], dtype=np.int64)
-
-    def after(self, op: Draft) -> set[int]:
-        """Return the ids of the ops that must have ended before ``op`` starts."""
-        if op.kind in ("forward", "backward"):
-            return self._computation(op)
-        if op.kind == "prefetch":
-            return self._prefetch(op)
-        e = self.emitted
-        if op.kind == "update":
-            if op.lane == "host":
-                return {e.grads_out[t] for t in op.tensors}
-            fetched = {e.fetches[copy] for t in op.tensors for copy in e.copies_of["state", t] if copy in e.fetches}
-            return fetched | {e.computations[op.step]}
-        if op.kind == "drop":
-            # Until the last computation has used it and the host has the newest value, nobody may overwrite its range.
-            written = {e.current[t] for t in op.tensors if e.decisions.tensors[t].write_back is not None}
-            return written | {e.computed[op.step]}
-        if op.lane == "compute":
-            return {e.computations[op.step]}
-        # A weight may leave in a later step than that of its update; gradients and activations leave in the step that
-        # made them.
-        updated = {e.updated[t] for t in op.tensors} if op.payload in ("weight", "state") else set()
-        return updated | {e.computed[op.step]}
-
-    def _computation(self, op: Draft) -> set[int]:
-        """Its weights and activations are there, and the memory it takes over has been given back."""
-        e = self.emitted
-        # It allocates what offloads gave back at the end of the step before; no tensor of its own tells it to wait for
-        # them.
-        waits = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
-        if op.kind == "backward" and not e.profile.blocks[op.block].has_backward:
-            return waits  # it does nothing
-        for t in e.of_block[op.block]:
-            if t not in op.zero_copy:
-                waits.update(e.fetches[c] for c in e.copies_of["weight", t] if c in e.fetches and c.covers(op.step))
-            # Read in host memory: not before the update, or the copy back, that made it current there.
-            elif t in e.current:
-                waits.add(e.current[t])
-        if e.timeline.is_backward(op.step) and op.block in e.activations_in:
-            waits.add(e.activations_in[op.block])
-        return waits
-
-    def _prefetch(self, op: Draft) -> set[int]:
-        e = self.emitted
-        if op.payload == "activation":
-            # It writes memory of the framework that the computation before may still be using.
-            before = (op.step - 1) % len(e.timeline)
-            return {e.activations_out[op.block], e.computed[before], *e.held_until.get(before, ())}
-        sources = e.current if op.payload == "weight" else e.states_out
-        waits = {sources[t] for t in op.tensors if t in sources}
-        # Whoever had the range may still be read, or be on its way out, although its memory counts as given back.
-        for copy in e.fetched_by[op.id]:
-            waits |= self._former_occupants(copy, op.id)
-        return waits
-
-    def _former_occupants(self, copy: PlacedCopy, fetch: int) -> set[int]:
-        """Return the releases of the last occupants of the range of ``copy``; these have awaited the earlier ones."""
-        low, high = copy.offset, copy.offset + copy.room
-        # The plan is cyclic: a release with a higher number is that of the iteration before.
-        ago = (fetch - self.released - 1) % len(self.emitted.ops)
-        others = np.flatnonzero((self.low < high) & (self.high > low))
-        open_ranges = [(low, high)]
-        waits: set[int] = set()
-        for at in others[np.argsort(ago[others], kind="stable")]:
-            left = without(open_ranges, int(self.low[at]), int(self.high[at]))
-            if left != open_ranges:
-                open_ranges = left
-                waits.update(self.releases[at])
-            if not open_ranges:
-                break
-        return waits
-
-
-def without(ranges: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """Return ``ranges`` less ``[low, high)``."""
-    parts = []
-    for start, end in ranges:
-        parts += [(start, min(end, low)), (max(start, high), end)]
-    return [(start, end) for start, end in parts if start < end]

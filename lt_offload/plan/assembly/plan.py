@@ -7,16 +7,16 @@ they mean.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from lt_offload.plan.assembly.copies import PlacedCopy
-from lt_offload.plan.assembly.groups import group_tensors, own_slots
-from lt_offload.plan.assembly.ops import Emitter, link
+from lt_offload.plan.assembly.groups import group_tensors, own_slots, same_slots
+from lt_offload.plan.assembly.link import link
+from lt_offload.plan.assembly.ops import ONE_BATCH, Emitter
 from lt_offload.plan.assembly.timetable import Timetable
-from lt_offload.plan.iteration.durations import durations
+from lt_offload.plan.iteration.durations import timed
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.schema.plan import Plan, Prediction
+from lt_offload.schema.plan import Pass, Plan, Prediction
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -31,21 +31,33 @@ def build(
     planner: str,
     budget_bytes: int,
     host_budget_bytes: int,
+    passes: tuple[Pass, ...] = ONE_BATCH,
+    like: Plan | None = None,
 ) -> Plan:
-    """Return the plan that carries out ``timetable``; its prediction is ``UNKNOWN``, and its gradients share no memory.
+    """Return the plan that carries out ``timetable``; its prediction is ``UNKNOWN``.
 
-    ``profile`` says how long ops take: it may be of another speed than the one that the timetable was made for.
+    Args:
+        timetable: when and where everything is.
+        profile: how long ops take: it may be of another speed than the one that the timetable was made for.
+        planner: what to call the method.
+        budget_bytes: of device memory.
+        host_budget_bytes: of RAM.
+        passes: the kinds of passes of the plan. For several the timetable is one for sums of gradients as states, and
+            the plan one for two passes or, where updates wait, one pass per update; it suits any number.
+        like: a plan for one batch with the same timetable, whose gradients arrive at the same addresses. Without it,
+            they share no memory.
     """
-    decisions, copies = timetable.sets.decisions, timetable.copies
-    emitter = Emitter(timetable)
+    decisions = timetable.sets.decisions
+    emitter = Emitter(timetable, passes)
     emitter.emit()
     drafts = link(emitter)
-    gradient_bytes = own_slots(drafts, profile)
+    gradient_bytes = own_slots(drafts, profile) if like is None else same_slots(emitter, like)
     grouped = group_tensors(
         drafts,
-        {(copy.payload, copy.tensor): copy.offset for copy in copies if copy.at_start},
+        emitter.initial,
         weight_bytes=[aligned(tensor.bytes) for tensor in profile.tensors],
-        state_bytes=[state_room(tensor.state_bytes) for tensor in profile.tensors],
+        state_bytes=[state_room(emitter.bytes_of("state", t)) for t in range(len(profile.tensors))],
+        sum_bytes=[aligned(tensor.bytes) * tensor.trainable for tensor in profile.tensors] if emitter.adds_up else (),
         first_block=[tensor.blocks[0] for tensor in profile.tensors],
     )
     plan = Plan(
@@ -75,10 +87,11 @@ def build(
         processes=profile.processes * profile.machines,
         chunk_tokens=profile.blocks[-1].option(decisions.options[-1]).chunk_tokens,
         graphed=tuple(index for index, block in enumerate(profile.blocks) if block.graphed),
-        notes=tuple(_notes(copies, profile)),
+        notes=tuple(_notes(timetable.copies, profile)),
+        window=2 if emitter.adds_up and not emitter.delayed else 1,
+        delayed=emitter.delayed,
     )
-    timed = zip(plan.ops, durations(plan, profile), strict=True)
-    return replace(plan, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+    return timed(plan, profile)
 
 
 def _notes(copies: Sequence[PlacedCopy], profile: Profile) -> Iterator[str]:
@@ -88,7 +101,8 @@ def _notes(copies: Sequence[PlacedCopy], profile: Profile) -> Iterator[str]:
     ):
         always = sum(copy.bytes for copy in copies if copy.payload == payload and copy.stay is None)
         if total:
-            what = "weights" if payload == "weight" else "optimizer states"
+            sums = " and sums of gradients" if any(tensor.sum_bytes for tensor in profile.tensors) else ""
+            what = "weights" if payload == "weight" else f"optimizer states{sums}"
             yield f"{format_bytes(always)} of {format_bytes(total)} of {what} are always on the device"
     fixed = {
         "before the first tensor": profile.hardware.context_bytes,

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.assembly.window import with_sums
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan, offmate_config, with_planned_head
-from lt_offload.plan.windows import for_one, for_windows, has_windows
+from lt_offload.plan.windows import for_one, for_windows, has_windows, with_sums
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
@@ -91,10 +90,10 @@ def choose_batch(
         ConfigError: if there is no size to consider.
     """
     say = on_progress or (lambda _message: None)
-    if has_windows(settings) or effective is not None:
-        return _choose_micro_batch(profile_at, settings, most, effective, say)
     if most < 1:
         raise ConfigError(f"there is no batch size to choose from: most={most}")
+    if settings.accumulate > 1 or settings.delayed or effective is not None:
+        return _choose_micro_batch(profile_at, settings, most, effective, say)
     search = _BatchSearch(profile_at, settings, min(most, LARGEST), say)
     search.run()
     return search.choice()
@@ -116,16 +115,13 @@ def _choose_micro_batch(
     def with_sums_at(size: int) -> Profile:
         measured[size] = profile_at(size)
         now = settings_at(size)
-        return with_sums(measured[size], now.accumulate) if has_windows(now) else measured[size]
+        return with_sums(measured[size], now.accumulate) if has_windows(measured[size], now) else measured[size]
 
-    if effective is None:
-        choice = choose_batch(with_sums_at, for_one(settings), most=most, on_progress=say)
-    else:
-        search = _BatchSearch(with_sums_at, for_one(settings), min(most, LARGEST), say)
-        search.split(effective)
-        choice = search.choice()
+    search = _BatchSearch(with_sums_at, for_one(settings), min(most, LARGEST), say)
+    search.run() if effective is None else search.split(effective)
+    choice = search.choice()
     profile, now = measured[choice.batch_size], settings_at(choice.batch_size)
-    if not has_windows(now):
+    if not has_windows(profile, now):
         plan = replace(choice.plan, host_budget_bytes=settings.host_budget(profile.hardware))
         return replace(choice, plan=plan, profile=profile)
     return replace(choice, plan=for_windows(choice.plan, profile, now), profile=profile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.schema.plan import Op, Plan
@@ -26,6 +28,12 @@ def durations(plan: Plan, profile: Profile) -> list[float]:
         else:
             seconds.append(_seconds(op, plan, profile))
     return seconds
+
+
+def timed(plan: Plan, profile: Profile) -> Plan:
+    """Return ``plan`` with the durations of its ops on the machine of ``profile``, with the plan's threads there."""
+    seconds = durations(plan, profile.with_host_threads(plan.host_threads))
+    return replace(plan, ops=tuple(replace(op, seconds=s) for op, s in zip(plan.ops, seconds, strict=True)))
 
 
 def exchange_s(plan: Plan, profile: Profile) -> float:

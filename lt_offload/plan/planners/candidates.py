@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.decisions import hosted
 from lt_offload.plan.planners.request import Proposal, Request, far_behind
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.planners.timed_plan import PlanScheduler, TimedPlan
 from lt_offload.plan.verify.check import check
-from lt_offload.schema.plan import Alternative, Plan
+from lt_offload.schema.plan import ADDING, Alternative, Plan
+from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
@@ -21,6 +24,7 @@ class Candidate:
     """A plan that fits."""
 
     proposal: Proposal
+    timetable: Timetable
     plan: Plan
     trace: Trace
 
@@ -28,6 +32,21 @@ class Candidate:
     def seconds(self) -> float:
         """Simulated time of an iteration."""
         return self.trace.iteration_time
+
+    def in_windows(self, profile: Profile, *, delayed: bool) -> Plan:
+        """Return the plan for windows of the mean pass that this one is for, with ``profile``.
+
+        ``delayed``: its updates wait until all gradients are there.
+        """
+        return build(
+            self.timetable,
+            profile.with_host_threads(self.plan.host_threads),
+            planner=self.plan.planner,
+            budget_bytes=self.plan.budget_bytes,
+            host_budget_bytes=self.plan.host_budget_bytes,
+            passes=(*ADDING, "settling" if delayed else "updating"),
+            like=self.plan,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +134,7 @@ class Candidates:
             return
         # Copies may have to wait for the memory that others leave, so that the plan may be slower than it was.
         plan, trace = share_slots(timed.plan, self.request.profile, timed.trace)
-        self.fitting.append(Candidate(proposal=proposal, plan=plan, trace=trace))
+        self.fitting.append(Candidate(proposal=proposal, timetable=timed.timetable, plan=plan, trace=trace))
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.assembly.ops import without
+from lt_offload.plan.assembly.link import without
 from lt_offload.plan.assembly.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.memory import host_bytes
 from lt_offload.plan.verify.simulate import simulate

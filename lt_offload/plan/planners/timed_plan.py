@@ -35,6 +35,7 @@ _SPARE = 1.1
 class TimedPlan:
     """A plan and its simulation; its gradients share no memory on the host yet."""
 
+    timetable: Timetable
     plan: Plan
     trace: Trace
 
@@ -103,7 +104,7 @@ class PlanScheduler:
             budget_bytes=self._request.budget_bytes,
             host_budget_bytes=self._request.host_budget_bytes,
         )
-        timed = TimedPlan(plan=plan, trace=simulate(plan, profile))
+        timed = TimedPlan(timetable=timetable, plan=plan, trace=simulate(plan, profile))
         if self.best is None or timed.seconds < self.best.seconds:
             self.best = timed
         return timed

@@ -7,6 +7,7 @@ labelled as estimates.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,14 +21,12 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lt_offload import optim
 from lt_offload.compat.hugging_face import is_known
-from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
-from lt_offload.errors import ConfigError
+from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, reset_dynamo
+from lt_offload.errors import ConfigError, first_line
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.compiled import forget_compiled
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
-from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import measure_blocks
 from lt_offload.profiling.meters import Roofline
@@ -80,7 +79,7 @@ def profile_config(
         optimizer: ``adamw``, ``adam``, ``sgd`` (fused), ``adafactor``, or ``adamw8bit``, which keeps fp32 masters of
             bfloat16 weights, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8, "target_modules": "all-linear"}``; None: all parameters
-            are trained. The usual ones need no peft.
+            are trained.
         quantize: ``"nf4"`` for layers of four bits that are not trained (bitsandbytes), under ``lora``; None: all
             weights are of ``dtype``.
         padding: whether batches are padded, so that attention gets a mask.
@@ -111,7 +110,9 @@ def profile_config(
         raise ConfigError(
             f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as weights of four bits are never trained"
         )
-    factory = _optimizer_factory(optimizer)
+    factory = OPTIMIZERS.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
+    if factory is None:
+        raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
     model_config = load_model_config(config)
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is not None and 0 < longest < sequence_length:  # XLNet has -1: any length
@@ -123,14 +124,18 @@ def profile_config(
         batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
         structure = find_blocks(model, blocks)
         if compile_blocks:
-            stack.callback(forget_compiled)
+            stack.callback(reset_dynamo)
             compile_planned(structure)
-        unmasked = not packing and (batch_size == 1 or not padding) and not _has_windows(model_config, sequence_length)
+        # Layers that see fewer tokens than a sequence has have a mask for that.
+        text = model_config.get_text_config()
+        windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        windowed = any(window is not None and window <= sequence_length for window in windows)
+        unmasked = not packing and (batch_size == 1 or not padding) and not windowed
         with Roofline(machine, unmasked=unmasked) as meter:
             measured = measure_blocks(
                 model,
                 structure,
-                lambda: dict(batch),
+                batch,
                 run=_run(model, autocast),
                 device=torch.device("cpu"),
                 meter=meter,
@@ -142,13 +147,12 @@ def profile_config(
     sizes = UpdateSizes(made, torch.device("cpu"))
     profile = assemble(model, batch, measured, sizes=sizes, updates=updates, hardware=machine)
     peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
-    return replace(profile, contention=_contention(machine), peak_flops_per_s=peak, estimated=True)
-
-
-def _has_windows(config: PreTrainedConfig, sequence_length: int) -> bool:
-    """Return whether some layers see fewer tokens than a sequence has, for which they have a mask."""
-    windows = (getattr(config.get_text_config(), name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return any(window is not None and window <= sequence_length for window in windows)
+    # A copy reads or writes each byte in the host's memory once; an update is as fast as that memory, by its estimate.
+    h2d, d2h = (
+        min(1.0, rate / machine.host_memory_bytes_per_s) for rate in (machine.h2d_bytes_per_s, machine.d2h_bytes_per_s)
+    )
+    contention = Contention(h2d=h2d, d2h=d2h, host=1.0)
+    return replace(profile, contention=contention, peak_flops_per_s=peak, estimated=True)
 
 
 def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
@@ -159,17 +163,6 @@ def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
             return model(**batch).loss
 
     return run
-
-
-def _contention(machine: HardwareProfile) -> Contention:
-    """Return the shares of copies and updates in the host's memory bandwidth.
-
-    A copy reads or writes each byte there once; an update is as fast as that memory, by its estimate.
-    """
-    bandwidth = machine.host_memory_bytes_per_s
-    return Contention(
-        h2d=min(1.0, machine.h2d_bytes_per_s / bandwidth), d2h=min(1.0, machine.d2h_bytes_per_s / bandwidth), host=1.0
-    )
 
 
 def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig:
@@ -215,14 +208,6 @@ def has_own_code(what: str) -> ConfigError:
     )
 
 
-def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
-    if not isinstance(optimizer, str):
-        return optimizer
-    if optimizer.lower() not in OPTIMIZERS:
-        raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[optimizer.lower()]
-
-
 def _build(
     config: PreTrainedConfig,
     dtype: torch.dtype,
@@ -245,10 +230,24 @@ def _build(
         if quantize:
             model = without_memory(model, dtype)
         if lora is not None:
-            model = with_planned_lora(model, lora)
+            model = _with_lora(model, lora)
         if prepare is not None:
             model = prepare(model)
     return model.train()
+
+
+def _with_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError(f"lora={dict(arguments)!r} needs the package peft: pip install peft") from None
+    with warnings.catch_warnings():  # peft asks transformers with a name that is going away
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            adapted: nn.Module = get_peft_model(model, LoraConfig(**arguments), low_cpu_mem_usage=True)
+        except ValueError as error:  # no layer has one of the names
+            raise ConfigError(f"lora={dict(arguments)!r}: {first_line(error)}") from None
+    return adapted
 
 
 def _make_fake(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,11 +56,7 @@ def compile_planned(structure: Structure) -> None:
     """Let calls of the layers of ``structure``, on fake tensors, run the graphs that stand for their compiled code."""
     for block in structure.blocks:
         if block.kind == "layer":
-            block.module.compile(backend=_backend, dynamic=False)
-
-
-def _backend(module: GraphModule, inputs: list[Any]) -> Any:
-    return lower_graphs(module, inputs, _lowered)
+            block.module.compile(backend=partial(lower_graphs, lower=_lowered), dynamic=False)
 
 
 def _lowered(module: GraphModule) -> Any:
@@ -139,7 +136,10 @@ def _runs(graph: Graph) -> dict[Node, int]:
     runs: dict[Node, int] = {}
     run = 0
     for node in graph.nodes:
-        if _fuses(node) or (node.target is operator.getitem and node.args[0] in runs):
+        func = node.target
+        plain = isinstance(func, Operation) and not func.is_view and not schema_of(func).is_mutable
+        fuses = plain and (torch.Tag.pointwise in func.tags or _name(func) in _REDUCTIONS | _RANDOM | _OTHERS)
+        if fuses or (func is operator.getitem and node.args[0] in runs):
             runs[node] = run
         elif node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
             run += 1
@@ -153,8 +153,11 @@ def _kept(graph: Graph, runs: dict[Node, int]) -> set[Node]:
         if _is_view(node):
             continue
         for base in map(_base, node.all_input_nodes):
-            if base in runs and runs.get(node) != runs[base] and (node not in runs or not _is_cheap(base)):
-                kept.add(base)
+            if base in runs and runs.get(node) != runs[base]:
+                # A later kernel makes the others again instead of reading them.
+                costly = base.target is operator.getitem or _name(base.target) in _REDUCTIONS | _RANDOM
+                if costly or node not in runs:
+                    kept.add(base)
     return kept
 
 
@@ -167,19 +170,6 @@ def _base(node: Node) -> Node:
 
 def _is_view(node: Node) -> bool:
     return isinstance(node.target, Operation) and node.target.is_view
-
-
-def _fuses(node: Node) -> bool:
-    func = node.target
-    if not isinstance(func, Operation) or func.is_view or schema_of(func).is_mutable:
-        return False
-    name = _name(func)
-    return torch.Tag.pointwise in func.tags or name in _REDUCTIONS or name in _RANDOM or name in _OTHERS
-
-
-def _is_cheap(node: Node) -> bool:
-    """Return whether a later kernel makes a result again instead of reading it."""
-    return node.target is not operator.getitem and _name(node.target) not in _REDUCTIONS | _RANDOM
 
 
 def _name(func: Any) -> str:

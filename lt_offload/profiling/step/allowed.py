@@ -11,37 +11,28 @@ from torch import Tensor, nn
 
 from lt_offload import limits
 from lt_offload.compat.torch import (
-    TorchDispatchMode,
     address_of,
     has_storage,
     schema_of,
 )
-from lt_offload.machine.dispatch import called_unseen, calls_others, unseen_by_dynamo, writes
+from lt_offload.machine.dispatch import OperationMode, called_unseen, calls_others, writes
 from lt_offload.model.blocks import Structure
 
 
-@unseen_by_dynamo
-class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses a step that writes weights, by ``.data`` as well, which moves no version.
-
-    Args:
-        structure: the model's blocks, and its parameters outside of them.
-    """
+class WrittenWeights(OperationMode):
+    """Refuses a step that writes weights, by ``.data`` as well, which moves no version."""
 
     def __init__(self, structure: Structure) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._weights = dict([*structure.tensors, *structure.rest])
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run: otherwise the blocks of a step that counts would run uncompiled."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if schema_of(func).is_mutable and not _sets_nothing(func, args):
+        # PEFT's parametrization around each forward of experts with adapters gives a weight the memory that it has.
+        same = func is torch.ops.aten.set_.source_Tensor and args[0].is_set_to(args[1])
+        if schema_of(func).is_mutable and not same:
             for position, argument in enumerate((*args, *kwargs.values())):
                 if writes(func, position, len(args), kwargs):
                     self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
@@ -52,14 +43,6 @@ class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, weight in self._weights.items():
             if has_storage(weight) and address_of(weight.untyped_storage()) in memory:
                 raise limits.WRITTEN_WEIGHTS.error(f"weight {name} is written by {func} within the step")
-
-
-def _sets_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation gives a tensor the memory that it has, as ``register_parametrization`` does.
-
-    PEFT registers one around each forward of experts that have adapters (``target_parameters``).
-    """
-    return func is torch.ops.aten.set_.source_Tensor and args[0].is_set_to(args[1])
 
 
 @contextmanager
@@ -80,6 +63,9 @@ def runnable(structure: Structure) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # Blocks have no graph here that a step could differentiate through: torch finds no way.
+        if "differentiated Tensor" in str(error):
+            raise limits.PARTIAL_BACKWARD.error("the step calls torch.autograd.grad") from error
         if "torch.func" in str(error) and "saved tensor hooks" in str(error):
             raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
         raise

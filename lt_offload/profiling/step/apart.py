@@ -20,9 +20,7 @@ from lt_offload.model.state.contexts import ambient, within
 class ApartRuns:
     """Joins blocks to an outer graph whose backward ends at them, so that activations of one block at most are kept.
 
-    Args:
-        structure: blocks that the step may call.
-        first: is called when the backward comes to the first block.
+    ``first`` is called when the backward comes to the first block.
     """
 
     def __init__(self, structure: Structure, first: Callable[[], object]) -> None:

@@ -30,15 +30,11 @@ from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import (
     Call,
-    FirstRun,
-    StateBytes,
-    bit_sums,
     edges,
     has_values,
     is_block_node,
     is_entry_node,
     kept_by_functions,
-    numbers_of,
     saved_by,
     tensors_of,
 )
@@ -59,9 +55,7 @@ _Versions = list[tuple[weakref.ref[Tensor], int]]
 class BoundaryCheck:
     """One run of a model, seen from between its blocks.
 
-    Args:
-        structure: the model's blocks.
-        aside: encloses every run of a block beyond the one that the model asked for.
+    ``aside`` encloses every run of a block beyond the one that the model asked for.
     """
 
     def __init__(self, structure: Structure, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -111,9 +105,6 @@ class BoundaryCheck:
 
         ``args`` and ``kwargs`` are the call's, ``entered`` those of the part in its graph; ``first``: it is the first
         part, or all.
-
-        Raises:
-            UnsupportedError: if an argument makes the block hand out what it computes.
         """
         leaves = tree_leaves((args, kwargs))
         # Weak: what the model lets go of must die here as it does in training, where bytes are counted.
@@ -165,7 +156,7 @@ class BoundaryCheck:
     def repeats(self, index: int, call: Call) -> bool:
         """Return whether a block may run again for its backward, as far as those of its kind have shown that."""
         self.find_rewritten()
-        known = id(call) in self._uses and not call.kernels and not call.compiled
+        known = id(call) in self._uses and not call.other_kernels and not call.compiled
         known = known and not any(self._kinds[other] == id(call) for other in self.once if other in self._kinds)
         block = self._blocks[index]
         known = known and not isinstance(call.module, HeadLoss)
@@ -215,11 +206,11 @@ class BoundaryCheck:
             except Exception as error:  # whatever users' code raises where there is no graph
                 first, failed = None, error
         call.draw_from(before_draws)
-        call.state[:] = call.state or [StateBytes(held=before.held_bytes, copied=before.copied_bytes)]
+        if call.seen is None:
+            call.seen, call.held_bytes, call.copied_bytes = before.rest, before.held_bytes, before.copied_bytes
         # In place and for good: the run with a graph, which is the one that stays, begins where this one began.
         before.undo()
         self._rest = before.rest
-        call.seen[:] = call.seen or [before.rest]
         if call.contexts.autocasts:
             torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
         if failed is not None:
@@ -231,11 +222,11 @@ class BoundaryCheck:
             out = self._run_kept(index, call, forward)
         if operations.called != with_graph.called:
             _log.info("block %s always runs with a graph: without one torch calls other operations", block.name)
-            call.kernels.add("graph")
+            call.other_kernels = True
         if has_values(call) and not _equal(first, out):
             # Kernels that add in no fixed order do not repeat their own bits: then nothing can be said, and with a
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
-            call.kernels.add("graph")
+            call.other_kernels = True
             if _repeats(call):
                 again = self._repeat(call, forward, before, before_draws)
                 if not _equal(again, out):
@@ -246,9 +237,6 @@ class BoundaryCheck:
             why = "what its autograd.Function keeps for the backward changes from run to run"
             _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
             self.once.setdefault(index, f"as {why}")
-        if has_values(call) and _repeats(call) and not before.changed and not call.given:
-            sums = [int(total) for total in bit_sums(numbers_of(out))]
-            call.given.append(FirstRun(draws=before_draws, sums=sums))
         return out
 
     def _repeat(self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor]) -> Any:
@@ -263,7 +251,7 @@ class BoundaryCheck:
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
         out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
         if not call.has_backward:
-            call.kernels.add("graph")  # nothing will ask it to run again, and plain PyTorch has gradients on
+            call.other_kernels = True  # nothing will ask it to run again, and plain PyTorch has gradients on
             return out
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
         self.once[index] = "for its hooks"
@@ -299,11 +287,7 @@ class BoundaryCheck:
         return out
 
     def _check_casts(self, index: int, out: Any) -> None:
-        """Refuse a weight that this block casts and another one has: autocast would have done that once for both.
-
-        Raises:
-            UnsupportedError: naming the weight.
-        """
+        """Refuse a weight that this block casts and another one has: autocast would have done that once for both."""
         # A cast is a node of this name; behind it is the leaf of the weight that was cast.
         casts = (node for node, _ in edges(t.grad_fn for t in tensors_of(out)) if node.name() == "ToCopyBackward0")
         for cast in casts:
@@ -313,11 +297,7 @@ class BoundaryCheck:
                 raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
 
     def _check_hidden(self, index: int, leaves: Sequence[Any], out: Any) -> None:
-        """Refuse tensors of other blocks that this block uses without having been given them as arguments.
-
-        Raises:
-            UnsupportedError: naming the class of the object that it was in.
-        """
+        """Refuse tensors of other blocks that this block uses without having been given them as arguments."""
         block = self._blocks[index]
         objects = sorted({type(leaf).__name__ for leaf in leaves if not _is_plain(leaf)})
         own = {id(parameter) for parameter in block.module.parameters()}
@@ -334,9 +314,6 @@ class BoundaryCheck:
         """Refuse a block that cannot take a batch in parts: in which samples depend on each other, for example.
 
         Two samples show it: no gradient of what the first one gives reaches the second.
-
-        Raises:
-            UnsupportedError: naming the block and what it does.
         """
         samples = call.cut()
         if samples is None:
@@ -401,9 +378,6 @@ class BoundaryCheck:
 
         Plain PyTorch adds gradients one by one as they come; blocks give the sum of their own, which is another order
         of summation unless there is only one.
-
-        Raises:
-            UnsupportedError: naming the block.
         """
         # A block has no edge from its output to its inputs, which were detached: behind each block the search begins
         # anew.
@@ -431,11 +405,7 @@ class BoundaryCheck:
                 yield from saved_by(node)
 
     def check_inside(self, loss: Tensor) -> None:
-        """Refuse a loss that leads into the private graph of a block, before any backward.
-
-        Raises:
-            UnsupportedError: naming the block.
-        """
+        """Refuse a loss that leads into the private graph of a block, before any backward."""
         for node, _ in edges([loss.grad_fn, *(node for node, _, _ in self._inputs)], outer=True):
             if is_entry_node(node):
                 name = self._blocks[node.block].name
@@ -444,9 +414,7 @@ class BoundaryCheck:
     def check_gradients(self, loss: Tensor, known: Collection[nn.Parameter]) -> None:
         """Refuse weights of blocks that the loss, or the inputs of other blocks, use outside of these.
 
-        Args:
-            loss: of the step.
-            known: weights that had a gradient before the step.
+        Weights in ``known`` had a gradient before the step.
 
         Raises:
             CalledOtherwise: if none of these blocks is a layer: without them, which stay on the device.
@@ -464,11 +432,7 @@ class BoundaryCheck:
             raise CalledOtherwise(str(refused), [block for block in self._blocks if block not in users])
 
     def check_results(self, result: Any) -> None:
-        """Refuse results of a model without a loss that come from inside blocks: its caller makes a loss of them.
-
-        Raises:
-            UnsupportedError: naming the weight.
-        """
+        """Refuse results of a model without a loss that come from inside blocks: its caller makes a loss of them."""
         names = {id(parameter): name for name, parameter in self._parameters()}
         roots = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for node, _ in edges(roots):
@@ -517,10 +481,8 @@ def _repeats(call: Call) -> bool:
 
 def _equal(first: Any, second: Any) -> bool:
     """Return whether two outputs are the same number for number, except that any two NaNs are the same."""
-    pairs = zip(tensors_of(first), tensors_of(second), strict=True)
-    return all(a.shape == b.shape and (torch.equal(a, b) or _equal_with_nans(a, b)) for a, b in pairs)
-
-
-def _equal_with_nans(a: Tensor, b: Tensor) -> bool:
     # Logits may be gigabytes: there is room for a truth value per number, not for copies.
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return all(
+        a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
+        for a, b in zip(tensors_of(first), tensors_of(second), strict=True)
+    )

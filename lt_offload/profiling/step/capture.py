@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from lt_offload import limits
 from lt_offload.errors import ModelError
-from lt_offload.model.blocks import Block, CalledOtherwise
+from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import Call
 from lt_offload.profiling.step.logits import Tail
 from lt_offload.profiling.step.model_call import Seam
 from lt_offload.schema.profile import OptionName
 
 Run = Callable[[Any], Any]
-Stage = Callable[[nn.Module], AbstractContextManager[None]]
-Aside = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
     """One run of the model."""
 
+    structure: Structure
+    """The blocks in the order of their calls."""
+    unrecorded: Set[int]
+    """Calls of which a run has kept no graph, by their identity."""
+    others: list[tuple[int, Call]]
+    """Calls of modules that turned out to be no blocks, in the largest forward, each with the block that follows it."""
     calls: tuple[Call, ...]
     """One per block; blocks that cost the same share one."""
     chained: tuple[bool, ...]
@@ -58,17 +60,6 @@ class Capture:
     """Bytes of gradients that the loss itself gives blocks before the last one: they wait for the backward of these."""
 
 
-@contextmanager
-def whole_backwards() -> Iterator[None]:
-    """Refuse by name that a step differentiates through blocks: here, where they have no graph, torch finds no way."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "differentiated Tensor" in str(error):
-            raise limits.PARTIAL_BACKWARD.error("the step calls torch.autograd.grad") from error
-        raise
-
-
 def find_loss(result: Any) -> Tensor | None:
     """Return the loss in what a model or a training step returned, if there is one."""
     if isinstance(result, Mapping):
@@ -81,10 +72,7 @@ def find_loss(result: Any) -> Tensor | None:
 def in_turn(blocks: Sequence[Block], called: Sequence[int], apart: Collection[int] = ()) -> tuple[list[int], list[int]]:
     """Return the calls of blocks that are called once per forward, in one order, and that order.
 
-    Args:
-        blocks: what may be one.
-        called: their indices, in the order of calls.
-        apart: those that are none.
+    ``apart`` are none.
 
     Raises:
         CalledOtherwise: if there is no layer.

@@ -32,15 +32,13 @@ from lt_offload.model.head import (
 from lt_offload.profiling.meters import Lap, Meter
 from lt_offload.schema.profile import OptionName
 
-NO_TIME = Lap(seconds=0.0, launch_s=0.0)
-
 
 @dataclass(kw_only=True, slots=True)
 class Tail:
     """The loss, between the last block's forward and its backward. Bytes include that block's output."""
 
-    forward: Lap
-    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    forward: Lap = Lap()
+    backward: Lap = Lap()
     forward_peak: int = 0
     saved: int = 0
     """Bytes in use when the backward begins."""
@@ -52,16 +50,13 @@ class Tail:
 class AfterLoss:
     """Computations between the model's own loss and its backward, while a last block that has the loss waits.
 
-    Args:
-        account: of the memory.
-        meter: tells the time.
-        rest: parameters outside the blocks, whose gradients are counted elsewhere.
+    Gradients of ``rest``, the parameters outside the blocks, are counted elsewhere.
     """
 
     def __init__(self, account: Account, meter: Meter, rest: Sequence[nn.Parameter]) -> None:
         self._account, self._meter, self._rest = account, meter, rest
-        self.tail = Tail(forward=NO_TIME)
-        self._first, self._peak = NO_TIME, 0
+        self.tail = Tail()
+        self._first, self._peak = Lap(), 0
         """The time from the last block to the loss, and the peak."""
         self._others: set[int | None] = set()
         """Storages from before the end of the loss, and storages that are counted elsewhere."""
@@ -76,12 +71,7 @@ class AfterLoss:
             loss.grad_fn.register_prehook(self._reached)
 
     def end(self, lap: Lap, kept: set[int | None]) -> tuple[Lap, int]:
-        """Take the figures of the forward; return the time and the peak since the last block.
-
-        Args:
-            lap: the time since the loss, or since the last block if there was none.
-            kept: storages that the step returns.
-        """
+        """Take the forward's figures; return the time and the peak since the last block. The step returns ``kept``."""
         if not self._others:
             return lap, self._account.peak
         self._others |= kept
@@ -111,11 +101,8 @@ class AfterLoss:
 class LogitsWatch(WatchingMode):
     """Observes uses of the last block's output, from its return to the end of the run.
 
-    On the stack of modes from :meth:`begin` to :meth:`end` only: code before that is not slowed down by it.
-
-    Args:
-        structure: the model's blocks.
-        on_loss: told the loss that the model has computed of these logits itself.
+    On the stack of modes from :meth:`begin` to :meth:`end` only: code before that is not slowed down by it. ``on_loss``
+    is told the loss that the model has computed of these logits itself.
     """
 
     def __init__(self, structure: Structure, on_loss: Callable[[Any], None]) -> None:

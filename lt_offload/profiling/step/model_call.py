@@ -25,7 +25,7 @@ from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers
 
 if TYPE_CHECKING:
-    from lt_offload.profiling.step.survey import StepRecorder
+    from lt_offload.profiling.step.first import FirstStep
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,8 +47,8 @@ class Seam:
 class ModelCall:
     """The calls of blocks in a step, each of which may turn out to be the last."""
 
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder, self._account = recorder, recorder.account
+    def __init__(self, step: FirstStep) -> None:
+        self._step, self._account = step, step.account
         self.calls: list[Call] = []
         self.chained: list[bool] = []
         self.seams: list[Seam] = []
@@ -62,7 +62,7 @@ class ModelCall:
         """Arguments that are no activations: they live until the backward."""
         self._graph: list[Any] = []
         """Nodes of operations between blocks: their saved tensors live until the backward, too."""
-        self._interfaces: set[int | None] = set()
+        self.interfaces: set[int | None] = set()
         """Storages of activations between blocks."""
         self._activations: list[weakref.ref[Tensor]] = []
         """Arguments and results of blocks, as the model sees them."""
@@ -73,23 +73,15 @@ class ModelCall:
         self._inner: set[int | None] = set()
         """Storages that graphs of blocks hold beside their saved tensors."""
         self._inner_bytes = 0
-        self._ends: dict[GradientEdge, int] = {}
+        self.ends: dict[GradientEdge, int] = {}
         """Ends of the graph between blocks: outputs of blocks, and their bytes."""
         self._leaves: dict[int, Tensor] = {}
         """Activations that no operation has made and that require gradients, as adapters have it of embeddings."""
-        self.bytes_of: dict[tuple[int, int], int] = {}
-        """Bytes of each output, by node and number."""
-        self.last_ends: set[tuple[int, int]] = set()
-        """The outputs of the last call."""
-        self._nodes: list[Any] = []
+        self.last_ends: dict[GradientEdge, int] = {}
+        """Those of the last call."""
         self._given: list[list[tuple[int | None, bool, int]]] = []
         """Storage, need of a gradient and bytes of each activation, by call."""
         self._returned: list[int] = []
-
-    @property
-    def interfaces(self) -> set[int]:
-        """Storages of activations between blocks."""
-        return {serial for serial in self._interfaces if serial is not None}
 
     def settle(self) -> None:
         """Set each seam's ``lingering``, once the storages that stay are known."""
@@ -101,20 +93,14 @@ class ModelCall:
         self._graph.clear()
         self._shared.clear()
         self._handed.clear()
-        self._nodes.clear()
 
     def saved_between(self, live: Mapping[int, int], in_graph: Set[int | None]) -> set[int | None]:
-        """Return the storages of ``live`` that blocks had in common with operations between them, which save them.
-
-        Args:
-            live: when the step returned.
-            in_graph: what operations outside the blocks save.
-        """
+        """Return storages of ``live`` of blocks and of operations between them, which save ``in_graph``."""
         alive = {self._account.serial(tensor) for held in self._activations if (tensor := held()) is not None}
         others = {self._account.serial(tensor) for tensor in (*self._shared, *self._leaves.values())}
         # A result that an operation has saved is no longer alive where the model's own variable is gone.
         others |= {self._account.serial(tensor) for tensor in self._handed} - alive - in_graph
-        return (self._interfaces & live.keys() & self.before_loss) - self._copies - others
+        return (self.interfaces & live.keys() & self.before_loss) - self._copies - others
 
     def retained_bytes(self) -> int:
         """Return the bytes of gradients that outputs of blocks retain, and of leaves with theirs.
@@ -136,64 +122,73 @@ class ModelCall:
         containers: Containers,
     ) -> Any:
         """Run one block, which others of the step may follow."""
-        recorder, account, cutter = self._recorder, self._account, self._recorder.cutters[index]
-        known = len(recorder.by_signature)
+        step, account, cutter = self._step, self._account, self._step.cutters[index]
+        known = len(step.by_signature)
+        current = account.current  # first: it takes off what has died
+        seam = Seam(forward=account.peak - current)
+        self.seams.append(seam)
         # In a list that is emptied: who keeps `body` would keep the arguments, which the model may have let go of.
-        call, pending = self._enter(block, args, kwargs, cutter, containers), [(args, kwargs)]
-        if cutter is not None and len(recorder.by_signature) > known:
-            with recorder.stage(block.module), within(call.contexts):
-                recorder.boundary.check_samples(block, call, original)
+        call, pending = self._call(block, args, kwargs, cutter, containers, seam), [(args, kwargs)]
+        self.calls.append(call)
+        if cutter is not None and len(step.by_signature) > known:
+            with step.stage(block.module), within(call.contexts):
+                step.boundary.check_samples(block, call, original)
         leaves = tree_leaves((args, kwargs))
         inputs = [leaves[slot] for slot in call.slots]
         self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
         del inputs, leaves
         self.let_go_of_last()
-        if index == len(recorder.blocks) - 1:
-            self._hold(args, kwargs)
-        self._note_before_last()
+        if index == len(step.blocks) - 1:
+            # Held until the loss's backward has run. Arguments, and results of others, are blocks', even those that the
+            # model's own code has in its variables only: it is not the loss that gives them back.
+            self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
+            self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
+        live = account.live()
+        self.masks = live.keys() - self.interfaces - self._inner
+        self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
 
         parts = iter(range(1 << 30))
 
         def body(*inner: Any, **named: Any) -> Any:
             (args, kwargs), *_ = pending
             first, before = next(parts) == 0, account.live().keys()
-            out = recorder.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
-            self._note_inner(out, before)
+            out = step.boundary.run(index, call, original, args, kwargs, (inner, named), first=first)
+            # Storages that the graph of the block's output holds: an unplanned step keeps all graphs. A step that runs
+            # aside does not; but the memory that it names has to do for one that counts.
+            returned = {account.serial(tensor) for tensor in tensors_of(out)}
+            held = {account.serial(tensor) for tensor in held_by_nodes(out)} - before - returned
+            self._inner |= held
+            self._inner_bytes += sum(nbytes for serial, nbytes in account.live().items() if serial in held)
             return out
 
         positions: list[int] = []
-        with recorder.stage(block.module):
-            repeats = recorder.boundary.repeats(index, call)
+        with step.stage(block.module):
+            repeats = step.boundary.repeats(index, call)
             reached = partial(_reached, call.reached, positions)
             again = original if repeats else None
-            out = recorder.join(index, args, kwargs, body, cutter=cutter, again=again, reached=reached)
+            out = step.join(index, args, kwargs, body, cutter=cutter, again=again, reached=reached)
         pending.clear()
         del args, kwargs
         tensors = tensors_of(out)
         floating = iter(range(len(tensors)))
         positions += [next(floating) if tensor.is_floating_point() else -1 for tensor in tensors]
-        self._interfaces |= {account.serial(tensor) for tensor in tensors}
-        self._note_after_last(out)
+        self.interfaces |= {account.serial(tensor) for tensor in tensors}
+        outputs = {account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}
+        self.output_bytes = sum(outputs.values())
         self._returned.append(self.output_bytes)
-        recorder.meter.lap()
-        made = [tensor for tensor in tensors if tensor.requires_grad]
-        self._nodes += [tensor.grad_fn for tensor in made]  # or their identity could be another's
-        self.last_ends = {(id(tensor.grad_fn), int(tensor.output_nr)) for tensor in made}
-        self.bytes_of |= {(id(tensor.grad_fn), int(tensor.output_nr)): tensor.nbytes for tensor in made}
-        self._leave(out)
+        self.below = account.current - self.output_bytes
+        self.before_loss = account.live().keys() - outputs.keys()
+        account.reset_peak()
+        step.meter.lap()
+        self.last_ends = {get_gradient_edge(tensor): tensor.nbytes for tensor in tensors if tensor.requires_grad}
+        self.ends |= self.last_ends
+        self._activations += [weakref.ref(tensor) for tensor in tensors]
+        self._last_output = BlockOutput(out)
         if isinstance(call.module, HeadLoss):
-            recorder.after.begin(out)
-        elif index == len(recorder.blocks) - 1:
-            recorder.watch.begin(out)
+            step.after.begin(out)
+        elif index == len(step.blocks) - 1:
+            step.watch.begin(out)
         return out
-
-    def _note_inner(self, out: Any, before: Set[int]) -> None:
-        """Note storages, none of ``before``, in the graph of a block's output: an unplanned step keeps all graphs."""
-        returned = {self._account.serial(tensor) for tensor in tensors_of(out)}
-        inner = {self._account.serial(tensor) for tensor in held_by_nodes(out)} - before - returned
-        self._inner |= inner
-        # Of a step that runs aside, too, whose graphs are gone: the memory that it names has to do for one that counts.
-        self._inner_bytes += sum(nbytes for serial, nbytes in self._account.live().items() if serial in inner)
 
     def let_go_of_last(self) -> None:
         """Let go of tensors held for the call before, which was not the last one."""
@@ -205,7 +200,7 @@ class ModelCall:
         """Let go of all calls and of the graph."""
         self.let_go()
         self.calls.clear()
-        self._ends.clear()
+        self.ends.clear()
         self._leaves.clear()
 
     def input_bytes_of(self, at: int) -> int:
@@ -238,50 +233,6 @@ class ModelCall:
             )
         return seam
 
-    def _enter(
-        self,
-        block: Block,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cutter: Cutter | None,
-        containers: Containers,
-    ) -> Call:
-        """Note a block's call, and the seam before it."""
-        current = self._account.current  # first: it takes off what has died
-        seam = Seam(forward=self._account.peak - current)
-        self.seams.append(seam)
-        call = self._call(block, args, kwargs, cutter, containers, seam)
-        self.calls.append(call)
-        return call
-
-    def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hold the last block's arguments, and tensors that others have handed on, until the loss's backward has run.
-
-        They are blocks', even those that the model's own code has in its variables only: it is not the loss that gives
-        them back.
-        """
-        self._shared += [tensor.detach() for tensor in tensors_of((args, kwargs))]
-        self._handed = [tensor.detach() for held in self._activations if (tensor := held()) is not None]
-
-    def _note_before_last(self) -> None:
-        live = self._account.live()
-        self.masks = live.keys() - self._interfaces - self._inner
-        self.between = sum(live[serial] for serial in self.masks) + self._inner_bytes
-
-    def _note_after_last(self, out: Any) -> None:
-        outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in numbers_of(out)}
-        self.output_bytes = sum(outputs.values())
-        self.below = self._account.current - self.output_bytes
-        self.before_loss = self._account.live().keys() - outputs.keys()
-        self._account.reset_peak()
-
-    def _leave(self, out: Any) -> None:
-        """Note the results of a block, as the model sees them."""
-        tensors = tensors_of(out)
-        self._activations += [weakref.ref(tensor) for tensor in tensors]
-        self._ends |= {get_gradient_edge(tensor): tensor.nbytes for tensor in tensors if tensor.requires_grad}
-        self._last_output = BlockOutput(out)
-
     def _call(
         self,
         block: Block,
@@ -301,7 +252,7 @@ class ModelCall:
         for slot, leaf in tensors:
             if slot in slots:
                 serial = self._account.serial(leaf)
-                self._interfaces.add(serial)
+                self.interfaces.add(serial)
                 self._graph.append(leaf.grad_fn)
                 self._activations.append(weakref.ref(leaf))
             else:
@@ -322,8 +273,8 @@ class ModelCall:
             cutter is None,
         )
         key = repr(signature)
-        if key not in self._recorder.by_signature:
-            self._recorder.by_signature[key] = Call(
+        if key not in self._step.by_signature:
+            self._step.by_signature[key] = Call(
                 module=block.module,
                 leaves=[self._own(leaf, copy=slot in slots) for slot, leaf in enumerate(leaves)],
                 spec=spec,
@@ -335,7 +286,7 @@ class ModelCall:
                 cutter=cutter,
                 containers=containers.apart(),
             )
-        return self._recorder.by_signature[key]
+        return self._step.by_signature[key]
 
     def _differentiate(self, inputs: Sequence[Tensor], seam: Seam) -> None:
         """Run the backward of the operations before a block, unless they are users' own code, and count its bytes."""
@@ -343,7 +294,7 @@ class ModelCall:
         nodes = [get_gradient_edge(leaf).node for leaf in roots]
         nodes += [node for node, _ in edges(nodes, outer=True)]
         variables = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
-        rest = [p for p in self._recorder.rest if id(p) in variables]
+        rest = [p for p in self._step.rest if id(p) in variables]
         leaves = {key: leaf for key, leaf in variables.items() if not any(leaf is p for p in rest)}
         self._leaves |= leaves
         between = [node for node in nodes if not hasattr(node, "variable") and not is_block_node(node)]
@@ -354,7 +305,7 @@ class ModelCall:
         # Hooks of users would be called once more than in training.
         if not between or any(map(tensor_hooks_of, watched)):
             return
-        ends = {edge: nbytes for edge, nbytes in self._ends.items() if any(edge.node is node for node in nodes)}
+        ends = {edge: nbytes for edge, nbytes in self.ends.items() if any(edge.node is node for node in nodes)}
         # Blocks lie above what else these lead to, and would have their backward.
         below = {id(node) for node, _ in edges(edge.node for edge in ends)}
         seam.rest = rest
@@ -377,7 +328,7 @@ class ModelCall:
         if own is plain or own.stride() != leaf.stride():
             return plain
         self._copies.add(self._account.serial(own))
-        self._interfaces |= self._copies
+        self.interfaces |= self._copies
         return own
 
 

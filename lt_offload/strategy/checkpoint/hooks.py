@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,20 +19,13 @@ from lt_offload.strategy.checkpoint import sums
 from lt_offload.strategy.checkpoint.archive import NewFile
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state, local, reading_once
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
+from lt_offload.strategy.first.planning import Planning
 from lt_offload.strategy.namespaces import NAMESPACES, bind
 from lt_offload.strategy.replay import KEY, Before, record
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy as _Base
-
-    from lt_offload.distributed.ranks import Ranks
-    from lt_offload.execute.engine import Engine
-    from lt_offload.plan import Settings
-    from lt_offload.schema.plan import Plan
-    from lt_offload.schema.profile import Profile
-    from lt_offload.strategy.first.growing import Growth
 else:
     _Base = object
 
@@ -46,36 +38,14 @@ _ASYNC = "AsyncCheckpointIO"
 _STOCK = {f"{namespace}.plugins.io.async_plugin" for namespace in NAMESPACES}
 
 
-class Checkpoints(_Base):
+class Checkpoints(Planning, _Base):
     """The part of the strategy that saves and loads checkpoints."""
 
-    namespace: str
     async_checkpoint: bool
-    engine: Engine | None
-    profile: Profile | None
-    plan: Plan | None
-    settings: Settings
-    ranks: Ranks | None
-    _growth: Growth
-    if TYPE_CHECKING:
-
-        @property
-        def num_processes(self) -> int:
-            """Processes of this machine."""
-
-        @property
-        def node_rank(self) -> int:
-            """The machine's number."""
-
     _unfinished: str | None = None
     """The reason why no checkpoint may be written after a run that has failed."""
     _failed = False
     """True if the run has ended with an error."""
-
-    @property
-    @abstractmethod
-    def _module(self) -> LightningModule:
-        """The model."""
 
     @property
     def checkpoint_io(self) -> Any:
@@ -170,7 +140,7 @@ class Checkpoints(_Base):
             return
         first = self.is_global_zero
         if first and self.profile is not None and self.plan is not None:
-            checkpoint[KEY] = record(self._module, self.profile, self.plan, self.settings, self._growth.sizes)
+            checkpoint[KEY] = record(self._module, self.profile, self.plan, self.settings, self.growth.sizes)
         files, later = self._files()
         path = None if storage_options is not None else local(filepath)
         engine = self.engine

@@ -5,14 +5,14 @@ Everything is tensors, numbers, strings, lists and dicts, so that ``torch.load(w
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+from lt_offload.model.state.generators import GLOBAL, is_generator, set_state, state_of
+
 _ON_CUDA = "cuda:"
 """The beginning of the names of CUDA devices' generators, of which another run may have more or fewer."""
 
@@ -20,54 +20,38 @@ _ON_CUDA = "cuda:"
 def generators(owners: Mapping[str, object], device: torch.device | None = None) -> dict[str, Any]:
     """Return the global generators, and those that are attributes of ``owners``, by owner and attribute.
 
-    The modules ``random`` and ``numpy.random`` stand for theirs. CUDA devices have some once CUDA was used; with
-    ``device``, the one of this process among several, no other one is touched.
+    CUDA devices have some once CUDA was used; with ``device``, the one of this process among several, no other one is
+    touched.
     """
-    held: dict[str, Any] = {"python": random, "numpy": np.random, "torch": torch.default_generator}
+    held: dict[str, Any] = dict(zip(("python", "numpy", "torch"), (*GLOBAL, torch.default_generator), strict=True))
     for index, generator in enumerate(torch.cuda.default_generators):
         if device is None:
             held[f"{_ON_CUDA}{index}"] = generator
         elif device.type == "cuda" and index == device.index:
             held[_ON_CUDA] = generator
     for name, owner in owners.items():
-        if isinstance(owner, _KINDS):
+        if is_generator(owner):
             held[name] = owner
         for key, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, _KINDS):
+            if is_generator(value):
                 held[f"{name}.{key}"] = value
     return held
 
 
 def capture(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the generators ``held``, by the same names."""
-    return {name: _state(generator) for name, generator in held.items()}
+    return {name: _plain(state_of(generator)) for name, generator in held.items()}
 
 
 def restore(held: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
     """Set ``held`` to ``states``; return the names that only one of the two has, but for CUDA devices."""
     for name in held.keys() & states.keys():
-        _set_state(held[name], states[name])
+        state = _original(states[name])
+        if isinstance(state, list):  # Python's
+            version, words, gauss = state
+            state = (version, tuple(words), gauss)
+        set_state(held[name], state)
     return sorted(name for name in held.keys() ^ states.keys() if not name.startswith(_ON_CUDA))
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
-    if hasattr(generator, "getstate"):  # Python's
-        return _plain(generator.getstate())
-    if generator is np.random or isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _original(state)
-    elif hasattr(generator, "setstate"):
-        version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
-    else:
-        generator.set_state(_original(state))
 
 
 def _plain(value: Any) -> Any:

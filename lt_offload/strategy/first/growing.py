@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lt_offload.distributed.merge import largest
+from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.model.batch import Size, shape
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The state that an engine leaves for the engine of the next plan."""
+
+    window: CarriedWindow
+    memory: int
+    """Bytes of the device."""
+    plan: Plan
+    change: str
+    """The reason for another plan."""
 
 
 class Growth:

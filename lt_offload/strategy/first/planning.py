@@ -1,110 +1,233 @@
-"""The first plan of a run under a Trainer: made within the first step, which trains and is profiled, or before it."""
+"""The life of a training's plan under a Trainer, of Lightning's or of transformers'.
+
+Before the first step there is no plan, and there is none after a change that a plan cannot follow: a larger batch, or
+other weights that train. Then the coming step is watched: it trains, and is measured on its way. When its backward
+comes to the first block there is a profile and a plan, whose engine goes on with that backward. A step that cannot be
+watched, or that is to be planned for with a larger batch than its own, is run on trial before.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import OffloadError, ProcessError, UnsupportedError, because
-from lt_offload.execute.device.base import Device
+from lt_offload.errors import OffloadError, PlanError, UnsupportedError, because
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.memory.groups import move_rest
+from lt_offload.execute.installed import install
 from lt_offload.execute.training.passes import Passes
+from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.model.batch import Size
-from lt_offload.model.blocks import Structure, as_called
+from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.optimizers import with_more
+from lt_offload.model.parts import check_micro_batches
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.orders import choose_parts, compared
-from lt_offload.schema.plan import Plan
+from lt_offload.profiling.hardware import free_memory
+from lt_offload.schema.explain import brief
+from lt_offload.schema.files import from_json
+from lt_offload.schema.plan import PLAN_SCHEMA, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
 from lt_offload.strategy.batch_size import warn_of_change
-from lt_offload.strategy.first import sample
-from lt_offload.strategy.first.growing import Growth
-from lt_offload.strategy.first.sample import SampleBatch
-from lt_offload.strategy.first.survey import Carried, FirstIteration, one_list, order_of_sums
+from lt_offload.strategy.first.growing import Carried, Growth
+from lt_offload.strategy.first.survey import FirstIteration
 from lt_offload.strategy.replan import LEAST_S, Replanning, follow, planning
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.processes import Processes
-from lt_offload.units import format_bytes
+from lt_offload.units import Budget, format_bytes
 
-if TYPE_CHECKING:
-    from pathlib import Path
+Measure = Callable[..., Profile]
+"""A function of the parts of a batch, and perhaps of an optimizer other than the training's, that returns a profile."""
+_BUSY = 0.1
+"""Scatter of measurements above which the user is told."""
 
 
-class FirstPlanning(Processes):
-    """The part of the strategy that makes the first plan."""
+def settings_of(options: Mapping[str, Any]) -> Settings:
+    """Return the settings of plans among the ``options`` of a strategy or of ``hf_trainer``, all of which are checked.
 
-    model: nn.Module | None
+    Raises:
+        ConfigError: if one cannot be used as given.
+    """
+    check_micro_batches(options["micro_batches"], auto=True)
+    return Settings.among({**options, "host_memory": Budget.of(options["host_memory"], setting="host_memory")})
+
+
+class Planning(Processes):
+    """A training with its plan, its engine, and the changes from one to another."""
+
+    model: Any
     settings: Settings
-    plan_path: str | Path | None
-    profile: Profile | None
-    plan: Plan | None
-    engine: Engine | None
-    run_before: Before
-    """The run that this one goes on with, until there is a plan."""
-    _first: tuple[Any, int] | None
-    _aside: bool
-    """True if the first step is measured on trial."""
-    _replanning: Replanning | None
-    _device: Device | None
-    _watch: ExitStack
-    _signature: object
+    """The settings of plans; budgets that the user left out are not resolved yet."""
+    explain = False
+    """True if the whole plan is shown before training, and not just one paragraph about it."""
+    _aside = False
+    """True if the coming step is measured on trial."""
 
-    _step: ExitStack
-    """Encloses an iteration."""
-    _how: dict[str, Any]
-    """Arguments with which the iteration begins."""
-    _survey: FirstIteration | None
-    """The profiled step, from its forward until there is a plan."""
-    _carried: Carried | None
-    """The window and budget that step takes over, if there was a plan before it."""
-    _padded: bool
-    """True if the present batch has padding."""
-    _coming: Size
-    """Size of the present batch, where there is no plan."""
-    _growth: Growth
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.settings = settings_of(options)
+        self.micro_batches: int | Literal["auto"] = options["micro_batches"]
+        self.blocks: str | None = options["blocks"]
+        self.plan_path: str | Path | None = options["plan"]
+        self.report_dir: str | Path | None = options["report_dir"]
+        self.engine: Engine | None = None
+        """The engine while something is trained or evaluated."""
+        self._installed = ExitStack()
+        """Removes the engine, and what is around it."""
+        self._forget_plan(Before())
 
-    if TYPE_CHECKING:
-        _module: Any
-        _trainer: Any
-        micro_batches: Any
+    def _forget_plan(self, before: Before) -> None:
+        """Begin a training, which goes on with the run ``before``."""
+        self.profile: Profile | None = None
+        """The profile of the first batch, made together with ``plan``; ``batch_size="auto"`` makes both earlier."""
+        self.plan: Plan | None = None
+        self.run_before = before
+        """The run that this one goes on with, until there is a plan."""
+        self.growth = Growth(before.shown)
+        self._first: tuple[Any, int] | None = None
+        """The batch of the coming step and its number, where there is no plan."""
+        self._coming = Size(0, 0, False)
+        self._watched: FirstIteration | None = None
+        """The step that is watched, from its forward until there is a plan."""
+        self._elsewhere: Structure | None = None
+        """Candidates for the model's blocks, after a step has called none of the layers that were taken for them."""
+        self._carried: Carried | None = None
+        """The window and budget that the coming step takes over, if there was a plan before it."""
+        self._replanning: Replanning | None = None
+        """The correction of the plan by the first iterations, present until it is over."""
 
-        @property
-        def _budget(self) -> int: ...
-        def _structure(self) -> Structure: ...
-        def _close_engine(self) -> None: ...
-        def _begin(self, optimizer: Optimizer) -> None: ...
-        def _open_device(self, budget: int, threads: int) -> Device: ...
+    # -- known by the Trainer ----------------------------------------------------------------------------------------
 
-    def _plan_early(self, trainer: Any, why: OffloadError) -> None:
-        """Plan before training, as not even forwards fit without a plan: an error then mostly names enough memory.
+    @property
+    @abstractmethod
+    def _module(self) -> Any:
+        """The model."""
 
-        A step that needs objects of later hooks is planned with its first batch: there is no engine until then.
+    @property
+    @abstractmethod
+    def _optimizer(self) -> Optimizer:
+        """The optimizer of the training."""
 
-        Raises:
-            OffloadError: that of planning, or ``why``.
+    @property
+    @abstractmethod
+    def _callbacks(self) -> Sequence[Any]:
+        """The Trainer's callbacks."""
+
+    @property
+    @abstractmethod
+    def _updates_done(self) -> int:
+        """Number of updates so far."""
+
+    @abstractmethod
+    def show(self, text: str) -> None:
+        """Show ``text`` to the user."""
+
+    @abstractmethod
+    def _folder(self) -> Path | None:
+        """Return the folder for records, None if the run keeps nothing."""
+
+    @abstractmethod
+    def _wants_larger(self, size: Size) -> bool:
+        """Return whether a batch is given that is larger than ``size``, and is to be planned for."""
+
+    @abstractmethod
+    def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
+        """Return the size of the batch to plan for, and a function that measures a step with it on trial.
+
+        The function takes parts, an optimizer and earlier measurements.
+
+        Args:
+            batch: of the coming step.
+            number: of that batch.
         """
+
+    def _goes_on(self) -> None:
+        """Be in the iteration of the step that was watched; the plan's engine has taken over."""
+
+    def say(self, sentence: str) -> None:
+        """Say ``sentence`` to the user."""
+        self.show(f"offmate: {sentence}")
+
+    @property
+    def _budget(self) -> int:
+        """Device bytes that may be taken now."""
+        return self.settings.device.resolved(lambda: self.part_of_memory(free_memory(self.root_device)))
+
+    def _structure(self) -> Structure:
+        """Return the candidates for the model's blocks, or the blocks themselves once a step has called them."""
+        if self.profile is not None:
+            return as_called(self._module, self.profile.blocks)
+        return self._elsewhere or find_blocks(self._module, self.blocks)
+
+    # -- before a step -----------------------------------------------------------------------------------------------
+
+    def comes(self, batch: Any, number: int = 0, padded: bool | None = None) -> None:
+        """Take note of the ``batch`` of the coming step, for which there may have to be another plan.
+
+        Args:
+            batch: of the step.
+            number: of the batch.
+            padded: whether it has padding, if that is known.
+        """
+        if self.plan is not None and (change := self._outdated(batch, padded)) is not None:
+            self._give_up(self.plan, change)
+        if self.plan is None:
+            self._first, self._coming = (batch, number), Size.of(batch, padded)
+            # A window that has begun goes on in steps that count, with the sums of gradients that are carried over.
+            begun = self._carried is not None and self._carried.window.added > 0
+            self._aside = not (begun or self._watchable())
+
+    def _watchable(self) -> bool:
+        """Return whether the coming step may run before there is a plan, and count."""
+        # A step that calls other layers trains without a plan: nobody adds up its gradients to those of others.
+        adds_up = self.is_distributed or self.settings.accumulate > 1
+        structure = self._structure()
+        one_list = structure.other is None or structure.other() is None
+        return (one_list or not adds_up) and (bool(self.growth.sizes) or not self._wants_larger(self._coming))
+
+    def _outdated(self, batch: Any, padded: bool | None) -> str | None:
+        """Return the reason why the present plan may not serve ``batch``; None if it should."""
+        assert self.plan is not None
+        if self.engine is not None and (change := self.engine.handover.changed(self._optimizer)) is not None:
+            self.growth = Growth()
+            return change
+        if self.plan_path is not None or self.is_distributed:
+            return None
+        return self.growth.outgrown(self.plan, batch, padded)
+
+    def _give_up(self, plan: Plan, change: str) -> None:
+        """Leave the engine of ``plan`` between two passes, and keep what the next one needs to go on."""
+        assert self.engine is not None
+        replay.check_no_plan(self.plan_path, change)
+        limits.check("optimizer", limits.Setup(model=self.model, optimizers=[self._optimizer]))
+        # The budget of the run, and not what is free now, part of which this run has given back itself.
+        memory = self.engine.device.budget
+        self.say(f"{change}: the run is planned again")
+        self.engine.handover.take_in()
+        window = self._leave()
+        for param, gradient in window.rest.items():
+            param.grad = gradient
+        self._carried = Carried(replace(window, rest={}), memory, plan, change)
+        self.plan = None
+
+    def _leave(self) -> CarriedWindow:
+        """Close the engine, and return the window that another one goes on with."""
+        assert self.engine is not None
+        window = self.engine.handover.leave_window(self._optimizer)
         self._close_engine()
-        move_rest(self._module, self._structure(), torch.device("cpu"))
-        try:
-            self._plan_for(sample.SampleBatch.early(trainer), *self._ready())
-        except ProcessError as error:
-            raise error from why  # it says what others found, which have left
-        except Exception as error:
-            self._close_engine()
-            if isinstance(error, OffloadError):
-                raise
+        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        return window
 
     def _ready(self) -> tuple[Profile | None, int]:
         """Be ready for a step that shows what to plan, whose hooks before it have all been called by now.
@@ -112,56 +235,129 @@ class FirstPlanning(Processes):
         Returns an earlier profile of the machine, and the bytes of the device.
         """
         self._first = None
-        # Again: hooks that have run since ``setup`` may have frozen weights, or changed the optimizer.
-        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
+        # Again: hooks that have run since may have frozen weights, or changed the optimizer.
+        limits.check("optimizer", limits.Setup(model=self.model, optimizers=[self._optimizer]))
         if self.engine is not None:
             self.engine.handover.take_in()
         self._close_engine()
         if self.profile is not None or self._aside:
-            gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+            gc.collect()
         self.run_before.warn_of_frozen(self._module)
         budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
         return self.profile or self._known_machine(), budget
 
-    @contextmanager
-    def _planning(self) -> Iterator[None]:
-        """Enclose planning at the first step, or at one after a change: its plan goes on with what that left."""
-        carried, self._carried = self._carried, None
-        with planning(self._trainer), because(carried.change) if carried is not None else nullcontext():
-            yield
-        assert self.engine is not None
-        self.run_before = Before()
-        if carried is not None:
-            self.engine.handover.enter_window(carried.window)
+    def _known_machine(self) -> Profile | None:
+        """Return the profile of the run that this one continues, if it holds for all processes."""
+        # Measuring the machine anew would take RAM that the states of a resumed run have by now.
+        before, machines = self.run_before, {"processes": self.num_processes, "machines": self.num_nodes}
+        each = self.together(lambda: before.measured(self.root_device, **machines))
+        # The first one's, as the profile that all have then is.
+        return each[0] if None not in each else None
 
-    def _plan_first_batch(self) -> None:
-        """Measure a step with the first batch on trial, if it does not count, and plan."""
-        if self._first is None or self._surveys:
+    # -- the step that shows what to plan ----------------------------------------------------------------------------
+
+    @property
+    def _watches(self) -> bool:
+        """True if the present step is to be watched."""
+        return self.plan is None and self._first is not None and not self._aside
+
+    def _plan_on_trial(self) -> None:
+        """Measure a step on trial, if the coming one cannot be watched, and plan."""
+        if self._first is None or self._watches:
             return
-        first, self._growth = self._first, Growth()
-        known, budget = self._ready()
-        with self._planning():
-            self._plan_for(sample.SampleBatch.of(self._trainer, *first), known, budget)
+        first, ready = self._first, self._ready()
+        size, trial = self._trial(*first)
+        # Shorter batches with padding have room beside a larger one that the user has named.
+        self.growth = Growth([size if size == self._coming else replace(size, padded=True)])
+        self._plan_with(trial, *ready)
 
-    def _plan_for(self, batch: SampleBatch, known: Profile | None, budget: int) -> None:
-        """Measure a step, plan, and be ready for it."""
-        (used,) = self.optimizers
+    def _plan_with(self, trial: Callable[..., Profile], known: Profile | None, budget: int) -> None:
+        """Measure a step by ``trial``, plan, and let the engine of that plan take over."""
 
-        def measure(parts: int, optimizer: Optimizer = used) -> Profile:
-            machine = replay.as_measured(known if optimizer is used else self.profile, optimizer)
-            return sample.measure(self._trainer, optimizer, batch, **machine, micro_batches=parts)
+        def measure(parts: int, optimizer: Optimizer | None = None) -> Profile:
+            used = optimizer or self._optimizer
+            machine = replay.as_measured(known if optimizer is None else self.profile, used)
+            return trial(parts, used, machine)
 
         self._plan_by(measure, known, budget)
-        self._warn_of_unfreezing(measure, budget)
-        self._begin(used)
 
-    def _plan_by(self, measure: Callable[[int], Profile], known: Profile | None, budget: int) -> None:
-        """Measure a training step and make its plan, or take the saved one.
+    def _watch(self) -> FirstIteration:
+        """Be ready for a step without a plan, whose hooks before it have all been called by now."""
+        known, budget = self._ready()
+        self._watched = FirstIteration(
+            self.root_device,
+            self.settings,
+            self._module,
+            self._structure(),
+            self._optimizer,
+            known,
+            partial(self._plan_watched, known),
+            order=self._order_of_sums(),
+            budget=budget,
+            say=self.say,
+        )
+        return self._watched
+
+    def _order_of_sums(self) -> tuple[int, int | None]:
+        """Return the order of sums in a step without a plan: that of the run's plan, as far as it is known.
+
+        That is: the parts of the batch, which go through each block in turn, and the tokens that the output projection
+        and the loss take at a time, 0: as many as suit; None: the model's own loss takes all of them.
+        """
+        before, plan = self.run_before, self._carried.plan if self._carried is not None else None
+        if self.plan_path is not None:
+            plan = Plan.load(self.plan_path)
+        elif plan is None and before.plan is not None:
+            with suppress(PlanError):  # the run is planned again, and says why
+                plan = from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
+        # Where the number of parts is yet to be chosen, the step has one.
+        parts = plan.parts if plan is not None else before.micro_batches or 1
+        chunk = 0 if self.settings.chunked_loss else None
+        if plan is not None and plan.chunk_tokens:
+            chunk = plan.chunk_tokens
+        return parts if self.micro_batches == "auto" else self.micro_batches, chunk
+
+    def _plan_watched(self, known: Profile | None, first: FirstIteration) -> Passes:
+        """Plan for the step whose backward has come to the first block, and let the plan's engine go on with that."""
+
+        def measured(parts: int, optimizer: Optimizer | None = None) -> Profile:
+            profile = first.measured(self._updates_done + 1, parts, optimizer)
+            # With room for larger batches before it.
+            return self.growth.add(self._coming, profile, known) if optimizer is None else profile
+
+        self._plan_by(measured, known, first.device.budget)
+        assert self.engine is not None
+        self._goes_on()
+        first.planned(self.engine.passes)
+        return self.engine.passes
+
+    def _plan_unreached(self) -> None:
+        """Plan for a step whose backward is over and has come to no block, as where all of them are frozen."""
+        if self._watched is not None and self._watched.elsewhere is None:
+            self._watched.plan()
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
+
+    def _plan_by(self, measure: Measure, known: Profile | None, budget: int) -> None:
+        """Plan for a step, and let the engine of that plan take over.
 
         Args:
-            measure: returns the profile of a step whose batch goes through each block in so many parts.
+            measure: returns the profile of the step.
             known: an earlier profile of the machine.
             budget: bytes of the device.
+        """
+        carried, self._carried = self._carried, None
+        with planning(self._callbacks), because(carried.change) if carried is not None else nullcontext():
+            self._choose_plan(measure, known, budget)
+            self._warn_of_unfreezing(measure, budget)
+            self._begin()
+        self._watched, self.run_before = None, Before()
+        if carried is not None:
+            assert self.engine is not None
+            self.engine.handover.enter_window(carried.window)
+
+    def _choose_plan(self, measure: Measure, known: Profile | None, budget: int) -> None:
+        """Measure a training step and make its plan, or take the saved one.
 
         Raises:
             ConfigError: if there are fewer samples than ``micro_batches``.
@@ -187,7 +383,7 @@ class FirstPlanning(Processes):
             self._replanning = follow(self.settings, profile)
             return
         in_ram = " (in RAM, beside host_memory: the device is emulated)" if self.root_device.type == "cpu" else ""
-        rank_zero_info(f"offmate: planning for {format_bytes(budget)}{in_ram}, {settings.time_limit:g} s at most")
+        self.say(f"planning for {format_bytes(budget)}{in_ram}, {settings.time_limit:g} s at most")
         if count == "auto":
             choice = choose_parts(lambda parts: profile if parts == 1 else profiled(parts), settings)
             self.profile, plan = choice.profile, choice.plan
@@ -200,93 +396,25 @@ class FirstPlanning(Processes):
         self._replanning = follow(settings, profile)
         return self.of_first(partial(make_plan, profile, settings))
 
-    def _known_machine(self) -> Profile | None:
-        """Return the profile of the run that this one continues, if it holds for all processes."""
-        before, machines = self.run_before, {"processes": self.num_processes, "machines": self.num_nodes}
-        each = self.together(lambda: before.measured(self.root_device, **machines))
-        # The first one's, as the profile that all have then is.
-        return each[0] if None not in each else None
-
-    # -- the first step, which shows what to plan --------------------------------------------------------------------
-
-    @property
-    def _surveys(self) -> bool:
-        """True if the present step is to be profiled."""
-        return self.plan is None and self._first is not None and not self._aside
-
-    def _surveyable(self) -> bool:
-        """Return whether the coming step may run before there is a plan, and count."""
-        # A step that calls other layers trains without a plan: nobody adds up its gradients to those of others.
-        adds_up = self.is_distributed or self.settings.accumulate > 1
-        return (one_list(self._structure()) or not adds_up) and not sample.wants_larger(self._trainer, self._coming)
-
-    def _outgrown(self, batch: Any) -> str | None:
-        """Return the reason why the present plan may have no room for ``batch``; None if it should have."""
-        if self.plan is None or self.plan_path is not None or self.is_distributed:
-            return None
-        return self._growth.outgrown(self.plan, batch, self._padded)
-
-    def _begin_survey(self) -> FirstIteration:
-        """Be ready for a step without a plan, whose hooks before it have all been called by now."""
-        (optimizer,) = self.optimizers
-        structure = self._survey.elsewhere if self._survey is not None else None
-        if self.profile is not None:  # candidates that have turned out to be no blocks are called as always
-            structure = as_called(self._module, self.profile.blocks)
-        known, budget = self._ready()
-        before = self._carried.plan if self._carried is not None else None
-        self._survey = FirstIteration(
-            self.root_device,
-            self.settings,
-            self._module,
-            structure or self._structure(),
-            optimizer,
-            known,
-            partial(self._plan_surveyed, known),
-            order=order_of_sums(self.settings, self.micro_batches, self.plan_path, self.run_before, before),
-            open_device=lambda threads: self._open_device(budget, threads),
-            say=lambda message: rank_zero_info(f"offmate: {message}"),
-        )
-        self._device = self._survey.device
-        self._watch.enter_context(self._survey.watch)
-        return self._survey
-
-    def _plan_surveyed(self, known: Profile | None, first: FirstIteration) -> Passes:
-        """Plan for the step whose backward has come to the first block, and let the plan's engine go on with that."""
-        (optimizer,) = self.optimizers
-
-        def measured(parts: int) -> Profile:
-            # With room for larger batches before it.
-            return self._growth.add(self._coming, first.measured(self._trainer.global_step + 1, parts), known)
-
-        with self._planning():
-            self._plan_by(measured, known, first.device.budget)
-            self._warn_of_unfreezing(partial(first.measured, 1), first.device.budget)
-            self._begin(optimizer)
-            self._survey = None
-        assert self.engine is not None
-        self._step.enter_context(self.engine.iteration(**self._how))
-        first.planned(self.engine.passes)
-        return self.engine.passes
-
-    def _warn_of_unfreezing(self, measure: Callable[[int, Optimizer], Profile], budget: int) -> None:
+    def _warn_of_unfreezing(self, measure: Measure, budget: int) -> None:
         """Plan once more with all weights that a callback for finetuning may unfreeze, and warn if that will not fit.
 
         Args:
-            measure: returns the profile of a step in so many parts, of all weights that train then.
+            measure: returns the profile of a step, of all weights that train then.
             budget: bytes of the device.
         """
-        before, (optimizer,) = self.profile, self.optimizers
+        before = self.profile
         assert before is not None
-        callbacks = [type(callback) for callback in self._trainer.callbacks] if self.plan_path is None else []
+        callbacks = [type(callback) for callback in self._callbacks] if self.plan_path is None else []
         names = [kind.__name__ for kind in callbacks if any(base.__name__ == "BaseFinetuning" for base in kind.__mro__)]
-        parameters = self._module.parameters() if names else ()
+        parameters: Iterator[nn.Parameter] = self._module.parameters() if names else iter(())
         frozen = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
         if not frozen:
             return
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            everything = partial(measure, before.parts, with_more(optimizer, frozen))
+            everything = partial(measure, before.parts, with_more(self._optimizer, frozen))
             profile = replace(self.one_profile(everything, known=before.hardware), contention=before.contention)
             # Only whether there is one matters, and the first one is found at once.
             settings = replace(self.settings, memory=budget, time_limit=min(self.settings.time_limit, LEAST_S))
@@ -299,6 +427,50 @@ class FirstPlanning(Processes):
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+
+    # -- the engine --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Explain the plan, and install its engine."""
+        assert self.profile is not None and self.plan is not None
+        self._save_plan()
+        self.show(self.plan.explain() if self.explain else brief(self.plan))
+        if self._replanning is not None and self.profile.scatter > _BUSY:
+            self.say(
+                f"repeated measurements differ by {self.profile.scatter:.0%} either way: the machine is busy with "
+                "something else; the first iterations will correct what is predicted"
+            )
+        self._install(self.plan, self.plan.budget_bytes)
+
+    def _install(self, plan: Plan | None, budget: int) -> None:
+        """Install an engine for ``plan``, or one that only streams forwards; from the step that is watched, if any."""
+        self.engine, self._installed = install(
+            self._module,
+            None if plan is None else self._optimizer,
+            plan,
+            self._structure(),
+            self.root_device,
+            budget=budget,
+            first=self._watched,
+            others=self.ranks,
+        )
+        self._watched = None
+
+    def _close_engine(self) -> None:
+        watched, self._watched, self.engine = self._watched, None, None
+        try:
+            if watched is not None:
+                self._elsewhere = watched.elsewhere or self._elsewhere
+                watched.close()
+        finally:
+            self._installed.close()
+
+    def _save_plan(self) -> None:
+        """Write profile and plan into the folder for records."""
+        folder = self._folder()
+        if folder is not None and self.profile is not None and self.plan is not None and self.is_global_zero:
+            self.profile.save(folder / "profile.json")
+            self.plan.save(folder / "plan.json")
 
     def _begin_step(self) -> None:
         """Begin the step of the optimizer, for which there may be an engine by now.
@@ -313,14 +485,3 @@ class FirstPlanning(Processes):
                 f"{self._carried.change} after {self._carried.window.added} micro-batches, and no training_step of the "
                 "window has returned a loss since; change weights at the beginning of a window"
             )
-
-    def _plan_unreached(self) -> None:
-        """Plan for a step whose backward is over and has come to no block, as where all of them are frozen."""
-        if self._survey is not None and self._survey.elsewhere is None:
-            self._survey.plan()
-
-    def _iterate(self, step: ExitStack, **how: Any) -> None:
-        """Begin an iteration, which ``step`` encloses, or be ready to begin it when there is a plan."""
-        self._how = {"signature": self._signature, **how}
-        if self.plan is not None and self.engine is not None:
-            step.enter_context(self.engine.iteration(**self._how))

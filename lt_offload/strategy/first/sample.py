@@ -25,12 +25,13 @@ from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
 from lt_offload.model.batch import Size
 from lt_offload.model.snapshot import untouched as kept
-from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
+from lt_offload.schema.profile import Profile
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that may return the batch to plan for, best the largest that will come."""
 
 
+_NOTHING: Mapping[str, Any] = {}
 _LOGGED = 256
 """Bytes of the numbers that a step logs, which a step on trial does not make."""
 
@@ -142,23 +143,16 @@ def first_batch(combined: Any) -> Any:
 
 
 def measure(
-    trainer: Any,
-    optimizer: Optimizer,
-    sample: SampleBatch,
-    hardware: HardwareProfile | None = None,
-    *,
-    updates: OptimizerProfile | None = None,
-    micro_batches: int = 1,
+    trainer: Any, sample: SampleBatch, micro_batches: int, optimizer: Optimizer, known: Mapping[str, Any] = _NOTHING
 ) -> Profile:
     """Return the profile of one training iteration of ``trainer``.
 
     Args:
         trainer: owner of the training step.
-        optimizer: the Trainer's.
         sample: the batch.
-        hardware: the machine, if it was measured.
-        updates: the cost of updates, if it was measured.
         micro_batches: parts in which each block takes the batch.
+        optimizer: the Trainer's.
+        known: earlier measurements of the machine, as arguments of :func:`lt_offload.profile`.
     """
     from lt_offload.profiling.measure import profile
 
@@ -170,10 +164,9 @@ def measure(
             _moved(trainer, copy.deepcopy(sample.batch), strategy.root_device),
             optimizer=optimizer,
             device=strategy.root_device,
-            hardware=hardware,
-            updates=updates,
             blocks=strategy.blocks,
             micro_batches=micro_batches,
+            **known,
             run=lambda batch: _step(strategy, batch, sample.index),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )

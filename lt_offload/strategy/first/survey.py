@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_offload.errors import PlanError
-from lt_offload.execute.device.base import Device
+from lt_offload.execute import installed
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
-from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.location import located
 from lt_offload.profiling.machine import measure_machine
 from lt_offload.profiling.step.first import FirstStep
-from lt_offload.schema.files import from_json
-from lt_offload.schema.plan import PLAN_SCHEMA, Plan
 from lt_offload.strategy import replay
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lt_offload.model.blocks import Structure
     from lt_offload.plan import Settings
     from lt_offload.schema.profile import Profile
-    from lt_offload.strategy.replay import Before
 
 
 _MOST_KEPT = 1 << 30
 """Bytes of activations that wait on the host at most, where blocks may run again: to lock more takes seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """The state that an engine leaves for the engine of the next plan."""
-
-    window: CarriedWindow
-    memory: int
-    """Bytes of the device."""
-    plan: Plan
-    change: str
-    """The reason for another plan."""
 
 
 @contextmanager
@@ -60,41 +41,6 @@ def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]
         yield
     finally:
         hooks.remove()
-
-
-def order_of_sums(
-    settings: Settings,
-    micro_batches: int | Literal["auto"],
-    path: str | Path | None,
-    before: Before,
-    plan: Plan | None,
-) -> tuple[int, int | None]:
-    """Return the order of sums in a step without a plan: that of the run's plan, as far as it is known.
-
-    That is: the parts of the batch, which go through each block in turn, and the tokens that the output projection and
-    the loss take at a time, 0: as many as suit; None: the model's own loss takes all of them.
-
-    Args:
-        settings: of plans.
-        micro_batches: parts that are wanted; where their number is yet to be chosen, the step has one.
-        path: of a saved plan that is to be used.
-        before: the run that this one continues.
-        plan: of an earlier step of this one.
-    """
-    if path is not None:
-        plan = Plan.load(path)
-    elif plan is None and before.plan is not None:
-        with suppress(PlanError):  # the run is planned again, and says why
-            plan = from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
-    parts, chunk = plan.parts if plan is not None else before.micro_batches or 1, 0 if settings.chunked_loss else None
-    if plan is not None and plan.chunk_tokens:
-        chunk = plan.chunk_tokens
-    return parts if micro_batches == "auto" else micro_batches, chunk
-
-
-def one_list(structure: Structure) -> bool:
-    """Return whether the model has no other candidate for its blocks."""
-    return structure.other is None or structure.other() is None
 
 
 class FirstIteration:
@@ -108,8 +54,8 @@ class FirstIteration:
         optimizer: its optimizer.
         known: an earlier profile, for the machine and the cost of updates.
         plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
-        order: of sums, as :func:`order_of_sums` returns it.
-        open_device: opens the device with the budget that plans will have, for so many threads of updates.
+        order: of sums: the parts of the batch, and the tokens that the loss takes at a time, None: all of them.
+        budget: bytes of the device.
         say: is told what is being measured.
     """
 
@@ -124,7 +70,7 @@ class FirstIteration:
         plan: Callable[[FirstIteration], Passes],
         *,
         order: tuple[int, int | None],
-        open_device: Callable[[int], Device],
+        budget: int,
         say: Callable[[str], None],
     ) -> None:
         self._module, self._root_device = module, root_device
@@ -141,7 +87,7 @@ class FirstIteration:
             say=say,
         )
         move_rest(module, structure, root_device)
-        self.device = open_device(machine.updates.host_threads)
+        self.device = installed.open_device(budget, str(root_device), host_threads=machine.updates.host_threads or None)
         room = min(_MOST_KEPT, self.step.host_room(settings.host_budget(machine.hardware)))
         self.plan = partial(plan, self)
         self.survey = Survey(structure, self.device, self.plan, room)

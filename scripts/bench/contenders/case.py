@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_offload.machine.driver import use_expandable_segments
-from scripts.bench.contenders.memory import Budget, DoesNotFit
+from lt_offload.machine import driver
 from scripts.bench.workloads import Workload
 
 LEARNING_RATE = 1e-4
@@ -60,10 +59,8 @@ class Case:
     steps: int
     host_given: bool = False
     """Whether somebody has said how much RAM there is; otherwise ``host_bytes`` is what was free."""
-    checkpointing: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    _budget: list[Budget] = field(default_factory=list)
-    """One at most, once there is a limit."""
+    _contexts: list[int] = field(default_factory=list)
+    """Bytes of the CUDA context, measured whenever it may have grown."""
 
     @property
     def place(self) -> torch.device:
@@ -94,11 +91,6 @@ class Case:
         _materialize(model, torch.device(device))
         return model.train()
 
-    def checkpoint(self, model: nn.Module, *, reentrant: bool = False) -> None:
-        """Let every layer of ``model`` be computed again in the backward, if this case asks for it."""
-        if self.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
-
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer that all contenders use if they can."""
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
@@ -113,36 +105,71 @@ class Case:
             found.append({"input_ids": ids, "labels": ids.clone()})
         return found
 
-    def to_place(self, batch: Batch) -> Batch:
-        """Return ``batch`` where blocks run."""
-        return {key: value.to(self.place) for key, value in batch.items()}
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
+        """Return what trains on a batch as a whole."""
+
+        def step(batch: Batch) -> Tensor:
+            loss: Tensor = model(**{name: values.to(self.place) for name, values in batch.items()}).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def plain_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
+        """Return what trains on the parts of a batch, one after the other."""
+        parts = self.workload.parts
+
+        def step(batch: Batch) -> Tensor:
+            total = torch.zeros((), device=self.place)
+            chunks = [values.to(self.place).chunk(parts) for values in batch.values()]
+            for part in zip(*chunks, strict=True):
+                loss: Tensor = model(**dict(zip(batch, part, strict=True))).loss / parts
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def limit(self, *, ballast: bool = False, kept_free: int = 0) -> None:
-        """Let torch's allocator take what the budget leaves beside the context; see ``Budget``.
+    def limit(self) -> None:
+        """Let torch's allocator take what the budget leaves beside the context.
 
         Every contender's allocator gives back single pages, also that of the run without a budget.
+
+        Raises:
+            Unsupported: if the context is larger than the budget, or others occupy the device.
         """
         if self.device != "cuda":
             return
-        use_expandable_segments(self.place)
+        driver.use_expandable_segments(self.place)
         if self.budget_bytes is None:
             return
-        try:
-            made = Budget(self.place, self.budget_bytes, ballast=ballast, kept_free=kept_free)
-        except DoesNotFit as error:
-            raise Unsupported(str(error)) from None
-        self._budget.append(made)
-        self.say("memory limited", ballast_bytes=made.rest, context_bytes=made.context)
+        driver.warm_up(self.place)  # every contender loads these kernels; those of its own are followed
+        context = driver.beside_bytes(self.place)[0]
+        room, free = self.budget_bytes - context, torch.cuda.mem_get_info(self.place)[0]
+        if not 0 < room <= free + torch.cuda.memory_reserved(self.place):
+            raise Unsupported(f"of {self.budget_bytes} bytes the context takes {context}; {free} are free beside it")
+        self.follow()
+        self.say("memory limited", context_bytes=context)
 
     def follow(self) -> None:
-        """Hold the limit against kernels that were loaded meanwhile."""
-        for budget in self._budget:
-            budget.follow()
+        """Take from the allocator what the context has grown by: kernels are loaded when they are first launched."""
+        if self.device != "cuda" or self.budget_bytes is None:
+            return
+        self._contexts.append(driver.beside_bytes(self.place)[0])
+        room = max(0, self.budget_bytes - max(self._contexts))
+        total = torch.cuda.mem_get_info(self.place)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, room / total), self.place)
+        if torch.cuda.memory_reserved(self.place) > room:
+            torch.cuda.empty_cache()  # a lower limit alone takes nothing back, and the row would be over the budget
 
 
 @contextmanager
@@ -200,12 +227,6 @@ def _repeat(sample: Tensor, target: Tensor, offset: int) -> None:
         count = min(sample.numel() - offset, target.numel() - position)
         target[position : position + count].copy_(sample[offset : offset + count])
         position, offset = position + count, 0
-
-
-def real_tokens(batches: Iterable[Batch]) -> int:
-    """Return the tokens that are no padding."""
-    masks = (batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches)
-    return sum(int(mask.sum()) for mask in masks)
 
 
 def finite(losses: Iterable[float]) -> list[float | None]:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from scripts.bench.contenders.case import Batch, Case, Training
+from scripts.bench.contenders.case import Case, Training
 
 
 @contextmanager
@@ -28,29 +28,15 @@ def training(case: Case) -> Iterator[Training]:
         case.limit()
         model = case.model()
         policy = CPUOffloadPolicy(pin_memory=case.device == "cuda")
-        layers = decoder_layers(model)
-        if case.checkpointing:
-            _checkpoint(layers)
+        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+        _checkpoint(layers)
         for layer in layers:
             fully_shard(layer, mesh=mesh, offload_policy=policy)
         fully_shard(model, mesh=mesh, offload_policy=policy)
-        optimizer = case.optimizer(model.parameters())
-
-        def step(batch: Batch) -> Tensor:
-            loss: Tensor = model(**case.to_place(batch)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
+        step = case.plain_step(model, case.optimizer(model.parameters()))
         yield Training(step=step, notes=("all updates run on the host, in the host's AdamW, after the backward",))
     finally:
         dist.destroy_process_group()
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the longest list of modules."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
 def _checkpoint(layers: nn.ModuleList) -> None:

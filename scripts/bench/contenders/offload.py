@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
 import lt_offload
 from lt_offload import Plan, Profile
 from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.trace import Trace
-from scripts.bench.contenders.case import Batch, Case, Training
+from scripts.bench.contenders.case import Case, Training
 from scripts.planning import describe
 
 
 @contextmanager
 def training(case: Case) -> Iterator[Training]:
-    """Train within the budget; processes of one workload share the profile, so that planners differ in plans only."""
+    """Train within the budget; processes with the same model share the profile."""
     case.limit()
     path = case.folder / "profile.json"
     batch = case.batches()[0]
@@ -33,19 +31,15 @@ def training(case: Case) -> Iterator[Training]:
     if plan is None:
         case.say("measuring")
         began = time.perf_counter()
-        profile = lt_offload.profile(model, batch, optimizer=optimizer, device=case.place)
+        parts = case.workload.parts
+        profile = lt_offload.profile(model, batch, optimizer=optimizer, device=case.place, micro_batches=parts)
         times["measure_s"] = time.perf_counter() - began
         profile.save(path)
         plan = _plan(case, profile, times)
     case.say("taking the model over")
-    with lt_offload.offloaded(model, optimizer, batch, plan=plan, accelerator=case.device) as engine:
-
-        def step(batch: Batch) -> Tensor:
-            loss: Tensor = model(**case.to_place(batch)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+    with lt_offload.offloaded(
+        model, optimizer, batch, plan=plan, accelerator=case.device, micro_batches="auto"
+    ) as engine:
 
         def figures() -> dict[str, Any]:
             trace = engine.trace()
@@ -59,14 +53,14 @@ def training(case: Case) -> Iterator[Training]:
                 "engine_host_bytes": engine.stats.host_peak_bytes,
             }
 
-        yield Training(step=step, figures=figures, notes=_notes(plan), own_limit=True)
+        yield Training(step=case.step(model, optimizer), figures=figures, notes=_notes(plan), own_limit=True)
 
 
 def _plan(case: Case, profile: Profile, times: dict[str, float]) -> Plan:
     case.say("planning")
     began = time.perf_counter()
     ram = case.host_bytes if case.host_given else min(case.host_bytes, profile.hardware.host_bytes)
-    plan = lt_offload.solve(profile, memory=case.budget_bytes, host_memory=ram, **case.options)
+    plan = lt_offload.solve(profile, memory=case.budget_bytes, host_memory=ram)
     times["plan_s"] = time.perf_counter() - began
     return plan
 

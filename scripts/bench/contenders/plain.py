@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-
-from scripts.bench.contenders.case import Batch, Case, Training
+from scripts.bench.contenders.case import Case, Training
 
 
 @contextmanager
@@ -15,13 +13,4 @@ def training(case: Case) -> Iterator[Training]:
     """Train without any offloading."""
     case.limit()
     model = case.model(case.place)
-    optimizer = case.optimizer(model.parameters())
-
-    def step(batch: Batch) -> Tensor:
-        loss: Tensor = model(**case.to_place(batch)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    yield Training(step=step)
+    yield Training(step=case.plain_step(model, case.optimizer(model.parameters())))

@@ -1,21 +1,18 @@
-"""Rows for the tables of docs/gpu.md, and the curve over memory, from the result files of the suites."""
+"""Rows for the tables of docs/gpu.md from the result files of the suites."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from lt_offload.units import format_bytes, format_seconds
-from scripts.bench.contenders import CONTENDERS
+from scripts.bench.contenders import CONTENDERS, FSDP2, NO_OFFLOAD, OURS, Contender
 
 Row = dict[str, Any]
 
 TITLES = {
     "small": "The same step in the same memory",
     "papers": "Models that do not fit, in the memory of a small card",
-    "curve": "Throughput against memory",
     "batches": "The same copies beside more and less to compute",
 }
 HEAD = [
@@ -24,14 +21,13 @@ HEAD = [
     "tokens/s",
     "step",
     "of no offload",
-    "of the best other",
+    "of FSDP2",
     "predicted step",
     "bound",
     "device peak",
     "RAM",
     "losses",
 ]
-COLOURS = ("#0b6e4f", "#c1443c", "#3566a8", "#b7791f", "#7a4ea3", "#555555")
 
 
 def rows(result: Mapping[str, Any]) -> list[list[str]]:
@@ -53,10 +49,10 @@ def _line(row: Row, found: Sequence[Row]) -> list[str]:
     plan = row.get("plan") or {}
     return [
         *head,
-        f"{row['tokens_per_s']:.0f}{' (extrapolated)' if row.get('extrapolated') else ''}",
+        f"{row['tokens_per_s']:.0f}",
         format_seconds(row["step_s"]),
         _ratio(row, no_offload(row, found)),
-        _ratio(row, best_other(row, found)) if is_ours(row) else "",
+        _ratio(row, fsdp2(row, found)),
         format_seconds(plan["predicted_s"]) if plan else "",
         format_seconds(plan["lower_bound_s"]) if plan else "",
         _device(row),
@@ -65,28 +61,21 @@ def _line(row: Row, found: Sequence[Row]) -> list[str]:
     ]
 
 
-def is_ours(row: Row) -> bool:
-    """Return whether this package trained it."""
-    contender = CONTENDERS.get(row["contender"])
-    return contender is not None and contender.ours
-
-
 def no_offload(row: Row, found: Sequence[Row]) -> Row | None:
     """Return the run of the same model that had all memory, if it was measured."""
-    same = (r for r in found if r["model"] == row["model"] and r["contender"] == "no-offload" and r["status"] == "ok")
-    return next(same, None)
+    return _by(NO_OFFLOAD, (r for r in found if r["model"] == row["model"]))
 
 
-def best_other(row: Row, found: Sequence[Row]) -> Row | None:
-    """Return the fastest run of another system with the same model and budget, if any ran."""
-    others = (
-        r
-        for r in found
-        if (r["model"], r["budget_bytes"]) == (row["model"], row["budget_bytes"])
-        and r["status"] == "ok"
-        and not is_ours(r)
-    )
-    return max(others, key=lambda r: float(r["tokens_per_s"]), default=None)
+def fsdp2(row: Row, found: Sequence[Row]) -> Row | None:
+    """Return FSDP2's run of the same model in the same memory beside one of ours, if it was measured."""
+    if row["contender"] != OURS.name:
+        return None
+    same = ("model", "budget_bytes")
+    return _by(FSDP2, (r for r in found if all(r[name] == row[name] for name in same)))
+
+
+def _by(contender: Contender, found: Iterable[Row]) -> Row | None:
+    return next((row for row in found if row["contender"] == contender.name and row["status"] == "ok"), None)
 
 
 def _ratio(row: Row, other: Row | None) -> str:
@@ -105,84 +94,3 @@ def _losses(row: Row) -> str:
         return "equal"
     difference = row.get("loss_difference")
     return "" if difference is None else f"Δ {difference:.1e}"
-
-
-class _Point(NamedTuple):
-    x: float
-    """Gigabytes of the budget."""
-    y: float
-    """Tokens per second."""
-    within: bool
-    """Whether the run kept to the budget."""
-
-
-def curve(result: Mapping[str, Any]) -> str:
-    """Return throughput over memory as an SVG file: a line per contender, a dashed one without offload.
-
-    Points of runs that took more than their budget are hollow.
-    """
-    found = [row for row in result["figures"]["rows"] if row["status"] == "ok"]
-    lines: dict[str, list[_Point]] = {}
-    order = {name: place for place, name in enumerate(CONTENDERS)}
-    for row in sorted(found, key=lambda row: (order.get(row["contender"], len(order)), row["budget_bytes"] or 0)):
-        if row["budget_bytes"]:
-            point = _Point(row["budget_bytes"] / 1e9, row["tokens_per_s"], row.get("within_budget", True))
-            lines.setdefault(row["title"], []).append(point)
-    ceiling = max((row["tokens_per_s"] for row in found if not row["budget_bytes"]), default=None)
-    return _drawn(lines, ceiling, result["figures"]["rows"][0]["model"])
-
-
-def _drawn(lines: Mapping[str, Sequence[_Point]], ceiling: float | None, title: str) -> str:
-    width, height, left, right, top, bottom = 880, 380, 70, 310, 34, 44
-    points = [point for line in lines.values() for point in line]
-    most_x = max((point.x for point in points), default=1.0)
-    ticks = _ticks(max([point.y for point in points] + ([ceiling] if ceiling else []), default=1.0))
-    most_y = max([ticks[-1], *(point.y for point in points), ceiling or 0.0]) * 1.03
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            left + (width - left - right) * x / most_x,
-            height - bottom - (height - top - bottom) * y / most_y,
-        )
-
-    end = width - right
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{left}" y="20" font-size="14">{escape(title)}: tokens/s against device memory</text>',
-    ]
-    for tick in ticks:
-        y = place(0, tick)[1]
-        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.0f}</text>')
-    for x in sorted({point.x for point in points}):
-        at = place(x, 0)
-        parts.append(f'<text x="{at[0]:.1f}" y="{at[1] + 18:.1f}" text-anchor="middle">{x:g} GB</text>')
-    if ceiling is not None:
-        y = place(0, ceiling)[1]
-        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#111111" stroke-dasharray="6 4"/>')
-        parts.append(f'<text x="{end + 10}" y="{y + 4:.1f}">no offload</text>')
-    for index, (name, line) in enumerate(lines.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        path = "L".join("{:.1f} {:.1f}".format(*place(point.x, point.y)) for point in line)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{3 if index == 0 else 1.8}"/>')
-        for point in line:
-            x, y = place(point.x, point.y)
-            over = "" if point.within else ", over the budget"
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour if point.within else "#ffffff"}" '
-                f'stroke="{colour}"><title>{point.y:.0f}{over}</title></circle>'
-            )
-        key = height - bottom - 18 * (len(lines) - index)
-        parts.append(f'<rect x="{end + 12}" y="{key - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{end + 28}" y="{key}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _ticks(limit: float) -> list[float]:
-    """Return zero and round values up to about ``limit``, three to five of them."""
-    raw = limit / 4
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    return [step * i for i in range(int(limit / step * 1.001) + 1)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lt_offload
 from lt_offload.errors import UnsupportedError
-from tests.gpu.engine.runs import fit, on, trainer, travelling
+from tests.gpu.engine.runs import fit, on, travelling
 from tests.gpu.target import ROOM, Target
 from tests.support import models, trainers
 
@@ -165,16 +165,6 @@ def test_a_loop_that_calls_the_model_on_a_stream_is_refused(target: Target) -> N
             loss.backward()  # autograd runs it where the forward was
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_predictions_on_a_stream_are_refused(target: Target) -> None:
-    class Predicts(trainers.Module):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                return super().predict_step(batch, batch_idx)
-
-    with pytest.raises(UnsupportedError, match=OWN):
-        trainer(target, lt_offload.OffmateStrategy(memory=ROOM)).predict(Predicts())
 
 
 def test_what_a_copy_reads_is_its_own_until_it_is_over(target: Target) -> None:

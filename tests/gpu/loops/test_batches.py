@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from lt_offload.errors import UnsupportedError
 from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways
 
 pytestmark = [*LOOPS, pytest.mark.only("cuda", "fake")]
@@ -27,31 +24,6 @@ def steps(here: Here, batches: Iterable[dict[str, torch.Tensor]]) -> list[torch.
         here.step()
         losses.append(loss.detach().clone())
     return losses
-
-
-@in_both_ways
-def test_pinned_batches_that_come_late(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        pinned = [{name: value.pin_memory() for name, value in batch.items()} for batch in on_host(here)]
-        return steps(
-            here, ({name: value.to(here.device, non_blocking=True) for name, value in b.items()} for b in pinned)
-        )
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
-def test_a_loader_that_pins(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        rows = [{name: value[0] for name, value in batch.items()} for batch in on_host(here)]
-        loader: Any = DataLoader(rows, batch_size=2, pin_memory=True)  # type: ignore[arg-type]
-        batches: Any = list(loader)
-        assert all(value.is_pinned() for value in batches[0].values())
-        return steps(
-            here, ({name: value.to(here.device, non_blocking=True) for name, value in b.items()} for b in batches)
-        )
-
-    assert bench.compare(way, loop) == []
 
 
 class Prefetcher:
@@ -87,41 +59,6 @@ def test_a_prefetcher_with_a_stream(way: str, bench: Bench) -> None:
     def loop(here: Here) -> list[torch.Tensor]:
         pinned = [{name: value.pin_memory() for name, value in batch.items()} for batch in on_host(here)]
         return steps(here, Prefetcher(pinned))
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
-def test_a_whole_session_on_a_stream(way: str, bench: Bench) -> None:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def loop(here: Here) -> list[torch.Tensor]:
-        return steps(here, here.batches)
-
-    expected, _ = bench.plainly(loop)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found, _ = bench.ours(way, loop)
-    assert all(map(torch.equal, expected.losses, (loss.cpu() for loss in found.losses)))
-    assert all(map(torch.equal, expected.model.parameters(), found.model.parameters()))
-
-
-@in_both_ways
-def test_a_step_on_a_stream_is_refused(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            return steps(here, here.batches)
-
-    with pytest.raises(UnsupportedError, match="on another CUDA stream"):
-        bench.ours(way, loop)
-
-
-@in_both_ways
-def test_batches_on_the_host(way: str, bench: Bench) -> None:
-    """Refused by torch in plain loops; here blocks get them where they compute, with a loss that is on the device."""
-
-    def loop(here: Here) -> list[torch.Tensor]:
-        return steps(here, here.batches if here.engine is None else on_host(here))
 
     assert bench.compare(way, loop) == []
 

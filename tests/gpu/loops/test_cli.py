@@ -22,7 +22,6 @@ from tests.gpu.machine import between
 from tests.gpu.target import Target
 from tests.gpu.users.runs import equal_updates
 from tests.support import tiny
-from tests.unit.cli.test_resume import interrupt
 
 pytestmark = [
     *LOOPS,
@@ -127,41 +126,3 @@ def test_memory_of_a_stock_run_counts_the_context(recipe: str, target: Target) -
     context = total - free - torch.cuda.memory_reserved(target.torch_device)
     states = 4 * sum(value.nbytes for value in FineTune("model").build().state_dict().values())
     assert max(peaks) * 1e9 > context + states
-
-
-def test_an_interrupted_run_is_taken_up(
-    recipe: str, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = (recipe, "--trainer.strategy.plan", planned(recipe, target), "--trainer.default_root_dir")
-    assert main([*flags, "whole"]) == 0
-    with monkeypatch.context() as patched:
-
-        def begin(_: Any) -> None:
-            interrupt(patched, signal.SIGINT, 2)
-
-        patched.setattr(FineTune, "on_train_start", begin, raising=False)
-        assert main([*flags, "part"]) == 130
-    assert "interrupted after step 3" in capsys.readouterr().err
-    assert main([*flags, "part", "--resume"]) == 0
-    assert main(["compare", "part", "whole"]) == 0
-    assert "have equal losses in all 4 steps, bit for bit." in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--trainer.strategy.memory", "100MB"], "memory=100 MB is too small"),
-        (["--trainer.strategy.memory", "900GB"], "memory=900 GB is more than there is: the GPU has"),
-        (["--trainer.strategy.memory", "2GB", "--trainer.strategy.host_memory", "50KB"], "host_memory=50 kB is too"),
-        (["--trainer.devices", "[57]"], "You requested gpu: [57]"),
-        (["--trainer.precision", "16-mixed"], "use precision='bf16-mixed'"),
-        (["--trainer.precision", "16-true"], "use precision='bf16-mixed'"),
-    ],
-)
-def test_what_cannot_work_is_said(
-    flags: list[str], message: str, recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([recipe, *flags]) == 2
-    said = capsys.readouterr().err
-    assert message in " ".join(said.split())
-    assert "Traceback" not in said

@@ -31,22 +31,11 @@ pytestmark = LOOPS
 Make = Callable[[torch.device], nn.Module]
 
 
-def _handed(name: str) -> Make:
-    return lambda device: (containers.COUNTING | containers.WITH_TENSORS)[name]()
-
-
 MAKES: dict[str, Make] = {
-    "counting in a dict": _handed("dict"),
-    "counting in a dataclass": _handed("dataclass"),
     "counting beside a tensor": lambda device: containers.Handing(
         containers.CountsInTuple, lambda: (torch.full((HIDDEN,), 0.9, device=device), {"i": 0})
     ),
-    "loss in a dict": _handed("loss"),
-    "loss in a dict, a tensor": _handed("loss of a tensor"),
-    "losses in a list": _handed("losses"),
-    "keys that later blocks use": _handed("keys"),
-    "hidden states in a list": _handed("supervised residuals"),
-    "a state, replaced": lambda device: containers.through(),
+    "loss in a dict, a tensor": lambda device: containers.WITH_TENSORS["loss of a tensor"](),
     "a state, written": lambda device: containers.Through(
         containers.Written, lambda: containers.State(torch.zeros((), device=device), 0.0)
     ),

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from lt_offload.errors import UnsupportedError
 from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways, plain_steps
 
 pytestmark = LOOPS
@@ -24,21 +26,6 @@ def test_a_model_that_is_on_the_device_before(way: str, bench: Bench) -> None:
 
 
 @in_both_ways
-def test_gradient_accumulation(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        losses = []
-        for number, batch in enumerate(here.batches, start=1):
-            loss = here.model(**batch).loss / 2
-            loss.backward()
-            if number % 2 == 0:
-                here.step()
-            losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop, accumulate=2) == []
-
-
-@in_both_ways
 def test_accumulation_of_any_number(way: str, bench: Bench) -> None:
     def loop(here: Here) -> list[torch.Tensor]:
         losses = []
@@ -48,22 +35,6 @@ def test_accumulation_of_any_number(way: str, bench: Bench) -> None:
             if number in (1, 4):
                 here.step()
             losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop, delayed=True) == []
-
-
-@in_both_ways
-def test_clipping_by_norm(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        losses, norms = [], []
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            norms.append(here.clip_norm(0.1).detach().clone())
-            here.step()
-            losses.append(loss.detach().clone())
-        here.seen["norms"] = norms
         return losses
 
     assert bench.compare(way, loop, delayed=True) == []
@@ -89,24 +60,6 @@ def test_torchs_own_clipping(clip: str, way: str, bench: Bench) -> None:
 
 
 @in_both_ways
-def test_clipping_by_value_without_waiting(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        losses = []
-        if here.engine is not None:
-            here.engine.clip_value = 1e-3
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            if here.engine is None:
-                torch.nn.utils.clip_grad_value_(here.model.parameters(), 1e-3)
-            here.step()
-            losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
 @pytest.mark.parametrize("cached", [False, True])
 def test_autocast(cached: bool, way: str, bench: Bench) -> None:
     def loop(here: Here) -> list[torch.Tensor]:
@@ -117,43 +70,6 @@ def test_autocast(cached: bool, way: str, bench: Bench) -> None:
             loss.backward()
             here.step()
             losses.append(loss.detach().clone())
-        return losses
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
-def test_schedulers(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        warmup = torch.optim.lr_scheduler.LinearLR(here.optimizer, 0.1, total_iters=2)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(here.optimizer, T_max=3)
-        schedule = torch.optim.lr_scheduler.SequentialLR(here.optimizer, [warmup, cosine], milestones=[2])
-        losses, rates = [], []
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            here.step()
-            schedule.step()
-            losses.append(loss.detach().clone())
-            rates.append(schedule.get_last_lr())
-        here.seen["rates"] = rates
-        return losses
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
-def test_a_plateau_scheduler_reads_the_loss(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(here.optimizer, patience=0, threshold=1.0)
-        losses = []
-        for batch in here.batches:
-            loss = here.model(**batch).loss
-            loss.backward()
-            here.step()
-            schedule.step(loss.item())
-            losses.append(loss.detach().clone())
-        here.seen["rate"] = here.optimizer.param_groups[0]["lr"]
         return losses
 
     assert bench.compare(way, loop) == []
@@ -176,3 +92,144 @@ def test_a_frozen_teacher_takes_the_fast_path_of_attention(way: str, bench: Benc
         return losses
 
     assert bench.compare(way, loop) == []
+
+
+# -- between steps -----------------------------------------------------------------------------------------------------
+
+
+def trained(here: Here, batch: dict[str, torch.Tensor], losses: list[torch.Tensor]) -> None:
+    """One step, as always."""
+    loss = here.model(**batch).loss
+    loss.backward()
+    here.step()
+    losses.append(loss.detach().clone())
+
+
+@in_both_ways
+def test_averages_that_are_kept_on_the_device(way: str, bench: Bench) -> None:
+    """As TRL's reference model is, and torch's own averages; there the weights' host copies meet tensors of a GPU."""
+
+    def loop(here: Here) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        weights = list(here.model.parameters())
+        one, other = ([torch.ones_like(weight, device=here.device) for weight in weights] for _ in range(2))
+        for batch in here.batches:
+            trained(here, batch, losses)
+            for average, weight in zip(one, weights, strict=True):
+                average.data.mul_(0.4).add_(weight.data, alpha=0.6)
+            with torch.no_grad():
+                torch._foreach_lerp_(other, weights, 0.1)
+                here.seen[f"product {len(losses)}"] = other[-1] @ weights[-1].t()
+        here.seen["averages"] = [average.cpu() for average in (*one, *other)]
+        return losses
+
+    weights = sum(weight.nbytes for weight in bench.fresh()[0].parameters())
+    assert bench.compare(way, loop, beside=4 * weights) == []
+
+
+@in_both_ways
+def test_a_loop_asks_the_model_where_it_is(way: str, bench: Bench) -> None:
+    """``batch.to(model.device)``, as many do with Hugging Face's models."""
+
+    def loop(here: Here) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        for batch in here.batches:
+            where: Any = here.model.device
+            trained(here, {name: value.cpu().to(where) for name, value in batch.items()}, losses)
+            here.seen["where"] = str(where)
+        return losses
+
+    assert bench.compare(way, loop) == []
+
+
+@in_both_ways
+def test_hooks_on_blocks(way: str, bench: Bench) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        norms: list[torch.Tensor] = []
+
+        def forward(module: nn.Module, args: Any, output: Any) -> None:
+            norms.append((output[0] if isinstance(output, tuple) else output).detach().float().abs().amax())
+
+        def backward(module: nn.Module, inner: Any, outer: Any) -> None:
+            norms.append(outer[0].detach().float().abs().amax())
+
+        layers = here.model.get_submodule("model.layers")
+        handles = [layers[1].register_forward_hook(forward), layers[2].register_full_backward_hook(backward)]  # type: ignore[index]
+        losses: list[torch.Tensor] = []
+        for batch in here.batches:
+            trained(here, batch, losses)
+        for handle in handles:
+            handle.remove()
+        trained(here, here.batches[0], losses)
+        here.seen["norms"] = [norm.clone() for norm in norms]
+        return losses
+
+    assert bench.compare(way, loop) == []
+
+
+# -- torch's GradScaler: of no use with bf16, but in many loops --------------------------------------------------------
+
+
+@in_both_ways
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_grad_scaler(clip: bool, way: str, bench: Bench) -> None:
+    """As in the examples of torch.amp."""
+
+    def loop(here: Here) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler(here.device.type, init_scale=1024.0, growth_interval=2)
+        losses: list[torch.Tensor] = []
+        scales: list[float] = []
+        for batch in here.batches:
+            here.optimizer.zero_grad()
+            with torch.autocast(here.device.type, dtype=torch.bfloat16):
+                loss = here.model(**batch).loss
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(here.optimizer)
+                here.clip_norm(0.1)
+            scaler.step(here.optimizer)
+            scaler.update()
+            losses.append(loss.detach().clone())
+            scales.append(scaler.get_scale())
+        here.seen["scales"] = scales
+        return losses
+
+    assert bench.compare(way, loop, delayed=True) == []
+
+
+@in_both_ways
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_grad_scaler_that_finds_infinities(clip: bool, way: str, bench: Bench) -> None:
+    """The second step is left out: the optimizer's own code does that where it is told to."""
+
+    def loop(here: Here) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler(here.device.type, init_scale=2.0**10)
+        losses: list[torch.Tensor] = []
+        scales: list[float] = []
+        for batch in here.batches:
+            here.optimizer.zero_grad()
+            loss = here.model(**batch).loss
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(here.optimizer)
+            scaler.step(here.optimizer)
+            scaler.update([2.0**127, 2.0**10, 2.0**10, None][len(scales)])
+            losses.append(loss.detach().clone())
+            scales.append(scaler.get_scale())
+        here.seen["scales"] = scales
+        return losses
+
+    assert bench.compare(way, loop, delayed=True) == []
+
+
+@in_both_ways
+def test_a_grad_scaler_is_refused_where_updates_do_not_wait(way: str, bench: Bench) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler(here.device.type)
+        loss = here.model(**here.batches[0]).loss
+        scaler.scale(loss).backward()
+        scaler.step(here.optimizer)
+        return [loss]
+
+    with pytest.raises(UnsupportedError, match="delayed=True"):
+        bench.ours(way, loop)

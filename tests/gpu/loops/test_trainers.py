@@ -12,7 +12,7 @@ import torch
 
 import lt_offload
 from scripts.hf import cases
-from scripts.hf.runs import Outcome, home, quiet, train, trained
+from scripts.hf.runs import ended, home, quiet, train, trained
 from tests.gpu.target import Target
 from tests.parity.hf.test_same_calls import OtherLayers
 
@@ -47,9 +47,9 @@ def test_a_run_is_the_plain_one(
     monkeypatch.setenv("CI", "1")  # TRL sends word of every Trainer elsewhere
     library, budget = CASES[case]
     make = getattr(cases, library)[case]
-    plain = Outcome.of(train(make, folder))
+    plain = ended(train(make, folder))
     trainer = trained(make, budget, folder)
-    assert plain.differs(Outcome.of(trainer)) == []
+    assert plain.differs(ended(trainer)) == []
     reference = getattr(trainer, "ref_model", None)  # TRL loads it to the GPU
     assert reference is None or {parameter.device.type for parameter in reference.parameters()} == {"cpu"}
 
@@ -77,10 +77,10 @@ def test_a_model_of_several_lists_and_its_saved_plan(
         return OtherLayers()
 
     make = cases.plain(model, gradient_accumulation_steps=window)
-    plain = Outcome.of(train(make, tmp_path / "plain"))
+    plain = ended(train(make, tmp_path / "plain"))
     found = trained(make, "tight", tmp_path)
-    assert plain.differs(Outcome.of(found)) == []
+    assert plain.differs(ended(found)) == []
     path = Path(found.args.output_dir) / "lt_offload" / "plan.json"
     again = train(make, tmp_path / "again", lt_offload.hf_trainer(plan=path))
-    assert plain.differs(Outcome.of(again)) == []
+    assert plain.differs(ended(again)) == []
     assert again.offmate.plan == found.offmate.plan

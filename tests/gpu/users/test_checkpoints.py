@@ -79,34 +79,3 @@ def test_every_file_holds_what_stocks_holds(way: str, bench: Bench, tmp_path: Pa
             )
             for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
                 assert same_tensors(expected[key], found[key], key) == [], f"{folder}, step {step}"
-
-
-@in_both_ways
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-def test_a_run_with_accumulation_and_clipping_goes_on(later: bool, way: str, bench: Bench, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-
-    def scene(strategy: Any) -> Run:
-        return bench.fit(strategy, module(shuffle=False), **settings)
-
-    whole = scene("auto")
-    gc.collect()
-    strategy = bench.strategy(way, scene, async_checkpoint=later)
-    bench.fit(strategy, module(shuffle=False), max_epochs=1, **settings, **saver(tmp_path))
-    gc.collect()
-    other = bench.strategy(way, scene)
-    resumed = bench.fit(other, module(99, shuffle=False), ckpt=tmp_path / "step=2.ckpt", **settings)
-    assert resumed.trainer.global_step == whole.trainer.global_step == 4
-    assert state_differences(whole, resumed) == []
-
-
-def test_weights_of_a_checkpoint_are_loaded_into_a_plain_model(bench: Bench, tmp_path: Path) -> None:
-    def scene(strategy: Any) -> Run:
-        return bench.fit(strategy, **saver(tmp_path))
-
-    run = scene(bench.strategy("tight", scene))
-    saved = torch.load(tmp_path / f"step={2 * BATCHES}.ckpt", map_location="cpu", weights_only=False)
-    plain = module(99)
-    plain.load_state_dict(saved["state_dict"])
-    weights = run.module.state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items())

@@ -12,29 +12,16 @@ from torch import Tensor
 
 from lt_offload import OffmateStrategy
 from lt_offload.machine.driver import context_bytes
-from tests.gpu.target import ROOM
 from tests.gpu.users.runs import USERS, Bench, in_both_ways, module
 from tests.support.trainers import Run, differences
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
-
-NEW_TOKENS = 3
 
 
 def evaluated(made: Any) -> Any:
     """Give ``made`` what ``test()`` asks for."""
     made.test_step, made.test_dataloader = made.validation_step, made.val_dataloader
     return made
-
-
-@in_both_ways
-def test_sanity_check_and_validation_within_epochs(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        return bench.fit(strategy, module(dropout=0.1), num_sanity_val_steps=2, val_check_interval=1)
-
-    expected, found = bench.compare(way, scene)
-    assert differences(expected, found) == []
-    assert len(found.module.validation) > 6
 
 
 @in_both_ways
@@ -84,72 +71,6 @@ def test_without_training_within_little_memory(bench: Bench) -> None:
         gc.collect()
     assert answers[0][:2] == answers[1][:2]
     assert torch.equal(answers[0][2], answers[1][2])
-
-
-class Writes(Callback):
-    """Lets the model continue its input: in validation greedily, between steps by sampling."""
-
-    def __init__(self) -> None:
-        self.written: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.write(module, batch, do_sample=True)
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.write(module, batch, do_sample=False)
-        self.write(module, batch, do_sample=False, use_cache=False)
-
-    def write(self, module: Any, batch: Any, **options: Any) -> None:
-        prompt = {name: batch[name][:, -6:] for name in ("input_ids", "attention_mask")}
-        with torch.no_grad():
-            written = module.model.generate(**prompt, max_new_tokens=NEW_TOKENS, pad_token_id=0, **options)
-        self.written.append(written.cpu())
-
-
-@in_both_ways
-def test_text_that_callbacks_generate(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> tuple[Run, list[Tensor]]:
-        writes = Writes()
-        return bench.fit(strategy, callbacks=[writes], num_sanity_val_steps=1, max_epochs=1), writes.written
-
-    (stock, expected), (ours, written) = bench.compare(way, scene)
-    assert len(expected) == len(written) > 5
-    assert all(map(torch.equal, expected, written))
-    assert differences(stock, ours) == []
-
-
-@in_both_ways
-def test_text_that_steps_generate(way: str, bench: Bench) -> None:
-    """In ``validation_step``, and in ``training_step`` before the loss; ids are made where the module says it is."""
-
-    def scene(strategy: Any) -> tuple[Run, list[Tensor]]:
-        made, written = module(), []
-        train, validate = made.training_step, made.validation_step
-
-        def write() -> None:
-            ids = torch.arange(3, 9, device=made.device)[None]
-            with torch.no_grad():
-                written.append(made.model.generate(ids, max_new_tokens=NEW_TOKENS, pad_token_id=0).cpu())
-
-        def validation_step(batch: Any, batch_idx: int) -> None:
-            validate(batch, batch_idx)
-            write()
-
-        def training_step(batch: Any, batch_idx: int) -> Any:
-            loss = train(batch, batch_idx)
-            if batch_idx == 1 and not torch.is_inference_mode_enabled():
-                made.asked = str(made.model.device)
-            return loss
-
-        made.validation_step, made.training_step = validation_step, training_step
-        run = bench.fit(strategy, made, max_epochs=1)
-        assert made.asked == str(bench.device)
-        return run, written
-
-    (stock, expected), (ours, written) = bench.compare(way, scene)
-    assert expected
-    assert all(map(torch.equal, expected, written))
-    assert differences(stock, ours) == []
 
 
 class Asks(Callback):
@@ -202,13 +123,3 @@ def test_inputs_on_the_device_that_parameters_say_within_a_step(bench: Bench) ->
         return run
 
     assert differences(*bench.compare("tight", scene)) == []
-
-
-def test_a_second_trainer_predicts_what_the_first_has_trained(bench: Bench) -> None:
-    def scene(strategy: Any) -> list[Tensor]:
-        run = bench.fit(strategy, max_epochs=1)
-        again = "auto" if strategy == "auto" else OffmateStrategy(memory=ROOM, **bench.options)
-        return [logits.cpu() for logits in bench.trainer(again).predict(run.module)]
-
-    (expected,), (found,) = bench.compare("tight", scene)
-    assert torch.equal(expected, found)

@@ -1,4 +1,4 @@
-"""Weights in bf16: alone, with fp32 masters, with stochastic rounding, and products in bf16 of fp32 weights."""
+"""Weights in bf16, alone, with masters or rounded with noise; loaders with workers and pinned memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import lt_offload
 from tests.gpu.users.runs import USERS, Bench, in_both_ways, module
-from tests.support.trainers import Run, differences
+from tests.support.trainers import BATCHES, Run, Tokens, differences
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
 
@@ -61,32 +62,25 @@ def test_precisions_of_the_trainer(precision: Any, way: str, bench: Bench) -> No
     assert differences(*bench.compare(way, scene)) == []
 
 
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
 @in_both_ways
-def test_bf16_mixed_with_clipping_and_accumulation(way: str, bench: Bench) -> None:
+def test_pinned_batches_of_a_worker(way: str, bench: Bench) -> None:
     def scene(strategy: Any) -> Run:
-        made = module()
-        # Lightning refuses to clip for a fused one, in bf16 as well.
-        made.configure_optimizers = lambda: torch.optim.AdamW(made.parameters(), lr=1e-2, foreach=False)
-        settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-        return bench.fit(strategy, made, precision="bf16-mixed", **settings)
+        made = module(dropout=0.1)
+        rows = Tokens(made.model, 2 * BATCHES - 1, 0)  # the last batch of an epoch is a smaller one
+        pin = bench.device.type == "cuda"
+        made.train_dataloader = lambda: DataLoader(rows, batch_size=2, num_workers=1, pin_memory=pin)
+
+        def transfer(batch: dict[str, Any], device: torch.device, dataloader_idx: int) -> dict[str, Any]:
+            pinned.append(all(value.is_pinned() for value in batch.values()))
+            return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+        pinned: list[bool] = []
+        made.transfer_batch_to_device = transfer
+        run = bench.fit(strategy, made)
+        assert sum(pinned) == pin * run.trainer.global_step, "the batches that train; the profile has a copy of one"
+        return run
 
     assert differences(*bench.compare(way, scene)) == []
-
-
-def test_autocast_in_the_training_step(bench: Bench) -> None:
-    """Asked for by hand, not by the Trainer."""
-
-    def scene(strategy: Any) -> Run:
-        made = module()
-        step = made.training_step
-
-        def training_step(batch: Any, batch_idx: int) -> Any:
-            with torch.autocast(bench.device.type, dtype=torch.bfloat16):
-                return step(batch, batch_idx)
-
-        made.training_step = training_step
-        return bench.fit(strategy, made)
-
-    expected, found = bench.compare("tight", scene)
-    assert differences(expected, found) == []
-    assert differences(bench.fit("auto"), expected) != [], "autocast made no difference"

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from lt_offload.errors import UnsupportedError
 from tests.gpu.users.runs import USERS, Bench, in_both_ways, module
-from tests.support.trainers import BATCHES, Run, differences
+from tests.support.trainers import Run, differences
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
-
-
-@in_both_ways
-def test_the_same_trainer_twice(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        run = bench.fit(strategy, max_epochs=1)
-        run.trainer.fit_loop.max_epochs = 2
-        return bench.fit(None, run.module, made=run.trainer)
-
-    expected, found = bench.compare(way, scene)
-    assert differences(expected, found) == []
-    assert found.trainer.global_step == 2 * BATCHES
 
 
 @in_both_ways
@@ -53,45 +39,6 @@ def test_a_model_that_is_on_the_device_before(way: str, bench: Bench) -> None:
 
     expected, found = bench.compare(way, scene, lambda strategy: bench.fit(strategy))
     assert differences(expected, found) == []
-
-
-@in_both_ways
-def test_a_run_within_a_stream(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        cuda = bench.device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
-            run = bench.fit(strategy, module(dropout=0.1))
-        if cuda:
-            torch.cuda.synchronize()
-        return run
-
-    assert differences(*bench.compare(way, scene)) == []
-
-
-@pytest.mark.only("cuda", "fake")
-@in_both_ways
-def test_a_forward_on_a_stream_of_its_own_is_refused(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        made, side = module(), torch.cuda.Stream()
-        step = made.training_step
-
-        def training_step(batch: Any, batch_idx: int) -> Any:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                loss = step(batch, batch_idx)
-            torch.cuda.current_stream().wait_stream(side)
-            return loss
-
-        made.training_step = training_step
-        return bench.fit(strategy, made)
-
-    strategy = bench.strategy(way, lambda strategy: bench.fit(strategy))
-    with pytest.raises(UnsupportedError, match="was called on another CUDA stream"):
-        scene(strategy)
-    gc.collect()
-    expected = bench.fit("auto")
-    gc.collect()
-    assert differences(expected, bench.fit(bench.strategy(way, lambda strategy: bench.fit(strategy)))) == []
 
 
 @in_both_ways

@@ -25,18 +25,6 @@ CLIPS: dict[str, dict[str, Any]] = {
 
 
 @in_both_ways
-@pytest.mark.parametrize("clip", ["by norm", "by value"])
-def test_clipping(clip: str, way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        return bench.fit(strategy, module(dropout=0.1), **CLIPS[clip])
-
-    expected, found = bench.compare(way, scene)
-    assert differences(expected, found) == []
-    free = bench.fit("auto", module(dropout=0.1))
-    assert differences(free, expected) != [], "there was nothing to clip"
-
-
-@in_both_ways
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("window", [2, 3])
 def test_accumulation_with_a_short_last_window(window: int, clip: str, way: str, bench: Bench) -> None:
@@ -75,29 +63,6 @@ def test_batches_that_grow(window: int, way: str, bench: Bench) -> None:
     assert differences(expected, found) == []
     shown = 1 if way == "resident" else 2
     assert found.trainer.strategy.profile.iterations[:2] == (1, 3 - window)[:shown]
-
-
-@in_both_ways
-def test_validation_in_the_middle_of_a_window(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        return bench.fit(strategy, module(batch_size=1), accumulate_grad_batches=4, val_check_interval=1, max_epochs=1)
-
-    assert differences(*bench.compare(way, scene)) == []
-
-
-@in_both_ways
-def test_a_module_that_clips_by_itself(way: str, bench: Bench) -> None:
-    def scene(strategy: Any) -> Run:
-        made = module()
-
-        def clip(optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-            if made.trainer.global_step % 2 == 0:
-                made.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-
-        made.configure_gradient_clipping = clip
-        return bench.fit(strategy, made)
-
-    assert differences(*bench.compare(way, scene)) == []
 
 
 @pytest.mark.parametrize("window", [1, 3])

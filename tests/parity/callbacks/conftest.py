@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from lt_offload.execute import installed
 from lt_offload.schema.profile import Contention
-from lt_offload.strategy import offmate
 from tests.support.hostile.device import HostileDevice
 
 
 @pytest.fixture(autouse=True)
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
@@ -24,7 +23,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import UnsupportedError
 from tests import sampling
 from tests.support.engines import equal
-from tests.support.trainers import Run, budgets, differences, fit, seeded_module, trainer
+from tests.support.trainers import budgets, differences, fit, seeded_module, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
@@ -153,77 +152,6 @@ def test_an_average_on_the_gpu_is_refused(cls: type[Any]) -> None:
     options = {"swa_lrs": 0.1} if cls is StochasticWeightAveraging else {}
     with pytest.raises(UnsupportedError, match=rf"{cls.__name__}\(device='cuda'\): .* device='cpu'"):
         fit(OffmateStrategy(memory="200MB"), callbacks=[cls(device="cuda", **options)])
-
-
-# -- of one's own ------------------------------------------------------------------------------------------------------
-
-
-class OwnAverage(Callback):
-    """An average, norms and histograms of weights, and copies of the model, as users write them."""
-
-    def __init__(self) -> None:
-        self.average: dict[str, Tensor] = {}
-        self.seen: list[Tensor] = []
-        self.copies: list[Any] = []
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.average = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for name, parameter in pl_module.named_parameters():
-            self.average[name].lerp_(parameter.detach(), 0.1)
-        self.seen += [p.data.norm() for p in pl_module.parameters()]
-        if batch_idx == 1:
-            self.seen += [torch.histc(p.detach(), 10) for p in pl_module.parameters()]
-            self.seen.append(torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach())
-            self.copies.append(copy.deepcopy(pl_module.model).state_dict())
-
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._exchange(pl_module)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._exchange(pl_module)
-
-    def _exchange(self, pl_module: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            kept = parameter.data.clone()
-            parameter.data.copy_(self.average[name])
-            self.average[name] = kept
-
-
-class Nearby(Callback):
-    """Pulls weights towards where they were, as L2-SP does, and puts noise on some of them."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.start = [p.detach().clone() for p in pl_module.parameters()]
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for start, parameter in zip(self.start, pl_module.parameters(), strict=True):
-                parameter.add_(start - parameter, alpha=0.05)
-            torch._foreach_mul_([p.data for p in pl_module.parameters()], 0.999)
-            pl_module.model.lm_head.weight.add_(torch.randn_like(pl_module.model.lm_head.weight), alpha=1e-3)
-
-
-def own(strategy: Any, **settings: Any) -> tuple[Run, OwnAverage]:
-    callback = OwnAverage()
-    return fit(strategy, seeded_module(**OPTIONS), callbacks=[callback, Nearby()], **settings), callback
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", sampling.some([{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-true"}], 2), ids=str
-)
-def test_averages_norms_histograms_and_copies_of_ones_own_equal_stock(settings: dict[str, Any]) -> None:
-    stock, expected = own("auto", **settings)
-    for memory in budgets(stock.module):
-        ours, found = own(OffmateStrategy(memory=memory), **settings)
-        assert differences(stock, ours) == []
-        assert len(expected.seen) == len(found.seen)
-        assert all(map(equal, expected.seen, found.seen))
-        assert all(equal(value, found.average[name]) for name, value in expected.average.items())
-        for one, other in zip(expected.copies, found.copies, strict=True):
-            assert all(equal(value, other[name]) for name, value in one.items())
 
 
 def test_callbacks_of_a_trainer_that_only_validates_pass() -> None:

@@ -7,29 +7,23 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lt_offload import OffmateStrategy
 from lt_offload.model.compiled import cover
-from tests import sampling
 from tests.support.engines import differences
-from tests.support.trainers import fit, seeded_module
 from tests.support.user_nets import (
     HIDDEN,
     RUNS,
     VOCAB,
-    by_budget,
     engine_of,
     in_every_run,
     ours,
     plain,
     rows,
-    with_every_budget,
 )
 
 
@@ -86,12 +80,6 @@ def copying(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[di
     return found
 
 
-@pytest.mark.slow
-@with_every_budget
-def test_copies_compute_what_plain_ones_would(budget: str) -> None:
-    assert differences(plain(Attending, copying), by_budget(Attending, budget, copying)) == []
-
-
 @in_every_run
 def test_copies_beside_every_option(options: tuple[str, ...]) -> None:
     assert differences(plain(Attending, copying), ours(Attending, options, copying)) == []
@@ -111,29 +99,7 @@ def test_a_copy_is_trained_while_the_model_is() -> None:
     assert kept(model) == kept(Attending())
 
 
-class Copying(pl.Callback):
-    """Keeps the attributes of a copy of the module, made in one hook."""
-
-    def __init__(self, hook: str, way: str) -> None:
-        self.make, self.seen = WAYS[way], list[Any]()
-        setattr(self, hook, self._copy)
-
-    def _copy(self, trainer: Any, module: Any, *args: Any) -> None:
-        made = self.make(module.model)
-        self.seen.append((kept(made), [p.detach().clone() for p in made.parameters()]))
-
-
 HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
-
-
-@pytest.mark.parametrize(("hook", "way"), sampling.grid(HOOKS, WAYS, count=3))
-def test_copies_in_callbacks(hook: str, way: str) -> None:
-    stock, found = Copying(hook, way), Copying(hook, way)
-    fit("auto", seeded_module(), callbacks=[stock], max_epochs=1)
-    fit(OffmateStrategy(memory="200MB"), seeded_module(), callbacks=[found], max_epochs=1)
-    for (expected, weights), (attributes, values) in zip(stock.seen, found.seen, strict=True):
-        assert repr(attributes) == repr(expected)
-        assert all(map(torch.equal, weights, values))
 
 
 class Own(nn.Linear):

@@ -160,10 +160,6 @@ def test_clipping_by_value_comes_after_the_hook() -> None:
     require_equal("on_before_zero_grad", copies, **clip)
 
 
-def test_bfloat16() -> None:
-    require_equal("on_before_optimizer_step", by_torch, precision="bf16-true")
-
-
 @pytest.mark.slow
 def test_weights_outside_the_blocks() -> None:
     require_equal("on_before_optimizer_step", halve, Pictures)
@@ -177,10 +173,6 @@ def test_gradients_that_are_kept_after_the_last_hook() -> None:
 @pytest.mark.slow
 def test_adapters_and_frozen_weights() -> None:
     require_equal("on_after_backward", copies, lambda: seeded_module(layers=3, lora=True))
-
-
-class Norms(LightningModule):
-    """Logs norms as the manual of Lightning shows."""
 
 
 # -- before the step after it ------------------------------------------------------------------------------------------
@@ -250,25 +242,6 @@ def test_gradients_outside_the_blocks_are_always_there() -> None:
         assert expected == found
 
 
-def test_norms_that_a_module_logs(tmp_path: Path) -> None:
-    def module() -> Any:
-        made = seeded_module(**OPTIONS)
-
-        def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self, norm_type=2))
-
-        made.on_before_optimizer_step = types.MethodType(on_before_optimizer_step, made)
-        return made
-
-    stock = fit("auto", module(), log_every_n_steps=1)
-    for memory in budgets(stock.module):
-        ours = fit(OffmateStrategy(memory=memory), module(), log_every_n_steps=1)
-        assert differences(stock, ours) == []
-        logged = stock.trainer.callback_metrics
-        assert "grad_2.0_norm_total" in logged
-        assert all(equal(value, ours.trainer.callback_metrics[name]) for name, value in logged.items())
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_without_a_loss() -> None:
@@ -292,31 +265,6 @@ def goes_on(module: Any) -> None:
         module.model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-true"}], ids=str
-)
-@pytest.mark.parametrize("options", [{}, {"activation_offload": False}], ids=str)
-def test_a_loop_that_goes_on_after_training_clears_gradients(settings: Any, options: Any) -> None:
-    """Plain training leaves the last ones, to which such a loop would add."""
-    runs = [fit("auto", seeded_module(**OPTIONS), limit_val_batches=0, **settings)]
-    for memory in budgets(runs[0].module):
-        strategy = OffmateStrategy(memory=memory, **options)
-        runs.append(fit(strategy, seeded_module(**OPTIONS), limit_val_batches=0, **settings))
-    for run in runs:
-        assert all(p.grad is not None for p in run.module.parameters())
-        run.module.to(torch.float64).to(torch.float32)
-        if run is not runs[0]:
-            with pytest.raises(UnsupportedError, match=r"the gradient of .* call optimizer.zero_grad\(\) before"):
-                goes_on(run.module)
-            with pytest.raises(UnsupportedError, match=r"the gradient of weight .* was used by"):
-                norms(run.module, [])
-        run.module.zero_grad()
-        torch.manual_seed(0)
-        goes_on(run.module)
-    for name, weight in runs[0].module.named_parameters():
-        assert all(torch.equal(weight, run.module.get_parameter(name)) for run in runs), name
 
 
 def test_a_validation_clears_them() -> None:

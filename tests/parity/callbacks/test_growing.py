@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import OverBudget
 from lt_offload.profiling.step.first import FirstStep
 from tests import sampling
 from tests.support.trainers import Module, differences, fit, state_differences, tight
@@ -97,12 +96,6 @@ def test_each_that_is_larger_is_planned_for(window: dict[str, Any], activation_o
     assert strategy.profile is not None
     steps = [index // window.get("accumulate_grad_batches", 1) + 1 for index in shown]
     assert [*dict.fromkeys(i for i in strategy.profile.iterations if i in steps)] == [*dict.fromkeys(steps)]
-
-
-def test_without_another_plan_the_largest_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OffmateStrategy, "_outgrown", lambda strategy, batch: None)
-    with pytest.raises(OverBudget):
-        fit(OffmateStrategy(memory=tight(seeded().model)), seeded())
 
 
 def test_what_has_begun_with_a_step_that_counts_goes_on_with_such(shown: list[int]) -> None:

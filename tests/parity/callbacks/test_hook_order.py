@@ -166,13 +166,6 @@ def test_a_run_that_is_over_needs_no_plan(tmp_path: Any) -> None:
     assert (strategy.plan, strategy.trace, strategy.engine) == (None, None, None)
 
 
-@pytest.mark.parametrize("memory", ["1KB", "60KB"])
-def test_a_device_that_is_too_small_is_said_with_what_is_needed(memory: str) -> None:
-    with pytest.raises(InfeasibleError) as caught:
-        fit(OffmateStrategy(memory=memory), num_sanity_val_steps=0)
-    assert caught.value.needed_bytes is not None
-
-
 @pytest.mark.slow
 def test_so_it_is_of_a_step_that_needs_hooks() -> None:
     """It cannot be measured before they are called: its first step runs without a plan, and shows what it needs."""

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -340,13 +339,6 @@ class Halves(Traced):
         return super().loss(first) + 0.5 * super().loss(second)
 
 
-class AnyArguments(Traced):
-    """Has a step whose signature says nothing."""
-
-    def training_step(self, *args: Any) -> Tensor | None:
-        return super().training_step(*args)
-
-
 class FirstLeftOut(Traced):
     """Leaves the first batch out before the model is called."""
 
@@ -375,7 +367,7 @@ class Tuned(FirstThrownAway):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("kind", [Halves, AnyArguments, FirstLeftOut, FirstThrownAway, Tuned])
+@pytest.mark.parametrize("kind", [Halves, FirstLeftOut, Tuned])
 def test_of_steps(kind: type[Traced]) -> None:
     compared(kind)
 
@@ -406,21 +398,6 @@ def test_of_callbacks_that_read_weights(kind: type[Traced]) -> None:
         assert all(map(equal, stock.average, found.average))
 
 
-AVERAGES: dict[str, Callable[[], Any]] = {
-    "mean": WeightAveraging,
-    "ema": lambda: EMAWeightAveraging(decay=0.9, device="cpu"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", AVERAGES)
-def test_of_averages(name: str) -> None:
-    _, (stock, *ours) = compared(Traced, AVERAGES[name])
-    expected = list(stock._average_model.state_dict().values())
-    for found in ours:
-        assert all(map(equal, expected, found._average_model.state_dict().values()))
-
-
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 
@@ -430,13 +407,9 @@ class Bare(Traced):
     inside = False
 
 
-class BareVision(Vision, Bare):
-    """Has neither."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["tight", "resident"])
-@pytest.mark.parametrize("kind", [Bare, BareVision, Halves])
+@pytest.mark.parametrize("kind", [Bare, Halves])
 def test_where_the_host_has_no_room_for_activations(
     kind: type[Traced], memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

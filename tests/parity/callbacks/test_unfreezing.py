@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
-from torch.utils.data import DataLoader, default_collate
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from torch.utils.data import default_collate
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, InfeasibleError, PlanError, UnsupportedError
@@ -150,12 +150,6 @@ TIED: dict[str, Any] = {"layers": 4, "family": "llama-tied"}
 SETTINGS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", sampling.some(SETTINGS, 1), ids=str)
-def test_thawing_a_layer_per_epoch_equals_stock(settings: dict[str, Any]) -> None:
-    require_equal(lambda: [Layers()], OPTIONS, max_epochs=3, **settings)
-
-
 CHANGES: dict[str, tuple[dict[str, Any], Any, str, int, Any]] = {
     "between batches": (OPTIONS, body_frozen, "on_train_batch_start", 3, thaw),
     "after a batch": (OPTIONS, body_frozen, "on_train_batch_end", 2, thaw),
@@ -196,31 +190,6 @@ def test_freezing_in_the_middle_of_a_window_is_refused() -> None:
     callback = At("on_train_batch_start", 3, freeze, nothing_frozen)
     with pytest.raises(UnsupportedError, match="layers.0.* was frozen after 2 micro-batches: plain PyTorch"):
         fit(OffmateStrategy(memory="200MB"), module_, callbacks=[callback], accumulate_grad_batches=4)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_written_after_thawing(tmp_path: Path) -> None:
-    def thawing() -> Any:
-        return At("on_train_epoch_start", 2, thaw, body_frozen)
-
-    class Again(Callback):
-        """Takes up what the run of the checkpoint had changed before its optimizer is loaded."""
-
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            body_frozen(pl_module)
-
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            thaw(pl_module, trainer.optimizers[0])
-
-    expected = fit("auto", module(OPTIONS), callbacks=[thawing()], max_epochs=3)
-    for memory in budgets(seeded_module(**OPTIONS)):
-        saver = ModelCheckpoint(tmp_path / f"{memory}", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        saving = {"callbacks": [thawing(), saver], "enable_checkpointing": True, "max_epochs": 2}
-        fit(OffmateStrategy(memory=memory), module(OPTIONS), **saving)
-        path = tmp_path / f"{memory}" / "step=4.ckpt"  # in the middle of the second epoch
-        ours = fit(OffmateStrategy(memory=memory), module(OPTIONS), callbacks=[Again()], ckpt=path, max_epochs=3)
-        assert [n for n in state_differences(expected, ours) if n != "optimizer groups or keys"] == []
-        assert ours.trainer.global_step == expected.trainer.global_step == 9
 
 
 @pytest.mark.slow
@@ -301,41 +270,6 @@ def test_weights_frozen_since_train_again(tmp_path: Path) -> None:
     path = tmp_path / "step=2.ckpt"
     ours = fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[again], ckpt=path, max_epochs=2)
     assert state_differences(expected, ours) == []
-
-
-class Backbone(LightningModule):
-    """A model in two parts, which share nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = seeded_module(layers=4).model
-        self.backbone = self.model.model
-        self.losses: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.model(**batch).loss
-        self.losses.append(loss.detach().clone())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.model.lm_head.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Tokens(self.model, 6, 0), batch_size=2)
-
-
-@pytest.mark.slow
-def test_backbone_finetuning_with_a_schedule_equals_stock() -> None:
-    def callbacks() -> list[Any]:
-        return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)]
-
-    stock = fit("auto", Backbone(), callbacks=callbacks(), max_epochs=4)
-    for memory in budgets(seeded_module(**OPTIONS)):
-        ours = fit(OffmateStrategy(memory=memory), Backbone(), callbacks=callbacks(), max_epochs=4)
-        assert state_differences(stock, ours) == []
-        assert all(map(torch.equal, stock.module.losses, ours.module.losses))
-        assert all(p.requires_grad for p in ours.module.parameters())
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------

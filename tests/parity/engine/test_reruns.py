@@ -483,18 +483,3 @@ def test_a_plan_that_loses_an_input_is_refused() -> None:
         pytest.raises(PlanError, match="runs block model.layers.1"),
     ):
         iterate(engine, model, optimizer, 0)
-
-
-def test_a_forward_that_runs_again_out_of_place_is_refused() -> None:
-    found = profiled("llama")
-    plan = planned(found, *nested(found))
-    ops = list(plan.ops)
-    at = next(op.id for op in ops if op.save is not None)
-    later = [replace(op, block=LAYERS + 1) if op.id == at else op for op in ops]
-    early = [replace(op, save="all") if op.kind == "forward" and op.step == 0 else op for op in ops]
-    for wrong in (later, early):
-        with (
-            pytest.raises(PlanError, match="runs again in a backward step"),
-            session(replace(plan, ops=tuple(wrong)), "llama"),
-        ):
-            pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import itertools
 import threading
 import weakref
@@ -94,42 +93,6 @@ def test_forward_without_backward_changes_nothing(backward: bool) -> None:
             schedule.step()
         engine.drain()
     assert all(torch.equal(a, b) for a, b in zip(expected.losses, losses, strict=True))
-
-
-@pytest.mark.parametrize("places", [("device",), ("paged",), ("host",)])
-def test_resume_with_scheduler(places: tuple[str, ...]) -> None:
-    """``load_state_dict`` replaces groups and state dictionaries; nothing stale may be used afterwards."""
-    case = Case(options=("recompute",), places=places, shapes=((2, 12),) * 4)
-    expected = plain(case)
-    model = build(case)
-    optimizer = make_optimizer(model, case.optimizer)
-    schedule = scheduler(optimizer)
-    data = batches(case, model)
-    losses = []
-    with session(case, model, optimizer) as engine:
-        for batch in data[:2]:
-            losses.append(iterate(engine, model, optimizer, batch))
-            schedule.step()
-        engine.drain()
-        saved = io.BytesIO()
-        torch.save([model.state_dict(), optimizer.state_dict(), schedule.state_dict()], saved)
-        iterate(engine, model, optimizer, data[3])  # goes astray
-        schedule.step()
-        saved.seek(0)
-        weights, states, lr = torch.load(saved)
-        engine.drain()
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(states)
-        schedule.load_state_dict(lr)
-        engine.invalidate()
-        for batch in data[2:]:
-            losses.append(iterate(engine, model, optimizer, batch))
-            schedule.step()
-        engine.drain()
-    assert [torch.equal(a, b) for a, b in zip(expected.losses, losses, strict=True)] == [True] * 4
-    assert all(torch.equal(a, b) for a, b in zip(expected.model.parameters(), model.parameters(), strict=True))
-    left, right = expected.optimizer.state_dict()["state"], optimizer.state_dict()["state"]
-    assert all(torch.equal(left[k][f], right[k][f]) for k in left for f in left[k])
 
 
 def test_lora_trains_the_adapters_of_the_first_layer() -> None:
@@ -273,23 +236,6 @@ def test_validation_before_and_between_iterations(context: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected.losses, losses, strict=True))
 
 
-def test_forward_only_without_plan() -> None:
-    case = Case(family="bloom")
-    model = build(case).eval()
-    batch = batches(case, model)[0]
-    with torch.no_grad():
-        expected = model(**batch).logits
-    device = HostileDevice(120_000, mode="lazy", check=True)
-    engine = Engine(model, None, None, device)
-    engine.install()
-    with torch.inference_mode():
-        assert torch.equal(model(**batch).logits, expected)
-    with pytest.raises(UnsupportedError, match="no plan"):
-        model(**batch)
-    engine.remove()
-    device.close()
-
-
 def test_no_grad_call_inside_an_iteration_is_refused() -> None:
     case = Case(options=("keep",))
     model = build(case)
@@ -344,7 +290,7 @@ def test_a_saved_weight_that_is_gone_is_an_error() -> None:
     model = build(case)
     optimizer = make_optimizer(model, case.optimizer)
     with session(case, model, optimizer) as engine:
-        for op in engine.residency.plan.ops:  # type: ignore[union-attr]
+        for op in engine.plan.ops:  # type: ignore[union-attr]
             if op.kind == "prefetch" and op.step >= len(engine.structure.blocks):
                 engine._passes._walk._steps[op.step].before.clear()
         with pytest.raises(PlanError, match="does not bring"):

@@ -16,8 +16,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.hf.report import RECORD
 from lt_offload.strategy import replay
 from scripts.hf import cases
-from scripts.hf.runs import Outcome, train
-from tests.support.machine import takes_no_more
+from scripts.hf.runs import ended, train
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -52,12 +51,12 @@ def test_it_has_the_plan_of_its_run(evaluates: bool, tmp_path: Path, monkeypatch
     again = {"resume_from_checkpoint": two_steps(tmp_path)}
     resumed = train(make, tmp_path / "again", context(memory="150kB"), **again)
     assert resumed.offmate.plan == whole.offmate.plan
-    assert Outcome.of(whole).differs(Outcome.of(resumed)) == []
+    assert ended(whole).differs(ended(resumed)) == []
     # Another budget is another plan, for which the process takes what it took.
     other = train(make, tmp_path / "other", context(memory="300kB"), **again)
     assert other.offmate.plan.budget_bytes == 300_000
     assert other.offmate.plan.process_bytes == whole.offmate.plan.process_bytes
-    assert Outcome.of(whole).differs(Outcome.of(other)) == []
+    assert ended(whole).differs(ended(other)) == []
 
 
 class Swapping(TrainerCallback):  # type: ignore[misc]
@@ -91,9 +90,9 @@ class Freezing(TrainerCallback):  # type: ignore[misc]
 def test_it_trains_the_weights_that_its_run_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = partial(lt_offload.hf_trainer, memory="200kB", planner="stream")
     whole = train(held, tmp_path / "plain")
-    assert Outcome.of(whole).differs(Outcome.of(train(held, tmp_path, context()))) == []
+    assert ended(whole).differs(ended(train(held, tmp_path, context()))) == []
     resumed = train(held, tmp_path / "again", context(), resume_from_checkpoint=two_steps(tmp_path))
-    assert Outcome.of(whole).differs(Outcome.of(resumed)) == []
+    assert ended(whole).differs(ended(resumed)) == []
     said: list[str] = []
     monkeypatch.setattr(replay, "rank_zero_warn", said.append)
 
@@ -118,35 +117,3 @@ def test_weights_that_no_optimizer_holds_are_named(tmp_path: Path) -> None:
     (Path(two_steps(tmp_path)) / RECORD).write_text("{")
     with pytest.raises(ConfigError, match=rf"{RECORD}' is damaged \(JSONDecodeError.*; use another checkpoint, or"):
         train(make, tmp_path / "again", context(), resume_from_checkpoint=two_steps(tmp_path))
-
-
-CHILD = """
-import sys, torch
-from torch import nn
-from transformers import Trainer, TrainingArguments
-import lt_offload
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1536, 1536) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return {"loss": x.square().mean()}
-
-folder, steps = sys.argv[1], int(sys.argv[2])
-quiet = dict(report_to=[], disable_tqdm=True)
-args = TrainingArguments(folder, use_cpu=True, max_steps=steps, save_steps=1, per_device_train_batch_size=2, **quiet)
-with lt_offload.hf_trainer(memory="60MB", host_memory="2GB"):
-    trainer = Trainer(Model(), args, train_dataset=[{"x": torch.ones(1536)}] * 8)
-trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if steps > 2 else None)
-peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]
-print(trainer.offmate.plan.process_bytes, trainer.offmate.plan.budget_bytes, int(peak) << 10)
-"""
-
-
-@pytest.mark.slow
-def test_it_takes_no_more_ram_than_its_run(tmp_path: Path) -> None:
-    takes_no_more(CHILD, tmp_path)

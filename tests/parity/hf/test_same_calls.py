@@ -20,8 +20,9 @@ import lt_offload
 from lt_offload.compat.torch import all_function_modes
 from lt_offload.model.blocks import find_blocks
 from lt_offload.profiling.step.first import FirstStep
+from scripts.attack.compared import Ended
 from scripts.hf import cases
-from scripts.hf.runs import Outcome, home, quiet
+from scripts.hf.runs import ended, home, quiet
 from tests.parity.callbacks.calls import Noted, drawn, note, noting
 from tests.parity.callbacks.test_first_steps import Unused
 from tests.sampling import some
@@ -180,7 +181,7 @@ def trainer_of(folder: Path, kind: type[Watched] = Watched, model: Callable[[], 
 
 def recorded(
     make: Callable[[], Any], context: Any = None, *, hooked: bool = True, parts: int = 1
-) -> tuple[Outcome, list[Noted]]:
+) -> tuple[Ended, list[Noted]]:
     """Train, plainly with blocks in so many ``parts``, and return what is left and what was called."""
     torch.manual_seed(3)
     with quiet(), noting() as noted:
@@ -191,7 +192,7 @@ def recorded(
             hook(trainer)
         with lt_offload.micro_batched_reference(trainer.model, parts) if parts > 1 else nullcontext():
             trainer.train()
-        return Outcome.of(trainer), noted()
+        return ended(trainer), noted()
 
 
 def compared(
@@ -240,6 +241,7 @@ def test_of_a_trainer(kind: str, tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path, **options), memories, hooked=options.get("kind") is not Twice, least=2)
 
 
+@pytest.mark.slow
 def test_of_parts(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path), ["170kB", RESIDENT], hooked=False, parts=2)
 

@@ -14,10 +14,11 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import lt_offload
-from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.errors import ConfigError
+from lt_offload.hf.run import Run
 from lt_offload.strategy.first.survey import FirstIteration
 from scripts.hf import cases
-from scripts.hf.runs import BUDGETS, Outcome, compare, quiet, train
+from scripts.hf.runs import BUDGETS, compare, ended, quiet, train
 from tests.sampling import grid
 
 
@@ -47,16 +48,6 @@ def test_adapters_as_most_people_train_them_fit_into_the_smallest_memory(
 ) -> None:
     _, differs = compare(CHECKPOINTED[case], budget, tmp_path)
     assert differs == []
-
-
-@pytest.mark.parametrize(
-    "case", ["callback that reads and edits gradients", "own training_step that calls loss.backward() per row"]
-)
-def test_who_looks_at_gradients_finds_them_as_plainly(case: str, tmp_path: Path) -> None:
-    make = cases.HF[case]
-    plain = Outcome.of(train(make, tmp_path))
-    found = Outcome.of(train(make, tmp_path, lt_offload.hf_trainer(memory="150kB", planner="stream")))
-    assert plain.differs(found) == []
 
 
 class WithoutBackward(Trainer):  # type: ignore[misc]
@@ -90,31 +81,51 @@ def test_a_step_without_a_backward_is_refused_before_training(kind: type[Trainer
 
 def test_with_a_larger_batch_that_is_given_a_step_is_measured_aside(tmp_path: Path) -> None:
     make = cases.plain(gradient_accumulation_steps=2)
-    plain = Outcome.of(train(make, tmp_path / "plain"))
+    plain = ended(train(make, tmp_path / "plain"))
     shortest, *_, longest = sorted(cases.rows(), key=lambda row: len(row["input_ids"]))
     batch = cases.collate([longest, shortest])
     context = lt_offload.hf_trainer(memory="200kB", planner="stream", sample_batch=batch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FirstIteration, "forward", lambda *_: pytest.fail("a step of the training shows what to plan"))
         found = train(make, tmp_path, context)
-    assert plain.differs(Outcome.of(found)) == []
+    assert plain.differs(ended(found)) == []
     path = tmp_path / "out" / "lt_offload" / "plan.json"
     again = train(make, tmp_path / "again", lt_offload.hf_trainer(plan=path))
-    assert plain.differs(Outcome.of(again)) == []
+    assert plain.differs(ended(again)) == []
     assert again.offmate.plan == found.offmate.plan
 
 
-@pytest.mark.slow
-def test_the_evaluation_that_is_measured_keeps_to_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is free is taken only where the budget is too small for a step of it."""
-    taken: list[int] = []
-    monkeypatch.setattr("lt_offload.hf.evaluation.free_memory", lambda device: taken.append(1) or 10**9)
-    make = cases.HF["eval_strategy, compute_metrics"]
-    train(make, tmp_path, lt_offload.hf_trainer(memory="1MB", planner="stream"))
-    assert not taken
-    with pytest.raises(InfeasibleError):
-        train(make, tmp_path, lt_offload.hf_trainer(memory="100kB", planner="stream"))
-    assert taken
+class Noting(cases.OwnLoss):  # type: ignore[misc]
+    """Notes how often a step of an evaluation runs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.steps = 0
+        super().__init__(*args, **options)
+
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        self.steps += 1
+        return super().prediction_step(*args, **options)
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_an_evaluation_has_the_place_of_the_training_until_it_is_known_to_fit_beside(
+    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step of it is run before."""
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    make = cases.plain(kind=Noting, _eval_dataset=cases.rows(9, seed=5), **settings)
+    plain = train(make, tmp_path / "plain")
+    has_room, asked = Run._has_room, list[bool]()
+
+    def noted(run: Run, data: Any) -> bool:
+        asked.append(has_room(run, data))
+        return room and asked[-1]
+
+    monkeypatch.setattr(Run, "_has_room", noted)
+    found = train(make, tmp_path / "ours", lt_offload.hf_trainer(memory="200kB", planner="stream"))
+    assert ended(plain).differs(ended(found)) == []
+    assert found.steps == plain.steps
+    assert asked == [False] + [True] * (len(asked) - 1)
 
 
 def files(folder: Path) -> dict[str, Any]:
@@ -145,13 +156,13 @@ def test_checkpoints_are_the_plain_ones_and_go_on_in_both_directions(tmp_path: P
         "plain": lambda: None,
         "offloaded": lambda: lt_offload.hf_trainer(memory="150kB", planner="stream"),
     }
-    whole = {kind: Outcome.of(train(make, folders[kind], contexts[kind]())) for kind in folders}
+    whole = {kind: ended(train(make, folders[kind], contexts[kind]())) for kind in folders}
     assert whole["plain"].differs(whole["offloaded"]) == []
     saved = {kind: folder / "out" / "checkpoint-2" for kind, folder in folders.items()}
     assert flat(files(saved["plain"])) == flat(files(saved["offloaded"]))
     for mine, theirs in (("plain", "offloaded"), ("offloaded", "plain")):
         resumed = train(make, tmp_path / f"on {mine}", contexts[mine](), resume_from_checkpoint=str(saved[theirs]))
-        assert whole["plain"].differs(Outcome.of(resumed)) == []
+        assert whole["plain"].differs(ended(resumed)) == []
 
 
 class Interrupting(TrainerCallback):  # type: ignore[misc]
@@ -178,7 +189,7 @@ def listening() -> Iterator[None]:
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(number: int, tmp_path: Path) -> None:
-    whole = Outcome.of(train(cases.plain(), tmp_path / "plain"))
+    whole = ended(train(cases.plain(), tmp_path / "plain"))
     with pytest.raises(KeyboardInterrupt):
         train(
             cases.plain(_callbacks=[Interrupting(number)]),
@@ -189,7 +200,7 @@ def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(number: int, tmp_path: P
     resumed = train(
         cases.plain(), tmp_path, lt_offload.hf_trainer(memory="1GB", planner="resident"), resume_from_checkpoint=True
     )
-    assert whole.differs(Outcome.of(resumed)) == []
+    assert whole.differs(ended(resumed)) == []
     kept = {path.name for path in (tmp_path / "out" / "lt_offload").iterdir()}
     assert kept == {"plan.json", "profile.json", "trace.json", "trace.perfetto.json", "metrics.csv", "report.html"}
 
@@ -220,6 +231,7 @@ def used(folder: Path, context: Any) -> list[Any]:
     return flat([before, halfway, predicted, weights, first.evaluate()["eval_loss"], second.model.state_dict()])
 
 
+@pytest.mark.slow
 def test_an_afternoon_with_two_trainers_leaves_what_it_leaves_plainly(tmp_path: Path) -> None:
     with quiet():
         plain = used(tmp_path / "plain", nullcontext())

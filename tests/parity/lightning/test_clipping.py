@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
-from lt_offload.strategy import offmate
+from lt_offload.execute import installed
 from tests import sampling
-from tests.parity.models.test_models import batches, made
+from tests.parity.models.test_models import TRIALS, batches
 from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Run, budgets, differences, fit, seeded_module
 
@@ -24,7 +24,7 @@ from tests.support.trainers import Run, budgets, differences, fit, seeded_module
 @pytest.fixture(autouse=True)
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 SETTINGS: list[dict[str, Any]] = [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}]
@@ -196,7 +196,7 @@ class Pictures(lightning.pytorch.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = made("ViT")
+        self.model = TRIALS["ViT"].model()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.model(**batch).loss

@@ -20,26 +20,23 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import offmate
 from lt_offload.strategy.metrics import Metrics
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import (
     BATCHES,
     Forced,
-    Run,
     Tokens,
     budgets,
     differences,
@@ -56,7 +53,7 @@ NAMESPACES = (lightning.pytorch, pytorch_lightning)
 @pytest.fixture
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 # -- one fit ----------------------------------------------------------------------------------------------------------
@@ -95,16 +92,6 @@ def test_by_name_in_both_namespaces(L: ModuleType) -> None:
     ours = fit("offmate", L=L)
     assert ours.trainer.strategy.namespace == L.__name__
     assert differences(fit("auto", L=L), ours) == []
-
-
-def test_a_planned_run_on_a_small_device_equals_stock() -> None:
-    stock = fit("auto", seeded_module(layers=6))
-    memory = 2 * sum(p.nbytes for p in stock.module.parameters())  # training takes four times the weights
-    ours = fit(OffmateStrategy(memory=memory), seeded_module(layers=6))
-    assert differences(stock, ours) == []
-    plan = ours.trainer.strategy.plan
-    assert plan.predicted.device_peak_bytes <= memory
-    assert any(op.kind == "prefetch" for op in plan.ops), "nothing had to travel: the device was not small"
 
 
 def test_a_second_fit_continues_like_stock() -> None:
@@ -173,14 +160,6 @@ def test_validate_and_predict_without_training_then_train(memory: str) -> None:
     assert differences(*runs) == []
 
 
-def test_predict_after_fit() -> None:
-    logits = []
-    for strategy in ("auto", OffmateStrategy(memory=MEMORY)):
-        run = fit(strategy)
-        logits.append(run.trainer.predict(run.module)[0])
-    assert torch.equal(*logits)
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 MAKERS: dict[str, Callable[[], Any]] = {"stock": lambda: "auto", "ours": Forced}
@@ -229,15 +208,6 @@ def test_loading_in_the_middle_of_training_equals_stock() -> None:
     assert differences(fit("auto", callbacks=[Rollback()]), fit(Forced(), callbacks=[Rollback()])) == []
 
 
-@pytest.mark.usefixtures("_hostile")
-def test_a_checkpoint_written_behind_training_is_of_one_step(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(Forced(), callbacks=[saver], plugins=[AsyncCheckpointIO()], enable_checkpointing=True)
-    weights = fit("auto", max_steps=2).module.state_dict()
-    saved = torch.load(tmp_path / "step=2.ckpt")["state_dict"]
-    assert all(torch.equal(saved[name], weights[name]) for name in weights)
-
-
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -275,21 +245,6 @@ def test_a_fault_is_reported_and_leaves_a_usable_model_and_process(where: str) -
     assert not any("forward" in vars(m) for m in module.model.modules())
     assert all(p.isfinite().all() for p in module.parameters())
     assert differences(fit("auto"), fit(Forced())) == []
-
-
-@pytest.mark.usefixtures("_hostile")
-def test_an_interrupt_between_updates_saves_the_last_step(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True)
-    with pytest.raises(Stop):
-        fit(Forced(), callbacks=[saver, Fault("forward")], enable_checkpointing=True)
-    saved = torch.load(tmp_path / "last.ckpt")
-    expected = fit("auto", max_steps=2)
-    weights = expected.module.state_dict()
-    assert saved["global_step"] == 2
-    assert all(torch.equal(saved["state_dict"][name], weights[name]) for name in weights)
-    for index, state in expected.optimizer.state_dict()["state"].items():
-        for key, value in state.items():
-            assert torch.equal(saved["optimizer_states"][0]["state"][index][key], value)
 
 
 def test_an_interrupt_between_two_updates_saves_nothing(tmp_path: Path) -> None:
@@ -416,16 +371,6 @@ def test_a_loss_that_is_not_finite_is_said_once(first: int, settings: dict[str, 
     assert ("gradient_clip_val=1.0" in said) == (first > 1 and "gradient_clip_val" not in settings)
 
 
-def test_grad_norm_is_the_norm_of_the_gradients(tmp_path: Path) -> None:
-    run = fit(OffmateStrategy(memory=MEMORY), max_steps=1, log_every_n_steps=1)
-    module = seeded_module()
-    lightning.pytorch.seed_everything(8, verbose=False)
-    batch = next(iter(module.train_dataloader()))
-    module.model(**batch).loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
-    assert float(run.trainer.callback_metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
-
-
 @pytest.mark.own_plan("a larger batch fits where every block runs again")
 def test_a_plan_of_another_model_or_a_larger_device_is_refused(tmp_path: Path) -> None:
     fit(OffmateStrategy(memory="400KB", report_dir=tmp_path), max_steps=1)
@@ -455,15 +400,3 @@ def test_refusals_come_before_anything_is_loaded() -> None:
     del module.batch_size
     with pytest.raises(ConfigError, match="batch_size=2 cannot be set"):
         fit(OffmateStrategy(memory=MEMORY, batch_size=2), module)
-
-
-def test_a_step_without_loss_is_skipped_like_stock() -> None:
-    def skipping(strategy: Any) -> Run:
-        module = seeded_module()
-        step = module.training_step
-        module.training_step = lambda batch, batch_idx: step(batch, batch_idx) if batch_idx != 1 else None
-        return fit(strategy, module)
-
-    Closure.warning_cache.clear()  # Lightning says it once per process
-    with pytest.warns(UserWarning, match="returned `None`"):
-        assert differences(skipping("auto"), skipping(Forced())) == []

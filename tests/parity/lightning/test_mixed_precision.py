@@ -12,13 +12,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import lt_offload
 from lt_offload import InfeasibleError, OffmateStrategy
-from lt_offload.strategy import offmate
+from lt_offload.execute import installed
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
 from tests.support.profiles.budgets import BUDGETS, planning
-from tests.support.trainers import Forced, Run, differences, fit, seeded_module, trainer
+from tests.support.trainers import Forced, Run, differences, fit, seeded_module
 from tests.support.user_nets import Net, rows
 from tests.unit.profiling.test_grad_mode import Attending, ComputedWeight, Mixing
 
@@ -37,7 +36,7 @@ def mixed(strategy: Any, options: dict[str, Any], **settings: Any) -> Run:
 
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_every_option_and_place_equals_stock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
     stock = mixed("auto", options)
     assert differences(stock, mixed(Forced(), options)) == []
     assert not torch.equal(stock.module.losses[0], fit("auto", seeded_module(**options)).module.losses[0])
@@ -131,34 +130,3 @@ def test_lightnings_own_plugin_is_honoured() -> None:
     ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1, plugins=[plugin])
     assert ours.trainer.precision_plugin is plugin
     assert differences(fit("auto", max_epochs=1, precision="bf16-mixed"), ours) == []
-
-
-def test_evaluation_without_training() -> None:
-    answers = []
-    for strategy in ("auto", OffmateStrategy(memory="100KB")):
-        module, made = seeded_module(), trainer(strategy, precision="bf16-mixed")
-        module.test_step, module.test_dataloader = module.validation_step, module.val_dataloader
-        (validated,), (tested,) = made.validate(module, verbose=False), made.test(module, verbose=False)
-        (logits,) = made.predict(module)
-        assert logits.dtype == torch.bfloat16
-        answers.append((validated, tested, logits))
-    assert answers[0][:2] == answers[1][:2]
-    assert torch.equal(answers[0][2], answers[1][2])
-
-
-def test_the_profile_has_the_sizes_of_what_is_cast() -> None:
-    lightning.pytorch.seed_everything(0, verbose=False)
-    profiles = []
-    for precision in ("32-true", "bf16-mixed"):
-        strategy = OffmateStrategy(memory="200MB")
-        fit(strategy, max_steps=1, precision=precision)
-        profiles.append(strategy.profile)
-    full, half = profiles
-    assert isinstance(full, lt_offload.Profile)
-    assert isinstance(half, lt_offload.Profile)
-    linear = half.blocks[-1].options[0]
-    assert [tensor.bytes for tensor in half.tensors] == [tensor.bytes for tensor in full.tensors]
-    # The output projection keeps its weight in the low precision until the backward.
-    weight = full.tensors[-1]
-    assert weight.name == "model.lm_head.weight"
-    assert linear.saved_bytes >= weight.bytes // 2

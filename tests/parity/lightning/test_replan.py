@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lt_offload import OffmateStrategy
+from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Settings, make_plan, simulate
 from lt_offload.plan.correct import timed
@@ -25,7 +26,7 @@ from lt_offload.plan.planners.baselines import smallest
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Contention, OptionProfile, Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import offmate, replan
+from lt_offload.strategy import replan
 from lt_offload.strategy.first import planning
 from tests import sampling
 from tests.support.engines import equal
@@ -158,7 +159,7 @@ def test_a_better_plan_takes_over_and_no_number_changes(
 ) -> None:
     if hostile:
         device = lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True)  # noqa: E731
-        monkeypatch.setattr(offmate, "open_device", device)
+        monkeypatch.setattr(installed, "open_device", device)
     machine = Machine(monkeypatch, wrong, true)
     ours = train(share * least, options={"report_dir": tmp_path})
     assert differences(stock, ours) == []
@@ -170,7 +171,7 @@ def test_a_better_plan_takes_over_and_no_number_changes(
     assert plan.predicted.iteration_s == pytest.approx(machine.trace(plan).iteration_time, rel=0.05)
     assert any("corrected by measurement" in note for note in plan.notes)
     assert (Plan.load(tmp_path / "plan.json"), Profile.load(tmp_path / "profile.json")) == (plan, profile)
-    monkeypatch.setattr(offmate.Replanning, "due", lambda *_: False)
+    monkeypatch.setattr(replan.Replanning, "due", lambda *_: False)
     assert differences(train(share * least), ours) == []
 
 

@@ -18,16 +18,17 @@ from torch.utils.data import default_collate
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, InfeasibleError, PlanError
-from lt_offload.strategy import offmate, windows
+from lt_offload.execute import installed
+from lt_offload.strategy import windows
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
-from tests.support.trainers import Module, Run, Tokens, budgets, differences, fit, seeded_module, trainer
+from tests.support.trainers import Module, Run, Tokens, budgets, differences, fit, seeded_module
 
 
 @pytest.fixture(autouse=True)
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 class Padded(Module):
@@ -133,24 +134,6 @@ def test_batch_size_auto_keeps_the_split_of_the_run_that_goes_on(tmp_path: Path)
         windows.split(ours.trainer, 3, 2)
 
 
-@pytest.mark.parametrize("at", [1, 3])
-def test_an_error_in_the_middle_of_a_window_is_the_one_that_is_raised(at: int) -> None:
-    module = seeded_module(batch_size=1)
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    step = module.training_step
-
-    def failing(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = step(batch, batch_idx)
-        if batch_idx == at:
-            raise RuntimeError("on purpose")
-        return loss
-
-    module.training_step = failing
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(OffmateStrategy(memory="200MB"), module, accumulate_grad_batches=5)
-    assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_without_a_loss_in_the_middle_is_left_out_as_in_stock() -> None:
     runs = []
@@ -218,20 +201,6 @@ def test_no_checkpoint_in_the_middle_of_a_window(tmp_path: Path) -> None:
             callbacks=[Saving()],
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.ckpt", "3.ckpt", "5.ckpt"]
-
-
-@pytest.mark.slow
-def test_a_run_with_windows_is_resumed_as_if_it_had_not_ended(tmp_path: Path) -> None:
-    expected = fit("auto", accumulate_grad_batches=2)
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    settings = {"accumulate_grad_batches": 2, "callbacks": [saver], "enable_checkpointing": True, "max_epochs": 1}
-    fit(OffmateStrategy(memory="200MB"), **settings)
-    for step in (1, 2):  # in the middle of the epoch, and at its end
-        path = tmp_path / f"step={step}.ckpt"
-        resumed = fit(OffmateStrategy(memory="200MB"), ckpt=path, accumulate_grad_batches=2)
-        weights, found = expected.module.state_dict(), resumed.module.state_dict()
-        assert all(torch.equal(weights[name], found[name]) for name in weights)
-        assert resumed.trainer.global_step == expected.trainer.global_step == 4
 
 
 class Changing(lightning.pytorch.Callback):
@@ -338,11 +307,3 @@ def test_a_plan_for_one_micro_batch_is_refused_before_training(tmp_path: Path) -
     path = window.trainer.strategy.plan.save(tmp_path / "plan.json")
     replayed = fit(OffmateStrategy(memory="200MB", plan=path), accumulate_grad_batches=2)
     assert differences(fit("auto", accumulate_grad_batches=2), replayed) == []
-
-
-def test_what_is_logged_is_once_per_update() -> None:
-    ours = fit(OffmateStrategy(memory="200MB"), accumulate_grad_batches=2, max_epochs=1, log_every_n_steps=1)
-    stats = ours.trainer.callback_metrics
-    assert stats["step_s"] > 0
-    assert stats["grad_norm"] > 0
-    assert trainer("auto", accumulate_grad_batches=2).accumulate_grad_batches == 2

@@ -6,19 +6,14 @@ import random
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lt_offload
-from lt_offload import Profile
-from tests.support.engines import Result, differences
-from tests.support.machine import this_machine
-from tests.support.profiles import budgets
-from tests.support.user_nets import seed as seed_all
+from tests.support.trials import Trial
 
 VOCAB = 61
 Pair = namedtuple("Pair", ["x", "mean"])
@@ -158,7 +153,7 @@ class Net(nn.Module):
         if seams.frozen == "input grads":
             self.embed.register_forward_hook(lambda module, args, out: out.requires_grad_(True))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
         seams, loss = self.seams, torch.zeros(())
         dtype = self.head.weight.dtype
         mask = torch.ones(ids.shape[0], 8 * ids.shape[1], 1, dtype=dtype) if seams.mask else None
@@ -191,7 +186,7 @@ class Net(nn.Module):
             logits = logits * self.scale
         labels = ids.new_zeros(logits.shape[:2])
         labels[:, : ids.shape[1]] = ids[:, : labels.shape[1]]
-        return loss + F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return {"loss": loss + F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())}
 
 
 def batches(seams: Seams, steps: int = 3) -> list[dict[str, Tensor]]:
@@ -206,37 +201,7 @@ def optimizer_of(seams: Seams, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, fused=seams.optimizer == "adamw-fused")
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[dict[str, Tensor]]) -> Result:
-    seed_all()
-    losses = []
-    for batch in rows:
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().clone())
-    return Result(losses, model, optimizer)
-
-
-def plain(seams: Seams) -> Result:
-    model = Net(seams)
-    return trained(model, optimizer_of(seams, model), batches(seams))
-
-
-@cache
-def measured(seams: Seams) -> Profile:
-    model = Net(seams)
-    optimizer = optimizer_of(seams, model)
-    return lt_offload.profile(model, batches(seams)[0], optimizer=optimizer, hardware=this_machine())
-
-
-def wrong(seams: Seams, budget: str, share: float = 1.0) -> list[str]:
-    """Train in ``share`` of the smallest memory that is named, and name what differs from plain PyTorch."""
-    memory = int(share * budgets.smallest(measured(seams), budget))
-    plan = lt_offload.solve(measured(seams), memory=memory, **budgets.planning(budget))
-    model = Net(seams)
-    optimizer = optimizer_of(seams, model)
-    rows = batches(seams)
-    with lt_offload.offloaded(model, optimizer, rows[0], plan=plan, accelerator="cpu"):
-        found = trained(model, optimizer, rows)
-    return differences(plain(seams), found)
+def trial(number: int) -> Trial:
+    """Return the training of the net that ``number`` draws."""
+    seams = Seams.drawn(number)
+    return Trial(partial(Net, seams), partial(batches, seams), partial(optimizer_of, seams))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import lt_offload
-from lt_offload import Plan
 from tests.sampling import grid
 from tests.support import models
-from tests.support.engines import Result, differences
 from tests.support.profiles import budgets
-from tests.support.user_nets import ordinary
+from tests.support.trials import Trial
 
 TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,37 +52,13 @@ def adapted(kind: str) -> nn.Module:
     return model.train()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+def batches() -> list[dict[str, torch.Tensor]]:
+    return [models.batch(nn.Linear(1, 1))] * 3
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
-    torch.manual_seed(2)
-    return Result(ordinary(model, optimizer, [models.batch(model)] * 3), model, optimizer)
-
-
-@cache
-def plainly(kind: str) -> Result:
-    model = adapted(kind)
-    return trained(model, optimizer_of(model))
-
-
-@cache
-def measured(kind: str) -> lt_offload.Profile:
-    model = adapted(kind)
-    return lt_offload.profile(model, models.batch(model), optimizer=optimizer_of(model))
-
-
-planned = cache(lambda kind, budget: budgets.planned(measured(kind), budget))
-
-
-def offloaded(kind: str, plan: Plan) -> Result:
-    model = adapted(kind)
-    optimizer = optimizer_of(model)
-    with lt_offload.offloaded(model, optimizer, models.batch(model), plan=plan, accelerator="cpu"):
-        return trained(model, optimizer)
+TRIALS = {kind: Trial(partial(adapted, kind), batches) for kind in KINDS}
 
 
 @pytest.mark.parametrize(("kind", "budget"), grid(KINDS, budgets.BUDGETS, count=12))
 def test_adapters_train_as_plainly(kind: str, budget: str) -> None:
-    assert differences(plainly(kind), offloaded(kind, planned(kind, budget))) == []
+    assert TRIALS[kind].at(budget) == []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 
 import lt_offload
 from tests import sampling
-from tests.support.engines import Result, differences, make_optimizer
-from tests.support.profiles.budgets import BUDGETS, planned
+from tests.support.engines import Result, differences
+from tests.support.profiles.budgets import BUDGETS
 from tests.support.trainers import Stepping, stepped
-from tests.support.user_nets import ordinary
+from tests.support.trials import Trial
+from tests.support.user_nets import adamw
 
 VOCAB, HIDDEN = 61, 16
 Make = Callable[[], nn.Module]
@@ -195,87 +195,46 @@ KINDS: list[tuple[str, Make, Any, int]] = [
 ]
 
 
-def train(model: nn.Module, batches: list[dict[str, Tensor]]) -> Result:
-    optimizer = make_optimizer(model, "adamw")
-    torch.manual_seed(5)
-    return Result(ordinary(model, optimizer, batches), model, optimizer)
+TRIALS = {name: Trial(make, batches) for name, make, batches, _ in KINDS}
+COUNTS = {name: count for name, *_, count in KINDS}
 
 
-@pytest.mark.parametrize(
-    ("make", "batches", "budget"),
-    sampling.some(
-        [
-            pytest.param(make, batches, budget, id=f"{name}-{budget}")
-            for name, make, batches, _ in KINDS
-            for budget in BUDGETS
-        ],
-        8,
-    ),
-)
-def test_blocks_are_what_is_called(make: Make, batches: Any, budget: str) -> None:
-    torch.manual_seed(0)
-    start = make().train()
-    plain = copy.deepcopy(start)
-    expected = train(plain, batches())
-    trial = copy.deepcopy(start)
-    profile = lt_offload.profile(trial, batches()[0], optimizer=make_optimizer(trial, "adamw"))
-    plan = planned(profile, budget)
-    model = copy.deepcopy(start)
-    optimizer = make_optimizer(model, "adamw")
-    with lt_offload.offloaded(model, optimizer, batches()[0], plan=plan, accelerator="cpu"):
-        torch.manual_seed(5)
-        found = Result(ordinary(model, optimizer, batches()), model, optimizer)
-    assert differences(expected, found) == []
+@pytest.mark.parametrize(("name", "budget"), sampling.some([*itertools.product(TRIALS, BUDGETS)], 8))
+def test_blocks_are_what_is_called(name: str, budget: str) -> None:
+    assert TRIALS[name].at(budget) == []
 
 
 def fitted(strategy: Any, model: nn.Module, batches: list[dict[str, Tensor]]) -> Result:
-    return stepped(strategy, Stepping(model, partial(make_optimizer, name="adamw")), batches)
+    return stepped(strategy, Stepping(model, adamw), batches)
 
 
-@pytest.mark.parametrize(
-    ("make", "batches", "budget"),
-    sampling.some(
-        [
-            pytest.param(make, batches, budget, id=f"{name}-{budget}")
-            for name, make, batches, _ in KINDS
-            for budget in ("tight", "resident")
-        ],
-        4,
-    ),
-)
-def test_the_first_step_finds_them(make: Make, batches: Any, budget: str) -> None:
+@pytest.mark.parametrize(("name", "budget"), sampling.some([*itertools.product(TRIALS, ("tight", "resident"))], 4))
+def test_the_first_step_finds_them(name: str, budget: str) -> None:
     """It counts: nothing is run to find them before, and what has turned out to be no block has run as one."""
-    torch.manual_seed(0)
-    start = make().train()
-    expected = fitted("auto", copy.deepcopy(start), batches())
-    trial = copy.deepcopy(start)
-    profile = lt_offload.profile(trial, batches()[0], optimizer=make_optimizer(trial, "adamw"))
-    memory = planned(profile, budget).budget_bytes + 8192
-    strategy = lt_offload.OffmateStrategy(memory=memory)
-    found = fitted(strategy, copy.deepcopy(start), batches())
-    assert differences(expected, found) == []
+    trial = TRIALS[name]
+    expected = fitted("auto", trial.model(), trial.batches())
+    strategy = lt_offload.OffmateStrategy(memory=trial.planned(budget).budget_bytes + 8192)
+    assert differences(expected, fitted(strategy, trial.model(), trial.batches())) == []
     assert strategy.profile is not None
-    assert [block.name for block in strategy.profile.blocks] == [f"model.{block.name}" for block in profile.blocks]
+    assert [block.name for block in strategy.profile.blocks] == [f"model.{b.name}" for b in trial.profile.blocks]
 
 
-@pytest.mark.parametrize(("make", "batches", "count"), [pytest.param(*rest, id=name) for name, *rest in KINDS])
-def test_the_sequence_is_in_the_order_of_calls(make: Make, batches: Any, count: int) -> None:
-    model = make().train()
-    profile = lt_offload.profile(model, batches()[0], optimizer=make_optimizer(model, "adamw"))
+@pytest.mark.parametrize("name", TRIALS)
+def test_the_sequence_is_in_the_order_of_calls(name: str) -> None:
+    model, profile = TRIALS[name].model(), TRIALS[name].profile
     names = [block.name for block in profile.blocks]
     called: list[str] = []
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: called.append(name))
-    model(**batches()[0])
+    for block in names:
+        model.get_submodule(block).register_forward_pre_hook(lambda module, args, block=block: called.append(block))
+    model(**TRIALS[name].batches()[0])
     assert called == names
-    assert len(names) == count
+    assert len(names) == COUNTS[name]
     assert sum(block.kind == "layer" for block in profile.blocks) >= 3
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_configuration_gives_the_same_sequence(name: str) -> None:
-    model = causal(name)().train()
-    profile = lt_offload.profile(model, text()[0], optimizer=make_optimizer(model, "adamw"))
+    profile = TRIALS[name].profile
     settings: dict[str, Any] = {"batch_size": 2, "sequence_length": 9, "hardware": "rtx-3060-12gb"}
     found = lt_offload.profile_config(CAUSAL[name](), **settings)
     assert [block.name for block in found.blocks] == [block.name for block in profile.blocks]

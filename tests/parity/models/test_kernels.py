@@ -80,6 +80,7 @@ def test_training_is_that_of_the_compiled_model(name: str, strategy: str) -> Non
     assert [key for key, value in after.items() if not torch.equal(value, before[key])]
 
 
+@pytest.mark.long
 def test_dropout_shows_that_blocks_were_compiled() -> None:
     """Compiled code draws other random numbers: what is compared above is not the model as it is without."""
     assert state_differences(plainly("lora"), trained("lora", "auto", compile_blocks=False))

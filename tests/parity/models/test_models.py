@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import lt_offload
 from lt_offload.errors import ModelError
 from tests import sampling
-from tests.support.engines import Result, differences
-from tests.support.profiles.budgets import BUDGETS, planned
+from tests.support.engines import differences
+from tests.support.profiles.budgets import BUDGETS
 from tests.support.trainers import Stepping, stepped
-from tests.support.user_nets import ordinary, seed
+from tests.support.trials import Trial
+from tests.support.user_nets import adamw
 
 HIDDEN, VOCAB, WORDS = 32, 61, 8
 Batch = dict[str, Tensor]
@@ -117,72 +118,35 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
 }
 
 
-def made(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name][0]().train()
-
-
 def batches(name: str) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     return [MODELS[name][1](generator) for _ in range(3)]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[Batch]) -> Result:
-    seed()
-    return Result(ordinary(model, optimizer, rows), model, optimizer)
-
-
-@cache
-def plain(name: str) -> Result:
-    model = made(name)
-    return train(model, adamw(model), batches(name))
-
-
-@cache
-def measured(name: str) -> lt_offload.Profile:
-    model, rows = made(name), batches(name)
-    return lt_offload.profile(
-        model, rows[0], optimizer=adamw(model), device="cpu", run=lambda batch: model(**batch)["loss"]
-    )
-
-
-def offloaded(model: nn.Module, rows: list[Batch], **settings: Any) -> Result:
-    optimizer = adamw(model)
-    with lt_offload.offloaded(model, optimizer, rows[0], accelerator="cpu", **settings):
-        return train(model, optimizer, rows)
+TRIALS = {name: Trial(make, partial(batches, name)) for name, (make, _) in MODELS.items()}
 
 
 @pytest.mark.parametrize(("name", "budget"), sampling.grid(MODELS, BUDGETS, count=12))
 def test_every_kind_of_model_equals_plain_pytorch(name: str, budget: str) -> None:
-    profile = measured(name)
-    plan = planned(profile, budget)
-    assert sum(block.kind == "layer" for block in profile.blocks) == 3
-    assert differences(plain(name), offloaded(made(name), batches(name), plan=plan)) == []
+    assert sum(block.kind == "layer" for block in TRIALS[name].profile.blocks) == 3
+    assert TRIALS[name].at(budget) == []
 
 
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(other=True).train()
+OTHER = Trial(partial(GPT, other=True), partial(batches, "GPT"))
 
 
 def test_layers_by_name() -> None:
-    rows = batches("GPT")
     with pytest.raises(ModelError, match=r"has called none of its layers, probes\.0, probes\.1"):
-        offloaded(gpt(), rows, memory="10MB", blocks="probes")
-    model = gpt()
-    expected = train(model, adamw(model), rows)
+        OTHER.offloaded(memory="10MB", blocks="probes")
     for name in ("h", "transformer.h", None):  # without a name the larger list comes first, which nobody calls
-        assert differences(expected, offloaded(gpt(), rows, memory="10MB", blocks=name)) == []
-    profile = lt_offload.profile(model, rows[0], optimizer=adamw(model), device="cpu", blocks="h")
+        assert OTHER.differences(memory="10MB", blocks=name) == []
+    model = OTHER.model()
+    profile = lt_offload.profile(model, batches("GPT")[0], optimizer=adamw(model), device="cpu", blocks="h")
     assert [block.name for block in profile.blocks if block.kind == "layer"] == [f"transformer.h.{i}" for i in range(3)]
 
 
 @pytest.mark.parametrize("memory", ["450KB", "10MB"])
 def test_layers_by_name_under_a_trainer(memory: str) -> None:
     strategies = "auto", lt_offload.OffmateStrategy(memory=memory, blocks="h")
-    results = [stepped(strategy, Stepping(gpt(), adamw), batches("GPT")) for strategy in strategies]
+    results = [stepped(strategy, Stepping(OTHER.model(), adamw), batches("GPT")) for strategy in strategies]
     assert differences(*results) == []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from tests.parity.models import quantized
 from tests.support import models, plans, tiny
 from tests.support.engines import BUDGET, Result, differences, make_optimizer, trained_by
 from tests.support.hostile.device import HostileDevice
-from tests.support.profiles.budgets import BUDGETS, planned
-from tests.support.user_nets import ordinary, seed
+from tests.support.profiles.budgets import BUDGETS
+from tests.support.trials import Trial
+from tests.support.user_nets import seed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is not written. the gradients of 1 micro-batches"),
@@ -37,69 +37,38 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(model: nn.Module) -> list[dict[str, Tensor]]:
-    return [models.batch(model, seed=i) for i in range(3)]
+def rows() -> list[dict[str, Tensor]]:
+    return [models.batch(nn.Linear(1, 1), seed=i) for i in range(3)]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> Result:
-    seed()
-    return Result(ordinary(model, optimizer, batches), model, optimizer)
-
-
-@cache
-def plain(kind: str) -> Result:
-    model = quantized.adapted(**KINDS[kind])
-    return train(model, make_optimizer(model, "adamw-fused"), rows(model))
-
-
-@cache
-def measured(kind: str) -> lt_offload.Profile:
-    model = quantized.adapted(**KINDS[kind])
-    optimizer = make_optimizer(model, "adamw-fused")
-    return lt_offload.profile(model, rows(model)[0], optimizer=optimizer, device="cpu")
+adamw = partial(make_optimizer, name="adamw-fused")
+TRIALS = {kind: Trial(partial(quantized.adapted, **settings), rows, adamw) for kind, settings in KINDS.items()}
 
 
 @pytest.mark.parametrize(("kind", "budget"), sampling.grid(KINDS, BUDGETS, count=6))
 def test_equals_plain_pytorch(kind: str, budget: str) -> None:
-    profile = measured(kind)
-    plan = planned(profile, budget)
-    packed = {i for i, tensor in enumerate(profile.tensors) if tensor.dtype == "uint8"}
+    trial = TRIALS[kind]
+    plan = trial.planned(budget)
+    packed = {i for i, tensor in enumerate(trial.profile.tensors) if tensor.dtype == "uint8"}
     assert len(packed) == 2 * 7 * 2 or kind == "bias"
     fetched = {t for op in plan.ops if op.kind == "prefetch" for t in plan.tensors(op)}
     if budget != "middle":
         assert bool(packed & fetched) == (budget != "resident")
-    model = quantized.adapted(**KINDS[kind])
-    optimizer, batches = make_optimizer(model, "adamw-fused"), rows(model)
-    with lt_offload.offloaded(model, optimizer, batches[0], accelerator="cpu", plan=plan):
-        found = train(model, optimizer, batches)
-    assert differences(plain(kind), found) == []
-    assert any("lora_A" in name and not torch.equal(p, q) for (name, p), (_, q) in pairs(model, kind))
-
-
-def pairs(model: nn.Module, kind: str) -> Iterator[Any]:
-    return zip(model.named_parameters(), quantized.adapted(**KINDS[kind]).named_parameters(), strict=True)
+    assert trial.differences(plan=plan) == []
+    start = dict(trial.model().named_parameters())
+    trained = trial.plain.model.named_parameters()
+    assert any("lora_A" in name and not torch.equal(weight, start[name]) for name, weight in trained)
 
 
 @pytest.mark.parametrize(
     ("kind", "option"), [("float32", "keep"), ("bias", "recompute"), ("bfloat16", "offload"), ("dropout", "mixed")]
 )
 def test_every_option_with_weights_that_leave_and_come_back_elsewhere(kind: str, option: str) -> None:
-    model = quantized.adapted(**KINDS[kind])
-    optimizer = make_optimizer(model, "adamw-fused")
-    plan = plans.streamed(find_blocks(model), optimizer, options=(option,), places=("device", "host"))
+    model = TRIALS[kind].model()
+    plan = plans.streamed(find_blocks(model), adamw(model), options=(option,), places=("device", "host"))
     device = HostileDevice(BUDGET, mode="lazy", check=True, poison=True)
-    found, _ = trained_by(device, plan, model, optimizer, rows(model), seed=0)
-    model = quantized.adapted(**KINDS[kind])
-    expected = make_optimizer(model, "adamw-fused")
-    torch.manual_seed(0)
-    losses = []
-    for batch in rows(model):
-        loss = model(**batch).loss
-        loss.backward()
-        expected.step()
-        expected.zero_grad()
-        losses.append(loss.detach().clone())
-    assert differences(Result(losses, model, expected), found) == []
+    found, _ = trained_by(device, plan, model, adamw(model), rows(), seed=5)
+    assert differences(TRIALS[kind].plain, found) == []
 
 
 class Recorded(FineTune):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ import lt_offload
 from lt_offload.plan import solve
 from tests import sampling
 from tests.parity.windows.training import budgets
-from tests.support.engines import Result, differences, make_optimizer
-from tests.support.user_nets import ordinary
+from tests.support.trials import Trial
+from tests.support.user_nets import adamw
 
 VOCAB = 61
 
@@ -75,9 +74,7 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
-    torch.manual_seed(5)
-    return Result(ordinary(model, optimizer, batches()), model, optimizer)
+TRIALS = {make: Trial(make, batches) for make in (t5, bart, Skips)}
 
 
 @pytest.mark.parametrize(
@@ -89,19 +86,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_tensors_that_several_blocks_use(make: Any, settings: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    start = make()
-    plain = copy.deepcopy(start)
-    expected = train(plain, make_optimizer(plain, "adamw"))
-    trial = copy.deepcopy(start)
-    profile = lt_offload.profile(trial, batches()[0], optimizer=make_optimizer(trial, "adamw"))
+    profile = TRIALS[make].profile
     for memory in budgets(profile, **settings):
-        model = copy.deepcopy(start)
-        optimizer = make_optimizer(model, "adamw")
-        plan = solve(profile, memory=memory, **settings)
-        with lt_offload.offloaded(model, optimizer, batches()[0], plan=plan, accelerator="cpu"):
-            found = train(model, optimizer)
-        assert differences(expected, found) == []
+        assert TRIALS[make].differences(plan=solve(profile, memory=memory, **settings)) == []
 
 
 class LossBeside(Skips):
@@ -117,4 +104,4 @@ class LossBeside(Skips):
 def test_a_loss_that_uses_such_a_tensor_is_refused_before_training() -> None:
     model = LossBeside()
     with pytest.raises(lt_offload.UnsupportedError, match=r"output of block layers\.0 is used in several places"):
-        lt_offload.profile(model, batches()[0], optimizer=make_optimizer(model, "adamw"))
+        lt_offload.profile(model, batches()[0], optimizer=adamw(model))

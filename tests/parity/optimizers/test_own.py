@@ -183,7 +183,7 @@ def test_hooks_of_a_step_see_every_parameter() -> None:
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_post_hook(look)
     with installed(model, optimizer, plan):
-        model(x=torch.randn(4, 8), y=torch.tensor([0, 1, 2, 3])).backward()
+        model(x=torch.randn(4, 8), y=torch.tensor([0, 1, 2, 3]))["loss"].backward()
         optimizer.step()
         look(optimizer)
     assert seen == [True] * 3
@@ -193,7 +193,7 @@ def test_a_tensor_without_a_gradient_that_would_be_changed_is_refused() -> None:
     model, optimizer, plan = own_loop()
     refused = pytest.raises(UnsupportedError, match="SingleDeviceMuonWithAuxAdam, weight layers.0.extra.weight: ")
     with refused, installed(model, optimizer, plan):
-        model(x=torch.randn(2, 8), y=torch.tensor([0, 1])).backward()
+        model(x=torch.randn(2, 8), y=torch.tensor([0, 1]))["loss"].backward()
         optimizer.step()
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -19,7 +17,6 @@ from tests import sampling
 from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import engines, models, plans
 from tests.support.engines import Case, Result, changed, differences, installed, offloaded, plain
-from tests.support.trainers import BATCHES, Forced, Module, fit, seeded_module, state_differences
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32, 8 bits": {"state_dtype": "8bit"},
@@ -105,31 +102,3 @@ def test_averages_and_states_between_steps() -> None:
         found, mine = averaged(model, other)
     assert differences(Result(losses, expected, one), Result(found, model, other)) == []
     assert all(torch.equal(a, b) for a, b in zip(average.parameters(), mine.parameters(), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampling.some(list(SETTINGS), 2))
-@pytest.mark.parametrize("first", ["stock", "offmate"])
-@pytest.mark.parametrize("second", ["stock", "offmate"])
-def test_resumed_training_equals_one_run(
-    first: str, second: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever writes the checkpoint and whoever reads it."""
-    made = Module.configure_optimizers
-    dtype, make = dtype_and_factory(name)
-
-    def configure(module: Any) -> dict[str, Any]:
-        found = made(module)["optimizer"].param_groups
-        optimizer = make([{"params": g["params"], "weight_decay": g["weight_decay"]} for g in found])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": engines.scheduler(optimizer), "interval": "step"}}
-
-    monkeypatch.setattr(Module, "configure_optimizers", configure)
-    makers = {"stock": lambda: "auto", "offmate": Forced}
-    options = {"shuffle": False, "dtype": getattr(torch, dtype)}
-    whole = fit("auto", seeded_module(**options))
-    saver = ModelCheckpoint(tmp_path, filename="half", every_n_train_steps=BATCHES)
-    fit(makers[first](), seeded_module(**options), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
-    resumed = fit(makers[second](), seeded_module(99, **options), ckpt=tmp_path / "half.ckpt")
-    assert resumed.trainer.global_step == 2 * BATCHES
-    assert state_differences(whole, resumed) == []
-    assert dtypes_of(whole.optimizer) == dtypes_of(resumed.optimizer)

@@ -179,15 +179,6 @@ class Taking(Layer):
         return super().forward(x) + last
 
 
-class OnlyWrites(Layer):
-    """Returns nothing of its own."""
-
-    def forward(self, x: Tensor, given: Any) -> Tensor:
-        given["sum"] = given.get("sum", 0) + x
-        given["x"] = super().forward(given.get("x", x))
-        return given["x"]
-
-
 class Once(Layer):
     """Uses its input once, and leaves its output."""
 

@@ -1,21 +1,43 @@
-"""torch.func and torch.jit within blocks: equal numbers, or a refusal by the profile that names what works."""
+"""torch.func, torch.jit and hooks for saved tensors within blocks: equal numbers, or a refusal by the profile."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.engines import differences
-from tests.support.user_nets import HIDDEN, Layer, Net, by_budget, in_every_run, ours, plain, refusal, with_every_budget
+from lt_offload.execute.blocks import runs
+from lt_offload.model.blocks import find_blocks
+from tests.support import plans
+from tests.support.engines import Result, differences, installed
+from tests.support.user_nets import (
+    HIDDEN,
+    Layer,
+    Net,
+    adamw,
+    by_budget,
+    fault,
+    in_every_run,
+    ordinary,
+    ours,
+    plain,
+    refusal,
+    rows,
+    seed,
+    with_every_budget,
+)
 
 
 class WithOwn(Layer):
@@ -27,12 +49,6 @@ class WithScaled(Layer):
     def inner(self, x: Tensor) -> Tensor:
         scaled = {"weight": self.linear.weight * 0.5, "bias": self.linear.bias}
         return F.gelu(functional_call(self.linear, scaled, (x,)))
-
-
-class WithDetached(Layer):
-    def inner(self, x: Tensor) -> Tensor:
-        others = {name: weight.detach() + 1 for name, weight in self.linear.named_parameters()}
-        return F.gelu(functional_call(self.linear, others, (x,)) + self.linear(x))
 
 
 class WithAnother(Layer):
@@ -60,7 +76,7 @@ def net_of(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 NETS: dict[Any, Callable[[], nn.Module]] = {}
-EQUAL = [WithOwn, WithScaled, WithDetached, WithAnother, Mapped, Forward]
+EQUAL = [WithOwn, WithScaled, WithAnother, Mapped, Forward]
 
 
 @with_every_budget
@@ -163,6 +179,58 @@ def test_scripted_modules_are_refused(kind: str) -> None:
 def test_what_is_named_instead_of_scripted_modules() -> None:
     environment = os.environ | {"PYTORCH_JIT": "0"}
     subprocess.run([sys.executable, "-W", "ignore", "-m", __name__], env=environment, check=True)
+
+
+# -- hooks for saved tensors -------------------------------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    """Checkpoints its blocks itself."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        logits = checkpoint(self.head, x, use_reentrant=False)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("steady", [(), (0,), (1,), (2, 3), (5,), range(6)], ids=str)
+def test_own_checkpointing_of_blocks(steady: Collection[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Plans decide by measured times whose weights stay in their places: no set of such blocks may matter.
+    monkeypatch.setattr(runs, "_steady", lambda structure, plan: {*steady})
+    model = Checkpointed()
+    optimizer = adamw(model)
+    layout = {"options": ("keep", "keep", "recompute"), "places": ("device",), "resident": True}
+    plan = plans.streamed(find_blocks(model), optimizer, **layout)
+    with installed(model, optimizer, plan):
+        seed()
+        losses = ordinary(model, optimizer, rows())
+    assert differences(plain(Checkpointed), Result(losses, model, optimizer)) == []
+
+
+def in_few_bits() -> AbstractContextManager[Any]:
+    return saved_tensors_hooks(lambda x: x.bfloat16() if x.is_floating_point() else x, lambda x: x.float())
+
+
+@in_every_run
+def test_hooks_that_keep_the_numbers(options: tuple[str, ...]) -> None:
+    make = partial(Net, context=save_on_cpu)
+    assert differences(plain(make), ours(make, options)) == []
+
+
+def test_hooks_that_change_numbers_are_refused_before_training() -> None:
+    assert "saved_tensors_hooks(in_few_bits.<lambda>, ...) around block embed" in refusal(
+        partial(Net, context=in_few_bits)
+    )
+
+
+def test_hooks_that_come_later_are_refused_at_the_blocks_call() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        ordinary(model, optimizer, batches[:1])
+        return ordinary(model, optimizer, batches[1:], around_forward=in_few_bits)
+
+    assert "saved_tensors_hooks(in_few_bits.<lambda>, ...) around block embed" in fault(("keep",), loop)
 
 
 if __name__ == "__main__":  # torch reads the variable when it is imported

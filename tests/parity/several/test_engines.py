@@ -19,6 +19,8 @@ from tests.parity.several.cases import IS_LATE, LATE, MORE, PAIRS, plan
 from tests.parity.several.training import Case, Group, in_turn, plainly, same, same_as_stock
 from tests.support.engines import Result, differences, make_optimizer
 
+pytestmark = pytest.mark.long
+
 ONE_LATE = {f"{name}{IS_LATE}": PAIRS[name] for name in LATE}
 """Once more, with one process's copies late."""
 
@@ -87,7 +89,6 @@ def test_a_weight_that_one_process_writes_is_refused_in_all(folder: Path, name: 
         assert "was written in process 1 only" in said
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks", "machines"), [("lora, 4 on 2", 4, 2), ("in the middle, 4 on 2", 4, 2)])
 def test_there_is_one_host_copy_on_each_machine(folder: Path, name: str, ranks: int, machines: int) -> None:
     parts = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
@@ -97,7 +98,6 @@ def test_there_is_one_host_copy_on_each_machine(folder: Path, name: str, ranks: 
         assert 0 < weights <= 1.1 * max(part["weights alone"] for part in parts)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("group", MORE)
 def test_so_do_more(folder: Path, group: tuple[int, int]) -> None:
     for name, (case, *_) in MORE[group].items():

@@ -88,13 +88,3 @@ def test_processes_that_slurm_starts_end_there_too(whole: Path, tmp_path: Path) 
             task.kill()
     assert [task.returncode for task in tasks] == [0, 0], said[0][-3000:] + said[1][-3000:]
     require_same_end(whole, tmp_path)
-
-
-@pytest.mark.slow
-def test_trainers_of_transformers_refuse_several_processes_before_they_train(tmp_path: Path) -> None:
-    ran = launch(*TORCHRUN, "--module", "tests.parity.several.refused", str(tmp_path))
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    for rank in ("0", "1"):
-        said = (tmp_path / rank).read_text()
-        assert "2 processes (world_size)" in said
-        assert "start one process" in said

@@ -6,14 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-import lt_offload
-from tests.parity.several.trainers import MEMORY, module
-from tests.support import trainers
 
 
 @pytest.mark.long
@@ -24,8 +19,6 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for found in (first, second):
         assert found["differences"] == []
-        assert found["resumed"] == []
-        assert found["thawed"] == []
         assert found["edited"] == []
         assert found["averaged"] == []
         assert "cannot be opened: [Errno 13] Permission denied" in found["closed"]
@@ -62,18 +55,5 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     assert first["chosen"][0] > 1
     assert first["broken"] == "ProcessError: process 1 failed: ValueError: broken here"
     assert second["broken"] == "ValueError: broken here"
-    with pytest.warns(UserWarning, match="of 2 processes, this run has 1: random numbers begin anew"):
-        resumed = one_process(tmp_path / "run.ckpt", steps=first["steps"] + 1)
-    assert resumed.trainer.global_step == first["steps"] + 1
-    with pytest.warns(UserWarning, match="of 2 processes, this run has 1: random numbers begin anew"):
-        again = one_process(tmp_path / "resumed.ckpt", steps=first["steps"] + 4)
-    assert again.trainer.global_step == first["steps"] + 4
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], first["weights"][name]) for name in saved)
-    assert any(not torch.equal(saved[name], value) for name, value in resumed.module.state_dict().items())
-
-
-def one_process(checkpoint: Path, steps: int) -> Any:
-    """Go on with one process."""
-    strategy = lt_offload.OffmateStrategy(memory=MEMORY)
-    return trainers.fit(strategy, module(), ckpt=checkpoint, max_steps=steps, max_epochs=-1)

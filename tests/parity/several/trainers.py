@@ -75,15 +75,6 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return (self.rows[index] for index in range(len(self.rows)))
 
 
-class Clamped(Synced):
-    """Writes weights between steps, in every process."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for param in self.model.parameters():
-                param.clamp_(-0.04, 0.04)
-
-
 class Edited(Synced):
     """Edits gradients where callbacks may: after a backward, and before a step."""
 
@@ -115,10 +106,6 @@ class Skipped(Synced):
         return None if batch_idx == 1 else loss
 
 
-class Thawed(Unfrozen, Clamped):
-    """Does both."""
-
-
 def module(kind: type[Any] = Synced) -> Any:
     import lightning.pytorch
 
@@ -138,8 +125,6 @@ def main(folder: Path) -> None:
         found["differences"] = trainers.differences(run, trainers.fit("ddp", module(), devices=2))
         found["weights"] = run.module.state_dict()
         found["steps"] = run.trainer.global_step
-        found["resumed"] = resumed(folder, steps=found["steps"] + 3)
-        found["thawed"] = thawed()
         found["chosen"] = chosen()
         found["edited"] = edited()
         found["averaged"] = averaged(folder)
@@ -154,34 +139,6 @@ def main(folder: Path) -> None:
         torch.save(found, folder / f"{rank}.pt")
 
     training.fork(2, work)
-
-
-def resumed(folder: Path, steps: int) -> list[str]:
-    """Go on with updates on the host, and with those on the device; return what differs, and from what is written."""
-    options: dict[str, Any] = {"devices": 2, "ckpt": folder / "run.ckpt", "max_steps": steps, "max_epochs": -1}
-    strategy = lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l", async_checkpoint=True)
-    run = trainers.fit(strategy, module(Clamped), **options)
-    assert strategy.plan is not None
-    assert "host" in strategy.plan.update_places
-    run.trainer.save_checkpoint(folder / "resumed.ckpt")
-    other = trainers.fit(lt_offload.OffmateStrategy(memory=MEMORY), module(Clamped), **options)
-    found = trainers.differences(run, other)
-    saved = torch.load(folder / "resumed.ckpt", weights_only=True)
-    states = run.optimizer.state_dict()["state"]
-    for index, state in saved["optimizer_states"][0]["state"].items():
-        found += [f"{name} of {index} as saved" for name, v in state.items() if not torch.equal(v, states[index][name])]
-    return [*found, *(["states are missing"] if len(saved["optimizer_states"][0]["state"]) != len(states) else [])]
-
-
-def thawed() -> list[str]:
-    """Return what differs between weights that are updated on the host and on the device, some of them later on."""
-    options: dict[str, Any] = {"devices": 2, "max_epochs": 1}
-    strategy = lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
-    run = trainers.fit(strategy, module(Thawed), **options)
-    other = trainers.fit(lt_offload.OffmateStrategy(memory=MEMORY), module(Thawed), **options)
-    assert strategy.plan is not None
-    assert set(strategy.plan.update_places) == {"host"}  # all are trained in the end
-    return trainers.differences(run, other)
 
 
 def chosen() -> tuple[int, list[str]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +16,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.updates.window import CarriedWindow
-from lt_offload.plan.assembly.window import windowed, with_sums
-from lt_offload.plan.rows import as_head, room_of_rows, table_of, two_parts
+from lt_offload.plan.iteration.durations import timed
+from lt_offload.plan.rows import as_head, table_of, two_parts
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
 from lt_offload.plan.verify.check import check
-from lt_offload.plan.windows import for_one, priced
+from lt_offload.plan.windows import for_one, priced, with_sums
 from lt_offload.schema.plan import Op, Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests.parity.tables.test_tables import MAKERS, VOCABULARY, build, measured, optimizer_of
@@ -72,8 +72,8 @@ def planned(
     low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
     high = make_plan(head, for_one(Settings())).predicted.device_peak_bytes
     budget = int(low + part_of_budget * (high - low))
-    made = make_plan(head, for_one(Settings(memory=budget, planner=planner)))
-    plan = two_parts(windowed(made, as_head(found, table), window, delayed=delayed), found, table)
+    made = make_plan(head, for_one(Settings(memory=budget, planner=planner, delayed=delayed)))
+    plan = two_parts(timed(replace(made, window=window), as_head(found, table)), found, table)
     assert plan is not None
     return priced(plan, found), budget
 
@@ -280,17 +280,6 @@ def test_sums_can_be_read_and_edited_between_micro_batches_where_updates_wait() 
     assert differences(plainly.result, training.result) == []
 
 
-def test_training_goes_on_from_what_was_saved_between_windows() -> None:
-    plan, budget = planned("masters", 0.3)
-    first, then = Training("masters"), Training("masters")
-    first.run(plan, budget, flat()[:6])
-    then.model.load_state_dict(first.model.state_dict())
-    then.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    then.losses = first.losses
-    then.run(plan, budget, flat()[6:])
-    assert differences(plain("masters"), then.result) == []
-
-
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_window_begins_anew_after_an_error(complete: bool) -> None:
     plan, budget = planned("torch", 0.3)
@@ -405,7 +394,7 @@ def slow(found: Profile) -> Profile:
 
 
 @pytest.mark.parametrize(("accumulate", "delayed"), [(2, False), (2, True)])
-def test_the_planner_takes_two_parts_where_that_is_faster(accumulate: int, delayed: bool) -> None:
+def test_the_planner_takes_two_parts_where_that_is_faster(accumulate: int, delayed: bool, tmp_path: Path) -> None:
     found, budget = slow(measured("masters")), planned("masters", 0.3)[1] * 4 // 5
     settings = Settings(memory=budget, accumulate=accumulate, delayed=delayed)
     plan = make_plan(found, settings)
@@ -415,6 +404,7 @@ def test_the_planner_takes_two_parts_where_that_is_faster(accumulate: int, delay
     assert check(plan, found) == []
     assert plan.predicted.host_peak_bytes <= plan.host_budget_bytes
     assert any("two parts" in note for note in plan.notes)
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
     training = Training("masters")
     training.clip_norm = 0.1 if delayed else None
     training.run(plan, budget, flat())
@@ -439,16 +429,6 @@ def test_the_planner_takes_two_parts_also_where_the_next_iteration_fetches_the_t
     training = Training("masters")
     training.run(plan, budget, flat(ONE_BY_ONE))
     assert differences(plain("masters", ONE_BY_ONE), training.result) == []
-
-
-def test_sums_of_rows_that_are_looked_up_have_room_in_the_plan() -> None:
-    plan, _ = planned("torch", 0.3)
-    found = measured("torch")
-    table = table_of(found)
-    assert table is not None
-    assert room_of_rows(found, table, sums=True) > room_of_rows(found, table) + found.tensors[table].lookup_bytes - 1
-    places = [plan.groups[g] for op in plan.ops if op.sends_gradients and op.rows == "looked up" for g in op.groups]
-    assert plan.gradient_bytes == places[0].host_offset + room_of_rows(found, table, sums=True)  # type: ignore[operator]
 
 
 BROKEN: dict[str, Callable[[Op], Op]] = {

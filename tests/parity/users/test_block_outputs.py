@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 import lt_offload
 from tests.support.engines import Result, differences
 from tests.support.user_nets import (
-    VOCAB,
     Layer,
     Net,
     adamw,
-    by_budget,
     deep_supervision,
     fault,
     in_every_run,
@@ -127,44 +123,6 @@ def test_outputs_of_blocks_may_be_watched(options: tuple[str, ...]) -> None:
     assert expected.model.norms == found.model.norms
     make = supervised_late(Sequential)
     assert differences(plain(make), ours(make, options)) == []
-
-
-class Wrapped(nn.Module):
-    """A model of transformers, called as the nets here are."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = make()
-
-    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.model(input_ids=ids, labels=labels).loss}
-
-
-def bert(tied: bool = True) -> Wrapped:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}
-    config = transformers.BertConfig(vocab_size=VOCAB, hidden_size=16, tie_word_embeddings=tied, **sizes)
-    return Wrapped(lambda: transformers.BertForMaskedLM(config))
-
-
-def t5() -> Wrapped:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-    config = transformers.T5Config(vocab_size=VOCAB, **sizes)
-    return Wrapped(lambda: transformers.T5ForConditionalGeneration(config))
-
-
-untied_bert = partial(bert, tied=False)
-
-
-@pytest.mark.parametrize("budget", ["tight", "resident"])
-def test_a_masked_language_model(budget: str) -> None:
-    assert differences(plain(untied_bert), by_budget(untied_bert, budget)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
-def test_an_encoder_whose_output_every_layer_of_a_decoder_uses(budget: str) -> None:
-    assert differences(plain(t5), by_budget(t5, budget)) == []
 
 
 class Retaining(Net):

@@ -1,17 +1,21 @@
-"""Gradients in a loop of one's own: they are consumed by the update, so what would use them is refused at once."""
+"""Loops of one's own: what they read between steps is plain PyTorch's; uses of consumed gradients are refused."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_offload.errors import UnsupportedError
+from tests import sampling
 from tests.support.engines import differences
 from tests.support.profiles.budgets import BUDGETS
 from tests.support.user_nets import (
@@ -22,6 +26,7 @@ from tests.support.user_nets import (
     between,
     by_budget,
     fault,
+    in_every_run,
     ordinary,
     ours,
     plain,
@@ -161,19 +166,6 @@ def uncleared(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[
     return losses
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "exported"])
-def test_what_stands_for_a_gradient_is_none_of_the_compiler_s_business(compiled: bool) -> None:
-    model = ours(Net, RUNS["both"], uncleared).model
-    batch, name = rows()[0], "embed.weight"
-    expected = model(**batch)["loss"]
-    if compiled:
-        found = torch.compile(model, backend="eager")(**batch)["loss"]
-    else:
-        found = torch.export.export(model, (), batch).module()(**batch)["loss"]
-    assert torch.equal(expected, found)
-    assert str(model.get_parameter(name).grad).startswith("ConsumedGradient")
-
-
 def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     def closure(batch: dict[str, Tensor]) -> Tensor:
         optimizer.zero_grad()
@@ -275,3 +267,67 @@ def test_hooks_of_parameters_with_common_state(run: str) -> None:
     found = ours(make, RUNS[run], loop) if run in RUNS else by_budget(make, run, loop)
     assert differences(expected, found) == []
     assert order == called
+
+
+# -- weights and states between steps ----------------------------------------------------------------------------------
+
+
+@with_every_budget
+def test_an_ordinary_loop(budget: str) -> None:
+    assert differences(plain(Net), by_budget(Net, budget)) == []
+
+
+def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Forwards with a graph that nobody uses, reading and saving in between."""
+    found = []
+    for batch in batches:
+        found.append(model(**batch)["loss"].detach().clone())
+        found += [value.clone() for value in model.state_dict().values()]
+        found += ordinary(model, optimizer, [batch])
+        found += [state["exp_avg"].clone() for state in optimizer.state.values()]
+        found += [copy.deepcopy(model)(**batch)["loss"].detach()]
+        found += [p.clone() for p in pickle.loads(pickle.dumps(model.layers)).parameters()]
+    return found
+
+
+@in_every_run
+def test_reading_saving_and_copying_between_steps(options: tuple[str, ...]) -> None:
+    assert differences(plain(Net, evaluating), ours(Net, options, evaluating)) == []
+
+
+def holding(hold: Callable[[nn.Module], list[Any]]) -> tuple[Callable[[], Net], Loop]:
+    """A net whose memory somebody else holds before training, and a loop that reads and writes through that."""
+
+    def make() -> Net:
+        net = Net()
+        net.__dict__["kept"] = hold(net)
+        return net
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        found = []
+        for batch in batches:
+            found += ordinary(model, optimizer, [batch])
+            found += [torch.tensor(np.asarray(kept)) for kept in model.kept]
+            for kept in model.kept[::3]:
+                kept *= 0.9
+        return found
+
+    return make, loop
+
+
+HOLDERS: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "state dict": lambda net: list(net.state_dict().values()),
+    "arrays": lambda net: [p.detach().numpy() for p in net.parameters()],
+    "a view": lambda net: [net.layers[1].linear.weight.detach()[3]],  # type: ignore[union-attr, index]
+    "dlpack": lambda net: [torch.from_dlpack(p.detach()) for p in net.parameters()],
+    "shared memory": lambda net: [p.detach() for p in net.share_memory().parameters()],
+}
+
+
+@pytest.mark.parametrize(("name", "options"), sampling.grid(HOLDERS, RUNS.values(), count=7))
+def test_memory_that_somebody_holds_before_training(name: str, options: tuple[str, ...]) -> None:
+    make, loop = holding(HOLDERS[name])
+    expected, found = plain(make, loop), ours(make, options, loop)
+    assert differences(expected, found) == []
+    for left, right in zip(expected.model.kept, found.model.kept, strict=True):
+        assert np.array_equal(np.asarray(left), np.asarray(right))

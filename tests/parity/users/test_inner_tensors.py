@@ -142,24 +142,6 @@ def test_inner_tensors_without_gradients_may_be_used(name: str, options: tuple[s
             assert getattr(left, kept).requires_grad == getattr(right, kept).requires_grad
 
 
-class OfInput(Layer):
-    def inner(self, x: Tensor) -> Tensor:
-        return super().inner(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.aux = x.square().mean()
-        return super().forward(x)
-
-
-@in_every_run
-def test_a_loss_of_a_block_input_that_is_kept_is_refused(options: tuple[str, ...]) -> None:
-    def make() -> Net:
-        calls = iter(range(100))
-        return Net(OfInput, after=lambda net, loss, h: loss + net.layers[1].aux if next(calls) > 1 else loss)
-
-    assert "from inside block layers.1" in fault(options, ordinary, make)
-
-
 returning_pairs = partial(NetOfPairs, Returning)
 
 
@@ -180,13 +162,6 @@ def test_router_logits_and_collected_outputs_are_refused() -> None:
         batch = models.batch(model) | arguments
         with pytest.raises(UnsupportedError, match="past_key_values|cache=|attentions"):
             lt_offload.profile(model, batch, optimizer=adamw(model))
-
-
-def test_inner_tensors_of_a_model_without_a_loss_are_refused() -> None:
-    model = models.build(attn_implementation="eager")
-    batch = {"input_ids": models.batch(model)["input_ids"], "output_attentions": True}
-    with pytest.raises(UnsupportedError, match="attentions|depends on weight"):
-        lt_offload.profile(model, batch, optimizer=adamw(model))
 
 
 @in_every_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lt_offload
-from lt_offload.model.blocks import find_blocks
+from lt_offload import Plan
+from lt_offload.model.blocks import Structure, find_blocks
 from tests.support import plans, user_nets
-from tests.support.engines import Result, differences, installed
+from tests.support.engines import differences, installed
+from tests.support.trials import Trial
 
 WIDTH = 32
 
@@ -49,17 +51,11 @@ class Model(nn.Module):
             for layer, matrix in zip(self.layers, flat, strict=True):
                 layer.linear.weight = nn.Parameter(matrix)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy(self.head(x), y)
-
-
-def build(kind: str) -> tuple[Model, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Model(kind)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return {"loss": nn.functional.cross_entropy(self.head(x), y)}
 
 
 def batches(kind: str) -> list[dict[str, Tensor]]:
@@ -70,62 +66,42 @@ def batches(kind: str) -> list[dict[str, Tensor]]:
     ]
 
 
-def loop(model: nn.Module, optimizer: torch.optim.Optimizer, made: list[dict[str, Tensor]]) -> list[Tensor]:
-    losses = []
-    for batch in made:
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().clone())
-        del loss
-    return losses
-
-
-def plain(kind: str) -> Result:
-    model, optimizer = build(kind)
-    return Result(loop(model, optimizer, batches(kind)), model, optimizer)
-
-
 KINDS = ("empty", "empty and used", "one storage", "long", "short")
+TRIALS = {kind: Trial(partial(Model, kind), partial(batches, kind)) for kind in KINDS}
 
 
 @pytest.mark.parametrize("planner", ["memferry", "l2l", "resident"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_planned(kind: str, planner: Any) -> None:
-    model, optimizer = build(kind)
-    made, memory = batches(kind), "10MB" if planner == "resident" else "90kB"
-    with lt_offload.offloaded(model, optimizer, made[0], memory=memory, planner=planner, accelerator="cpu"):
-        losses = loop(model, optimizer, made)
-    assert differences(plain(kind), Result(losses, model, optimizer)) == []
+    memory = "10MB" if planner == "resident" else "90kB"
+    assert TRIALS[kind].differences(memory=memory, planner=planner) == []
+
+
+def trained(kind: str, places: Callable[[Structure], Sequence[str]], *options: str) -> Plan:
+    """Compare plain training with that by a plan in which everything travels, and return that plan."""
+    model = TRIALS[kind].model()
+    optimizer, structure = user_nets.adamw(model), find_blocks(model)
+    plan = plans.streamed(structure, optimizer, options=options, places=places(structure))
+    with installed(model, optimizer, plan) as engine:
+        result = TRIALS[kind].run(model, optimizer)
+        engine.drain()
+    assert differences(TRIALS[kind].plain, result) == []
+    return plan
 
 
 @pytest.mark.parametrize("place", ["device", "paged", "host"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_travels(kind: str, place: str) -> None:
-    model, optimizer = build(kind)
-    options = ("keep", "recompute", "offload", "mixed", "reload")
-    plan = plans.streamed(find_blocks(model), optimizer, options=options, places=(place,))
-    with installed(model, optimizer, plan) as engine:
-        losses = loop(model, optimizer, batches(kind))
-        engine.drain()
-    assert differences(plain(kind), Result(losses, model, optimizer)) == []
+    trained(kind, lambda _: (place,), "keep", "recompute", "offload", "mixed", "reload")
 
 
 @pytest.mark.parametrize("kind", ["long", "short"])
 def test_gradients_that_do_not_come_leave_their_place_to_others(kind: str) -> None:
     """On the host, all arrive at one address; those that the layers send are for some batches missing altogether."""
-    model, optimizer = build(kind)
-    structure = find_blocks(model)
-    places = ["device" if "linear" in name else "host" for name, _ in structure.tensors]
-    plan = plans.streamed(structure, optimizer, options=("keep",), places=places)
+    plan = trained(kind, lambda found: ["device" if "linear" in name else "host" for name, _ in found.tensors], "keep")
     copies = [op for op in plan.ops if op.payload == "grad"]
     assert len(copies) == 6
     assert {plan.groups[op.groups[0]].host_offset for op in copies} == {0}
-    with installed(model, optimizer, plan) as engine:
-        losses = loop(model, optimizer, batches(kind))
-        engine.drain()
-    assert differences(plain(kind), Result(losses, model, optimizer)) == []
 
 
 class Sparse(user_nets.Layer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -10,17 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from lt_offload import offloaded
 from lt_offload.optim import AdamW
 from lt_offload.plan import solve
 from tests import sampling
-from tests.parity.models.test_models import adamw, batches, made
 from tests.parity.windows.training import Training, budgets, require_equal
-from tests.support import models, trainers
-from tests.support.engines import equal
+from tests.support import models
 
 UNEQUAL = [[(2, 12)], [(2, 12), (1, 9)], [(2, 12), (2, 7), (1, 12)], [(1, 5)]]
 
@@ -95,47 +89,3 @@ def test_updates_that_settle_come_after_the_sums_that_they_use() -> None:
     plan = solve(training.profile(), memory="1GB", delayed=True, planner="stream")
     assert {op.lane for op in plan.ops if op.kind == "update"} == {"host"}
     require_equal(training, plan, training.plainly())
-
-
-@pytest.mark.parametrize(
-    ("settings", "by_value"),
-    sampling.some(
-        [
-            ({"delayed": True}, False),
-            ({"delayed": True, "accumulate": 3}, False),
-            ({}, True),
-            ({"accumulate": 3}, True),
-        ],
-        2,
-    ),
-    ids=str,
-)
-def test_parameters_outside_the_blocks_are_clipped_with_the_others(settings: dict[str, Any], by_value: bool) -> None:
-    """Patches and classes are outside the plan; their gradients belong to the norm all the same."""
-    window = settings.get("accumulate", 1)
-
-    def train(model: nn.Module, engine: Any) -> list[float]:
-        norms = []
-        for at in range(0, 3, window):
-            for batch in batches("ViT")[at : at + window]:
-                model(**batch).loss.backward()
-            if not by_value:
-                clip = engine.clip_grad_norm_ if engine else lambda norm: clip_grad_norm_(model.parameters(), norm)
-                norms.append(clip(0.1).item())
-            elif engine is None:
-                clip_grad_value_(model.parameters(), 1e-3)
-            optimizer.step()
-            optimizer.zero_grad()
-        return norms
-
-    plain = made("ViT")
-    start = copy.deepcopy(plain)
-    optimizer = adamw(plain)
-    expected = train(plain, None)
-    for memory in trainers.budgets(start):
-        model = copy.deepcopy(start)
-        optimizer = adamw(model)
-        with offloaded(model, optimizer, batches("ViT")[0], memory=memory, accelerator="cpu", **settings) as engine:
-            engine.clip_value = 1e-3 if by_value else None
-            assert train(model, engine) == expected
-        assert all(map(equal, plain.state_dict().values(), model.state_dict().values()))

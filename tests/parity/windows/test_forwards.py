@@ -298,29 +298,6 @@ def test_other_calls_than_the_sample_had_are_refused(
     _held.clear()
 
 
-def test_a_step_of_a_trainer_with_a_forward_that_waits_still_is_refused() -> None:
-    start = models.build("llama")
-    model = copy.deepcopy(start)
-    optimizer = make_optimizer(model, "adamw-fused")
-    plan = solve(profiled(start, both), memory=700_000)
-    device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    engine.install()
-
-    def step() -> None:
-        with engine.iteration():
-            one_is_kept(model, batches(model)[0])
-            optimizer.step()
-
-    try:
-        with pytest.raises(UnsupportedError, match="1 forwards with gradients had no backward"):
-            step()
-    finally:
-        _held.clear()
-        engine.remove()
-        device.close()
-
-
 def test_weights_cannot_be_written_while_a_forward_waits() -> None:
     def writing(model: nn.Module, batch: Batch) -> None:
         first = model(**batch["chosen"]).loss

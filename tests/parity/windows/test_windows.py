@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
+import lt_offload
+from lt_offload.errors import OverBudget
 from lt_offload.plan import solve
 from tests import sampling
 from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import models
+from tests.support.engines import Result, differences
+from tests.support.user_nets import Net, adamw, measured, ordinary, plain, planned, rows, seed
 
 UNEQUAL = [[(2, 12)], [(2, 12), (1, 9)], [(2, 12), (2, 7), (1, 12)], [(2, 12), (2, 12)], [(1, 5)]]
 """Windows of one to three micro-batches with unequal token counts, and a last short group."""
@@ -57,3 +63,34 @@ def test_equal_batches_stay_in_the_ram_that_was_planned() -> None:
     profile, expected = training.profile(), training.plainly()
     for memory in budgets(profile, accumulate=3):
         require_equal(training, solve(profile, memory=memory, accumulate=3), expected)
+
+
+# -- batches that are larger than the one that was planned for ---------------------------------------------------------
+
+
+def longer(steps: int = 2) -> list[dict[str, torch.Tensor]]:
+    return [*rows(steps), *({name: ids.repeat(1, 4) for name, ids in batch.items()} for batch in rows(steps))]
+
+
+def trained(budget: str) -> Result:
+    model = Net()
+    optimizer = adamw(model)
+    with lt_offload.offloaded(model, optimizer, rows()[0], plan=planned(Net, budget), accelerator="cpu"):
+        seed()
+        losses = ordinary(model, optimizer, longer())
+    return Result(losses, model, optimizer)
+
+
+def test_what_does_not_fit_says_what_was_planned_for() -> None:
+    assert measured(Net).sequence_length == 6
+    with pytest.raises(OverBudget) as caught:
+        trained("tight")
+    assert re.fullmatch(
+        r"a batch of 2 x 24 came, and the plan is for 2 x 6, as in sample_batch: memory=\S+ kB is too small for it as "
+        "planned; give as sample_batch the largest batch that will come: the longest rows, filled up to one length",
+        str(caught.value),
+    )
+
+
+def test_what_fits_trains() -> None:
+    assert differences(plain(Net, lambda *given: ordinary(*given[:2], longer())), trained("resident")) == []

@@ -15,6 +15,19 @@ from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation, memo
 Operations = tuple[Operation, ...]
 
 
+def from_scratch(chain: Chain) -> Operations:
+    """The sequence that begins each backward from the chain's input."""
+    count = len(chain.layers)
+    found = [*_run_up(count), Operation("loss", count + 1)]
+    for layer in range(count, 0, -1):
+        found += [*_run_up(layer - 1), Operation("all", layer), Operation("backward", layer)]
+    return tuple(found)
+
+
+def _run_up(layer: int) -> list[Operation]:
+    return [Operation("none" if at > 1 else "checkpoint", at) for at in range(1, layer + 1)]
+
+
 def random_chain(seed: int, layers: int, *, rate: float = 1.0, loss: bool = True) -> Chain:
     """Small whole numbers everywhere, so that the dynamic program rounds nothing."""
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 from scripts.papers.offmate import PaperProgram
 from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, option, tensor
 
+KINDS = ("plain", "tied", "half", "lora", "frozen start")
 TOLERANCE = 2e-5
 
 

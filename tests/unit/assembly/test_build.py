@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 
 from lt_offload.plan.iteration.decisions import TensorDecision
-from lt_offload.plan.iteration.timeline import Pace
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import nearest_subset, round_tensors
-from lt_offload.plan.planners.offmate.solution import GroupFlows, Solution, groups
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.profile import Profile
 from tests.support.profiles.by_hand import built, scheduled
-from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.program_rules import KINDS, random_profile
 from tests.support.profiles.random_solutions import random_solution
 from tests.support.profiles.small import (
-    HUGE,
     changed,
     named,
     resident,
@@ -27,9 +23,6 @@ from tests.support.profiles.small import (
     stays,
     waits_for,
 )
-
-KINDS = ("plain", "tied", "half", "lora", "frozen start")
-
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
@@ -48,21 +41,6 @@ def test_a_range_is_written_after_its_last_users_have_gone() -> None:
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "target", "best"),
-    [
-        ([5, 3, 2], 0, []),
-        ([5, 3, 2], 4.9, [0]),
-        ([5, 3, 2], 7.2, [0, 2]),
-        ([5, 3, 2], 100, [0, 1, 2]),
-        ([5, 3, 2], -1, []),
-        ([], 3, []),
-    ],
-)
-def test_nearest_subset(sizes: list[int], target: float, best: list[int]) -> None:
-    assert sum(sizes[at] for at in nearest_subset(sizes, target)) == sum(sizes[at] for at in best)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_nearest_subset_equals_enumeration(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -74,45 +52,6 @@ def test_nearest_subset_equals_enumeration(seed: int) -> None:
     assert error <= min(abs(total - target) for total in sums) + 2 * 9 * sum(sizes) / 2000
 
 
-def four_tensors(share: float) -> tuple[Profile, Solution]:
-    """Four blocks of four equal tensors, of which the host shall update ``share``."""
-    small = small_profile(4)
-    tensors = [replace(small.tensors[0], name=f"{b}.{i}", blocks=(b,)) for b in range(4) for i in range(4)]
-    profile = replace(small, tensors=tuple(tensors))
-    flow = np.zeros(8)
-    flows = GroupFlows(
-        host_share=share,
-        resident=np.ones(8) - share,
-        prefetch=np.eye(8)[4],
-        write_back=flow,
-        grad_offload=np.eye(8)[1],
-        host_update=np.eye(8)[2],
-        state_resident=np.ones(8) - share,
-        state_prefetch=flow,
-        state_offload=flow,
-    )
-    found = groups(profile)
-    solution = Solution(
-        groups=found,
-        flows=tuple(replace(flows, host_share=share if group.blocks[0] else 0.0) for group in found),
-        options=("keep",) * 4,
-        step_s=(1.0,) * 8,
-        iteration_s=8.0,
-        bound_s=8.0,
-        budget_bytes=HUGE,
-    )
-    return profile, solution
-
-
-@pytest.mark.parametrize(("share", "counts"), [(0.0, [0, 0, 0]), (1.0, [4, 4, 4]), (0.5, [2, 2, 2]), (0.4, [2, 1, 2])])
-def test_the_error_of_a_share_is_carried_to_the_next_block(share: float, counts: list[int]) -> None:
-    profile, solution = four_tensors(share)
-    decisions = round_tensors(solution, profile)
-    places = [decision.place for decision in decisions.tensors]
-    assert [places[4 * block : 4 * block + 4].count("host") for block in (1, 2, 3)] == counts
-    assert "host" not in places[:4], "the first block has no time for a host update"
-
-
 # -- any solution ------------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +59,9 @@ def test_the_error_of_a_share_is_carried_to_the_next_block(share: float, counts:
 def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    plan = scheduled(round_tensors(random_solution(rng, profile), profile), profile, share=rng.uniform(1, 1.5))
+    decisions = round_tensors(random_solution(rng, profile), profile)
+    assert check(scheduled(decisions, profile), profile) == [], "in as little as is surely enough"
+    plan = scheduled(decisions, profile, share=rng.uniform(1, 1.5))
     assert check(plan, profile) == []
     peak = simulate(plan, profile).device_peak
     assert check(replace(plan, budget_bytes=peak), profile) == []
@@ -173,15 +114,3 @@ def test_prefetches_of_a_step_are_queued_in_the_order_of_need(seed: int) -> None
     for step in range(len(plan.timeline)):
         waits = [min(needs[op.id]) for op in plan.ops if op.step == step and op.kind == "prefetch" and op.id in needs]
         assert waits == sorted(waits)
-
-
-def test_steps_without_work_do_not_count() -> None:
-    profile = small_profile(4)
-    norm = profile.blocks[2]
-    options = tuple(replace(option, forward_s=0.01, backward_s=0.01) for option in norm.options)
-    pace = Pace(replace(profile, blocks=(*profile.blocks[:2], replace(norm, options=options), profile.blocks[3])))
-    # Steps 0 to 7; block 2 is at steps 2 and 5.
-    assert [pace.later(1, count) for count in (0, 1, 2)] == [1, 3, 4]
-    assert [pace.earlier(6, count) for count in (0, 1, 2)] == [6, 4, 3]
-    assert pace.later(7, 3) == 7
-    assert pace.earlier(0, 3) == 0

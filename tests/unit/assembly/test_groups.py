@@ -6,135 +6,19 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lt_offload import Plan, solve
-from lt_offload.plan.assembly.copies import SMALL, device_copies, runs
 from lt_offload.plan.assembly.groups import group_tensors
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.ops import Draft
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.accesses import IN_ARENA
 from lt_offload.schema.plan import PlannerName
-from lt_offload.schema.profile import Profile
 from tests import sampling
-from tests.support.profiles.by_hand import built, scheduled, timetable
+from tests.support.profiles.by_hand import built
 from tests.support.profiles.fixtures import llama7b_b4
-from tests.support.profiles.program_rules import random_profile
-from tests.support.profiles.random_decisions import random_decisions
-from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import HUGE, chained, resident, small_profile, with_zero_copy
-
-KINDS = ("plain", "tied", "half", "lora", "frozen start")
-
-
-def with_small_tensors(profile: Profile) -> Profile:
-    """Return ``profile`` with a third of its tensors so small that they are always joined to others."""
-    return replace(
-        profile,
-        tensors=tuple(
-            replace(tensor, bytes=1_000 + at, state_bytes=2_000 if tensor.state_bytes else 0) if at % 3 == 0 else tensor
-            for at, tensor in enumerate(profile.tensors)
-        ),
-    )
-
-
-def travelling(plan: Plan, payload: str) -> list[tuple[int, ...]]:
-    """The tensors whose weights or states are in the same copies; each group ascends, what never travels is one."""
-    ops: list[list[int]] = [[] for _ in plan.update_places]
-    for op in plan.ops:
-        if op.payload == payload and op.kind in ("prefetch", "offload"):
-            for tensor in plan.tensors(op):
-                ops[tensor].append(op.id)
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for tensor, copies in enumerate(ops):
-        alike[tuple(copies)].append(tensor)
-    return [tuple(tensors) for tensors in alike.values()]
-
-
-def ranges(plan: Plan, profile: Profile) -> dict[tuple[str, int, tuple[int, ...]], list[int]]:
-    """By payload, op and group: the bytes of each range that the op copies to the device."""
-    found: dict[tuple[str, int, tuple[int, ...]], list[int]] = defaultdict(list)
-    groups = {
-        (payload, tensor): group
-        for payload in ("weight", "state")
-        for group in travelling(plan, payload)
-        for tensor in group
-    }
-    for op in plan.ops:
-        if op.kind != "prefetch" or op.payload not in ("weight", "state"):
-            continue
-        ends: dict[tuple[int, ...], int] = {}
-        placed = [p for g, at in zip(op.groups, op.offsets, strict=True) for p in plan.groups[g].offsets(at)]
-        for tensor, offset in sorted(placed):
-            whole = profile.tensors[tensor]
-            size = aligned(whole.bytes) if op.payload == "weight" else state_room(whole.state_bytes)
-            group = groups[op.payload, tensor]
-            sizes = found[op.payload, op.id, group]
-            if ends.get(group) == offset:
-                sizes[-1] += size
-            else:
-                sizes.append(size)
-            ends[group] = offset + size
-    return found
-
-
-def random_plan(seed: int) -> tuple[Profile, Decisions]:
-    rng = np.random.default_rng(seed)
-    profile = with_small_tensors(random_profile(rng, KINDS[seed % len(KINDS)]))
-    return profile, round_tensors(random_solution(rng, profile), profile)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
-    profile, decisions = random_plan(seed)
-    plan = scheduled(decisions, profile, share=1.5)
-    found = ranges(plan, profile)
-    for (_, _, group), sizes in found.items():
-        assert len(sizes) == 1 or min(sizes) >= SMALL, f"group {group} is parted into {sizes}"
-
-
-@pytest.mark.parametrize("seed", range(20, 40))
-def test_so_they_do_in_a_budget_that_is_short_and_what_is_needed_at_least_is_enough(seed: int) -> None:
-    profile, decisions = random_plan(seed)
-    sets = Sets(decisions, profile)
-    for part in (1.05 + 0.01 * (seed - 20), 1.0):
-        room = int(part * sets.room_needed)
-        found = just_in_time(sets, profile, room)
-        assert not isinstance(found, Misfit)
-        plan = build(
-            found,
-            profile,
-            planner="test",
-            budget_bytes=room + budget_for(0, profile),
-            host_budget_bytes=HUGE,
-        )
-        assert check(plan, profile) == []
-        for sizes in ranges(plan, profile).values():
-            assert len(sizes) == 1 or min(sizes) >= SMALL
-    assert isinstance(just_in_time(sets, profile, sets.least_arena + sets.least_framework - 1), Misfit)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_runs_are_in_the_same_ops_all_the_time(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = with_zero_copy(chained(small_profile(int(rng.integers(2, 6)))))
-    decisions = random_decisions(rng, profile)
-    copies = device_copies(decisions, profile)
-    parts = runs(copies, decisions, profile)
-    assert sorted(id(copy) for part in parts for copy in part.copies) == sorted(map(id, copies))
-    plan = scheduled(decisions, profile)
-    group = {t: g for g in travelling(plan, "weight") for t in g}
-    for part in parts:
-        if part.copies[0].payload == "weight" and part.stay is not None:
-            assert {copy.tensor for copy in part.copies} <= set(group[part.copies[0].tensor])
+from tests.support.profiles.small import resident, small_profile
 
 
 def test_no_mapping_of_host_memory_is_for_more_than_one_block() -> None:
@@ -147,18 +31,6 @@ def test_no_mapping_of_host_memory_is_for_more_than_one_block() -> None:
             blocks[group.payload, group.span].update(profile.tensors[tensor].blocks[0] for tensor in group.tensors)
     assert len(blocks) >= 4
     assert all(len(mine) == 1 for mine in blocks.values())
-
-
-def test_tensors_apart_in_the_arena_are_several_groups() -> None:
-    profile = small_profile(1)
-    (one,) = profile.tensors
-    profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
-    decisions = streaming_decisions(profile, ("keep",), host_update=True)
-    made, offsets = timetable(decisions, profile), {0: 0, 1: 2048, 2: 3072}
-    copies = tuple(replace(copy, offset=offsets[copy.tensor]) for copy in made.copies)
-    apart = replace(made, copies=copies, arena_bytes=4096)
-    plan = build(apart, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
-    assert [group.tensors for group in plan.groups if group.payload == "weight"] == [(0,), (1, 2)]
 
 
 def draft(id: int, kind: Any, tensors: tuple[int, ...], offsets: tuple[int, ...] = ()) -> Draft:
@@ -176,22 +48,10 @@ EVERYTHING = (0, 1, 2, 3, 4)
 SIDE_BY_SIDE = (0, 512, 1024, 1536, 2048)
 
 
-def test_what_travels_together_and_lies_side_by_side_is_one_group() -> None:
-    elsewhere = tuple(offset + 8192 for offset in SIDE_BY_SIDE)
-    first, second = draft(0, "prefetch", EVERYTHING, SIDE_BY_SIDE), draft(1, "prefetch", EVERYTHING, elsewhere)
-    assert grouped(first, second) == [EVERYTHING]
-
-
 def test_a_gap_in_any_op_and_another_use_divide() -> None:
     gap = (0, 512, 2048, 2560, 3072)
     first, second = draft(0, "prefetch", EVERYTHING, SIDE_BY_SIDE), draft(1, "prefetch", EVERYTHING, gap)
     assert grouped(first, second, draft(2, "drop", (0, 1, 2, 3))) == [(0, 1), (2, 3), (4,)]
-
-
-def test_a_group_is_in_the_order_of_the_arena() -> None:
-    order = (3, 0, 4, 1, 2)
-    offsets = tuple(512 * order.index(tensor) for tensor in EVERYTHING)
-    assert grouped(draft(0, "prefetch", EVERYTHING, offsets)) == [order]
 
 
 def test_sizes_and_members_of_groups_are_checked() -> None:

@@ -1,11 +1,15 @@
-"""Offsets in the arena: first fit of given lifetimes."""
+"""Offsets in the arena: no two buffers overlap, all at once or while an iteration is scheduled."""
 
 from __future__ import annotations
+
+import random
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from lt_offload.plan.assembly.placement import Lifetime, place
+from lt_offload.plan.assembly.ranges import ArenaRanges, Policy, Reserved
 
 
 def overlaps(ranges: list[tuple[int, int, set[int]]]) -> list[tuple[int, int]]:
@@ -24,30 +28,6 @@ def steps_of(life: Lifetime, steps: int) -> set[int]:
     return set(range(life.start, steps)) | set(range(life.end + 1))
 
 
-def test_buffers_that_never_meet_share_a_range() -> None:
-    found = place([Lifetime(1000, 0, 1), Lifetime(1024, 2, 3), Lifetime(512, 1, 2)], 4)
-    assert found.offsets == (0, 0, 1024)
-    assert found.extent == 1536
-
-
-def test_a_lifetime_may_run_across_the_end() -> None:
-    crossing, inside, meeting = Lifetime(512, 3, 0), Lifetime(512, 1, 2), Lifetime(512, 0, 0)
-    found = place([crossing, inside, meeting], 4)
-    assert found.offsets[0] == found.offsets[1]
-    assert found.offsets[0] != found.offsets[2]
-    assert found.extent == 1024
-
-
-def test_what_always_lives_lies_below_the_rest() -> None:
-    found = place([Lifetime(600, 0, 0), Lifetime(1, 0, 3), Lifetime(512, 0, 3)], 4)
-    assert found.offsets == (1024, 0, 512)
-    assert found.extent == 2048
-
-
-def test_nothing_needs_nothing() -> None:
-    assert place([], 4).extent == 0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_lifetimes_never_overlap(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -63,3 +43,57 @@ def test_random_lifetimes_never_overlap(seed: int) -> None:
     assert max(high for _, high, _ in ranges) <= found.extent
     live = [sum(-(-life.bytes // 512) * 512 for life in lives if at in steps_of(life, steps)) for at in range(steps)]
     assert max(live) <= found.extent <= 1.35 * max(live)
+
+
+POLICIES = get_args(Policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_buffers_never_overlap_and_wait_for_what_was_there(policy: Policy, seed: int) -> None:
+    """Against a list of units: which stay has each of them, and when the one before was gone."""
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    size = generator.randrange(20, 60)
+    ranges = ArenaRanges(size, policy)
+    taken_until = [-1] * size
+    gone_at = [0.0] * size
+    live: list[tuple[int, int, int]] = []
+    refused = 0
+    for step in range(60):
+        for low, length, last in live:
+            if last == step - 1:
+                until = step + generator.random()
+                ranges.leave(low, length, until)
+                gone_at[low : low + length] = [until] * length
+        live = [entry for entry in live if entry[2] >= step]
+        ranges.advance(step, 0.0)
+        for number in range(generator.randrange(3)):
+            length, last = generator.randrange(1, size // 3), step + generator.randrange(6)
+            found = ranges.find((number, step), length, step, last)
+            free = [taken < step for taken in taken_until]
+            if found is None:
+                refused += 1
+                assert not any(all(free[low : low + length]) for low in range(size - length + 1))
+                continue
+            low, free_at = found
+            assert 0 <= low <= size - length
+            assert all(free[low : low + length])
+            assert free_at == max(gone_at[low : low + length])
+            ranges.take((number, step), low, length, last)
+            taken_until[low : low + length] = [last] * length
+            gone_at[low : low + length] = [0.0] * length
+            live.append((low, length, last))
+    assert refused, "the arena was never short"
+
+
+def test_a_reserved_range_is_free_when_its_stay_has_to_come() -> None:
+    ranges = ArenaRanges(10, "lowest")
+    ranges.reserve(Reserved((7, 5), 0, 6, wanted=3, needed=5, last=8))
+    early = ranges.find((0, 0), 6, 0, 2)
+    assert early == (0, 0.0), "gone before"
+    assert ranges.find((1, 0), 4, 0, 4) == (6, 0.0), "it would like to come while this is there"
+    assert ranges.find((2, 0), 6, 0, 5) is None, "it has to come while this is there"
+    assert ranges.find((7, 5), 6, 4, 8) == (0, 0.0)
+    ranges.take((3, 4), 2, 3, 4)
+    assert ranges.find((7, 5), 6, 4, 8) is None

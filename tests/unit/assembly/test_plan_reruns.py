@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.iteration.decisions import Decisions, Recomputation, TensorDecision
-from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
+from lt_offload.plan.iteration.memory import budget_for, computation_bytes, framework_bytes, usage
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan, Timeline
@@ -17,14 +16,8 @@ from tests.support.profiles.by_hand import built, scheduled
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import (
     chained,
-    changed,
-    resident,
     small_profile,
-    stays,
-    waits_for,
-    with_options,
     with_zero_copy,
-    words,
 )
 
 
@@ -39,145 +32,7 @@ def random_model(rng: np.random.Generator) -> Profile:
     return with_zero_copy(chained(profile))
 
 
-def with_again(profile: Profile, options: list[str], recomputations: dict[int, list[tuple[int, str]]]) -> Decisions:
-    return replace(
-        with_options(resident(profile), *options),
-        recomputations={
-            step: tuple(Recomputation(block=block, save=save) for block, save in chain)  # type: ignore[arg-type]
-            for step, chain in recomputations.items()
-        },
-    )
-
-
-PROFILE = chained(small_profile(4))
-CHAINS = with_again(
-    PROFILE,
-    ["recompute", "discard", "discard", "keep"],
-    {5: [(0, "input"), (1, "nothing"), (2, "all")], 6: [(0, "all"), (1, "input")]},
-)
-
-
-# -- ops -------------------------------------------------------------------------------------------------------------
-
-
-def test_what_runs_again_stands_before_the_backward() -> None:
-    plan = built(CHAINS, PROFILE)
-    assert [words(op) for op in plan.ops if op.lane == "compute"] == [
-        "0 forward 0",
-        "1 forward 1",
-        "2 forward 2",
-        "3 forward 3",
-        "4 backward 3",
-        "4 update 3",
-        "5 forward 0",
-        "5 forward 1",
-        "5 forward 2",
-        "5 backward 2",
-        "5 update 2",
-        "6 forward 0",
-        "6 forward 1",
-        "6 backward 1",
-        "6 update 1",
-        "7 backward 0",
-        "7 update 0",
-    ]
-    assert [op.save for op in plan.ops if op.save] == ["input", "nothing", "all", "all", "input"]
-    assert check(plan, PROFILE) == []
-
-
-def test_a_backward_lasts_as_long_as_what_it_finds_makes_it() -> None:
-    plan = built(CHAINS, PROFILE)
-    # Everything is saved of blocks 2 and 0, the input of block 1.
-    assert [op.seconds for op in plan.ops if op.kind == "backward"] == [20, 20, 30, 20]
-    assert {op.seconds for op in plan.ops if op.kind == "forward"} == {10}
-
-
-def test_blocks_without_recompute_are_described_by_keep() -> None:
-    blocks = tuple(
-        replace(block, options=tuple(o for o in block.options if o.name != "recompute")) for block in PROFILE.blocks
-    )
-    profile = replace(PROFILE, blocks=blocks)
-    decisions = with_again(profile, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "input")]})
-    plan = built(decisions, profile)
-    assert check(plan, profile) == []
-    assert [op.seconds for op in plan.ops if op.kind == "backward"] == [20, 30, 30, 20]
-    assert computation_bytes(plan, profile).tolist() == computation_bytes(built(decisions, PROFILE), PROFILE).tolist()
-
-
-def test_what_runs_again_waits_for_its_weights_and_for_its_input() -> None:
-    decisions = with_again(PROFILE, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "all")]})
-    decisions = changed(decisions, 1, TensorDecision(place="host", stays=stays((1, 1), (5, 6))))
-    decisions = changed(decisions, 2, TensorDecision(place="device", stays=stays((2, 2), (5, 5)), write_back=5))
-    plan = built(decisions, PROFILE, lead=1)
-    assert check(plan, PROFILE) == []
-    assert waits_for(plan, "5 forward 1") == {"4 prefetch activation 1", "4 prefetch weight 1"}
-    assert waits_for(plan, "5 forward 2") == {"4 prefetch weight 2"}
-    assert "4 prefetch weight 1" in waits_for(plan, "6 backward 1")
-
-
-def test_what_runs_again_takes_over_memory_that_was_given_back() -> None:
-    decisions = with_again(PROFILE, ["recompute", "recompute", "keep", "keep"], {5: [(1, "all")]})
-    decisions = changed(decisions, 3, TensorDecision(place="host", stays=stays((3, 4))))
-    plan = built(decisions, PROFILE, lead=1)
-    assert waits_for(plan, "5 forward 1") == {"4 offload grad 3"}
-    assert check(plan, PROFILE) == []
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_memory_of_each_computation() -> None:
-    plan = built(CHAINS, PROFILE)
-    fixed = plan.arena_bytes + 50 + 20
-    # Interfaces have 10 bytes, a graph 300; working memory is 5 or 7 beside a graph, 305 or 307 with one that is not
-    # kept; gradients have 1000.
-    expected = [
-        10 + 305,  # forward 0
-        10 + 10 + 305,
-        10 + 10 + 305,
-        300 + 10 + 5,  # forward 3 has no output
-        300 + 2 * 10 + 7 + 1000,  # backward 3: input, its gradient
-        # The gradient of block 2's output waits; the input of block 0 has no bytes.
-        10 + 10 + 305,  # block 0 again
-        10 + (10 + 10) + 305,  # block 1 again: what block 0 has returned, what it returns
-        10 + (10 + 10) + 300 + 5,  # block 2 again, saving all
-        300 + (2 * 10 + 10) + 7 + 1000,  # backward 2
-        10 + 10 + 300 + 5,  # block 0 again, saving all
-        10 + 300 + (10 + 10) + 305,  # block 1 again
-        300 + (2 * 10 + 10) + 307 + 1000,  # backward 1
-        300 + 10 + 7 + 1000,  # backward 0
-    ]
-    assert computation_bytes(plan, PROFILE).tolist() == [fixed + size for size in expected]
-    steps = [*expected[:5], max(expected[5:9]), max(expected[9:12]), expected[12]]
-    assert device_bytes(plan, PROFILE).tolist() == [fixed + size for size in steps]
-    assert [size for _, size in simulate(plan, PROFILE).memory] == [fixed + size for size in expected]
-
-
-def test_a_saved_input_is_held_until_it_is_dropped() -> None:
-    kept = with_again(PROFILE, ["recompute", "recompute", "discard", "recompute"], {5: [(1, "input"), (2, "all")]})
-    dropped = replace(
-        kept,
-        recomputations={
-            5: (Recomputation(block=1, save="nothing"), *kept.recomputations[5][1:]),
-            6: CHAINS.recomputations[6],
-        },
-    )
-    sizes = [computation_bytes(built(decisions, PROFILE), PROFILE) for decisions in (kept, dropped)]
-    # forwards, backward 3, blocks 1 and 2 again, backward 2
-    assert (sizes[0][:8] - sizes[1][:8]).tolist() == [0] * 6 + [10, 10]
-    assert check(built(dropped, PROFILE), PROFILE) == []
-
-
-def test_reloaded_inputs_count_from_their_return() -> None:
-    options = ["recompute", "reload", "discard", "keep"]
-    chain = with_again(PROFILE, options, {5: [(1, "input"), (2, "all")]})
-    found = []
-    for times in ((1, 5), (2, 4)):
-        plan = built(chain, PROFILE, activations={1: times})
-        assert check(plan, PROFILE) == []
-        found.append(device_bytes(plan, PROFILE))
-        assert simulate(plan, PROFILE).host_peak == 4 * 3000 + 10
-    assert (found[1] - found[0]).tolist() == [0, 0, 10, 0, 10, 0, 0, 0]
 
 
 def reference(plan: Plan, profile: Profile) -> list[int]:

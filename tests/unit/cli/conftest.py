@@ -20,8 +20,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def recipe(request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module's recipe, or one that is short, with a text, in a folder of its own that is the current one."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    Path("tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
+    written: str = getattr(request.module, "RECIPE", RECIPE)
+    Path("tiny.yaml").write_text(written.format(model=model, folder=tmp_path))
     return "tiny.yaml"

@@ -93,6 +93,15 @@ def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[s
         (["--trainer.strategy.plan", "gone.json"], "cannot read Plan file 'gone.json'"),
         (["--trainer.strategy.plan", "text.txt"], "'text.txt' is not a valid Plan file"),
         (["--trainer.strategy.plan", "old.json"], "'old.json' has schema 0"),
+        (["--max_steps", "1"], "unknown setting 'max_steps'; did you mean trainer.max_steps?"),
+        (["--model.lora.rank", "1"], "unknown setting 'model.lora.rank'; did you mean model.lora.r or"),
+        (["--model.lr", "fast"], "model.lr: expected float, got fast"),
+        (["--data.format", "csv"], "data.format: there is no 'csv'; choose auto, text, alpaca"),
+        (["--model.name", "./gone"], "model './gone' is not a folder"),
+        (["--trainer.callbacks", "{class_path: no.such.thing}"], "No module named 'no'"),
+        (["--trainer.strategy", "nonesuch"], "nonesuch"),
+        (["stray"], "unknown setting 'stray'"),
+        (["--prompt", "hello"], "--prompt is a flag of generate, not of fit"),
     ],
 )
 def test_it_is_said_before_anything_slow(
@@ -144,6 +153,9 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
     ("change", "message"),
     [
         ("modle: {name: x}", "unknown setting 'modle' in child.yaml; did you mean model?"),
+        ("model: {lora: {rank: 1}}", "unknown setting 'model.lora.rank' in child.yaml"),
+        ("trainer: {strategy: {init_args: {memry: 1}}}", "did you mean trainer.strategy.memory"),
+        ("data: {batch_size: many}", "data.batch_size: expected int, got many"),
         ("model: null", "recipe child.yaml: model: has no settings; remove it"),
         ("data: text.txt", "recipe child.yaml: data: 'text.txt' is no group of settings"),
         ("data: {path: a.txt, path: b.txt}", "'path' stands twice in one group"),

@@ -29,16 +29,8 @@ data: {{path: text.txt, max_length: 32}}
 
 
 @pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.model(tmp_path_factory.mktemp("talker"), chat=True, max_position_embeddings=256)
-
-
-@pytest.fixture
-def recipe(talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    Path("tiny.yaml").write_text(RECIPE.format(model=talker))
-    return "tiny.yaml"
 
 
 def expected(folder: Path, messages: list[dict[str, str]], tokens: int) -> str:
@@ -54,7 +46,7 @@ def expected(folder: Path, messages: list[dict[str, str]], tokens: int) -> str:
 
 
 def test_a_conversation_through_a_pipe(
-    recipe: str, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One engine for all turns, each of which has the history; commands are no messages."""
     engines: list[object] = []
@@ -70,10 +62,10 @@ def test_a_conversation_through_a_pipe(
     assert main(["chat", recipe, "--temperature", "0", "--max_new_tokens", "8"]) == 0
     captured = capsys.readouterr()
     first: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
-    one = expected(talker, first, 8)
+    one = expected(model, first, 8)
     second = [*first, {"role": "assistant", "content": one}, {"role": "user", "content": "again"}]
     system = [{"role": "system", "content": "be brief"}, *first]
-    two, three = expected(talker, second, 8), expected(talker, system, 8)
+    two, three = expected(model, second, 8), expected(model, system, 8)
     assert captured.out == "".join(f"{text}\n" for text in (one, two, three, three))
     assert "/nonsense is no command" in captured.err
     assert len(engines) == 1
@@ -122,16 +114,16 @@ def test_an_answer_ends_with_the_context(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By default there may be more tokens than the model's context has; the first turn makes room for the third."""
-    talker = tiny.model(tmp_path / "talker", chat=True, max_position_embeddings=64)
+    model = tiny.model(tmp_path / "talker", chat=True, max_position_embeddings=64)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain"))
     capsys.readouterr()
-    assert main(["chat", recipe, "--model.name", str(talker), "--temperature", "0"]) == 0
+    assert main(["chat", recipe, "--model.name", str(model), "--temperature", "0"]) == 0
     captured = capsys.readouterr()
-    tokenizer: Any = load.load_tokenizer(str(talker))
+    tokenizer: Any = load.load_tokenizer(str(model))
     messages = [[{"role": "user", "content": text}] for text in ("hello", "again")]
     prompts = [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in messages]
     rooms = [64 - len(prompt) for prompt in prompts]
-    answers = [expected(talker, each, room) for each, room in zip(messages, rooms, strict=True)]
+    answers = [expected(model, each, room) for each, room in zip(messages, rooms, strict=True)]
     assert captured.out == "".join(f"{answer}\n" for answer in answers)
     assert captured.err.count(f"(the answer ends after {rooms[0]} tokens, where the model's context does)") == 2
     assert captured.err.count("the oldest turn is forgotten") == 1
@@ -153,8 +145,8 @@ def test_a_message_that_is_too_long_does_not_end_the_conversation(
     length: int,
     why: str,
 ) -> None:
-    talker = tiny.model(tmp_path / "talker", chat=True, max_position_embeddings=context)
-    flags = ["--model.name", str(talker), "--temperature", "0", "--max_new_tokens", "8", "--quiet"]
+    model = tiny.model(tmp_path / "talker", chat=True, max_position_embeddings=context)
+    flags = ["--model.name", str(model), "--temperature", "0", "--max_new_tokens", "8", "--quiet"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["hello", "a" * length, "again"])))
     capsys.readouterr()  # what was said while the model was made
     assert main(["chat", recipe, *flags]) == 2, "whoever has written the input is told that a message was left out"
@@ -163,8 +155,8 @@ def test_a_message_that_is_too_long_does_not_end_the_conversation(
     assert line.startswith("not answered: ")
     assert why in line
     first: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
-    one = expected(talker, first, 8)
-    two = expected(talker, [*first, {"role": "assistant", "content": one}, {"role": "user", "content": "again"}], 8)
+    one = expected(model, first, 8)
+    two = expected(model, [*first, {"role": "assistant", "content": one}, {"role": "user", "content": "again"}], 8)
     assert captured.out == f"{one}\n{two}\n"
 
 
@@ -228,9 +220,9 @@ def test_what_is_trained_on_may_be_gone(recipe: str, capsys: pytest.CaptureFixtu
 
 
 def test_a_conversation_needs_no_data(
-    recipe: str, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("text.txt").unlink()
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert main(["chat", recipe, "--temperature", "0", "--max_new_tokens", "8", "--quiet"]) == 0
-    assert capsys.readouterr().out == expected(talker, [{"role": "user", "content": "hello"}], 8) + "\n"
+    assert capsys.readouterr().out == expected(model, [{"role": "user", "content": "hello"}], 8) + "\n"

@@ -28,11 +28,8 @@ FLAGS = ("--model.quantize", "nf4", "--model.lora.r", "2")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    Path("small.yaml").write_text(RECIPE.format(model=tiny.model(tmp_path / "model", **quantized.SIZES)))
-    return "small.yaml"
+def model(tmp_path: Path) -> Path:
+    return tiny.model(tmp_path / "model", **quantized.SIZES)
 
 
 def test_a_plan_knows_the_size_of_four_bits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

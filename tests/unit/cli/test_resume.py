@@ -34,17 +34,14 @@ trainer:
   check_val_every_n_epoch: null
   limit_val_batches: 2
 model: {{name: {model}, lr: 0.01, dropout: 0.1}}
-data: {{path: {text}, max_length: 32, batch_size: 8}}
+data: {{path: {folder}/text.txt, max_length: 32, batch_size: 8}}
 """  # 6 batches per epoch
 
 
 @pytest.fixture
-def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=model, text=tmp_path / "text.txt"))
+def recipe(recipe: str) -> Iterator[str]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield "tiny.yaml"
+    yield recipe
     signal.signal(signal.SIGINT, before)
 
 

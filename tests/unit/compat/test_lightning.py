@@ -78,7 +78,6 @@ def test_what_the_trainer_says_of_itself(namespace: str, tmp_path: Path) -> None
     assert not compat.data_source(trainer).is_module()
     assert compat.before_transfer(module, [1]) == [1, "seen"]
     assert compat.compiler_context(module) is None
-    assert any(cls.__name__ == compat.LOOP for cls in type(trainer.fit_loop).__mro__)
     counts = trainer.fit_loop.state_dict()["epoch_loop.state_dict"]
     assert counts[compat.BATCHES_THAT_STEPPED] == 2
     loop, plugin = trainer.fit_loop.epoch_loop, trainer.precision_plugin

@@ -95,9 +95,3 @@ def test_what_a_script_has_connected_with_has_to_do(
         return
     with pytest.raises(ConfigError, match=f"initialised with backend='{found}'.*'{device}': .*backend='{needed}'"):
         rendezvous.initialize(device, rank=0, size=2, per_machine=2)
-
-
-def test_without_nccl_gradients_of_gpus_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
-    rendezvous._check_backend("cuda")

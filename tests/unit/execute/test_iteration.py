@@ -24,7 +24,7 @@ from tests.support.user_nets import Net, adamw, measured, rows, seed
 
 def at(*come: Callable[[Iteration], object]) -> Iteration:
     """Return an iteration within a step, to which ``come`` has come."""
-    iteration = Iteration(None, open=lambda: False, waiting=lambda: 0)
+    iteration = Iteration(Window(), open=lambda: False, waiting=lambda: 0)
     iteration.enclosed = True
     for call in come:
         call(iteration)
@@ -60,7 +60,7 @@ def test_no_checkpoint_is_complete_until_an_iteration_has_followed_the_one_that_
 
 
 def test_only_the_last_pass_of_a_window_updates() -> None:
-    window = Window(None)
+    window = Window()
     window.begin()
     assert window.which == "updating"
     passes = []

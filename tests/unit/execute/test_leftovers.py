@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
@@ -22,10 +21,6 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def slab_of(device: HostileDevice) -> weakref.ref[torch.UntypedStorage]:
-    return weakref.ref(device._arena.slab.untyped_storage())
 
 
 def fail(engine: Engine) -> None:
@@ -44,7 +39,7 @@ def test_the_arena_is_gone_with_the_device(optimizer: str, mode: str, fails: boo
     device = HostileDevice(engines.BUDGET, mode)  # type: ignore[arg-type]
     engine = Engine(model, optimizer_, plan, device)
     engine.install()
-    slab = slab_of(device)
+    slab = weakref.ref(device._arena.slab.untyped_storage())
     for _ in range(3):
         with engine.iteration(grad_norm=True):
             model(**models.batch(model)).loss.backward()
@@ -60,42 +55,22 @@ def test_the_arena_is_gone_with_the_device(optimizer: str, mode: str, fails: boo
     assert engine.stats.iterations == 3
 
 
-def test_of_forwards_without_gradients_as_well() -> None:
-    model = models.build("llama")
-    device = HostileDevice(engines.BUDGET)
-    engine = Engine(model, None, None, device)
-    engine.install()
-    slab = slab_of(device)
-    with engine.inference(), torch.no_grad():
-        model(**models.batch(model))
-    engine.close()
-    device.close()
-    assert slab() is None
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("option", ["keep", "recompute"])
 def test_what_blocks_have_saved_is_gone_with_the_graph_and_after_the_backward(option: str, parts: int) -> None:
-    case = engines.Case(options=(option,), places=("host",))
-    model = engines.build(case)
+    model = engines.build(engines.Case())
     optimizer = engines.make_optimizer(model, "sgd")
-    plan = plans.streamed(find_blocks(model), optimizer, options=case.options, places=case.places)
-    device = HostileDevice(engines.BUDGET, "lazy")
-    engine = Engine(model, optimizer, replace(plan, parts=parts), device)
-    engine.install()
-    installed = device.memory()
-    try:
+    plan = plans.streamed(find_blocks(model), optimizer, options=(option,), places=("host",))
+    with engines.installed(model, optimizer, replace(plan, parts=parts)) as engine:
+        installed = engine.device.memory()
         with engine.iteration():
             loss = model(**models.batch(model)).loss
             loss.backward()
             optimizer.step()
         optimizer.zero_grad()
-        assert device.memory() == installed + loss.nbytes  # with the outer graph, which the loss holds
+        assert engine.device.memory() == installed + loss.nbytes  # with the outer graph, which the loss holds
         with engine.iteration():
             loss = model(**models.batch(model)).loss
-            assert device.memory() > installed + loss.nbytes
+            assert engine.device.memory() > installed + loss.nbytes
             del loss
-            assert device.memory() == installed
-    finally:
-        engine.close()
-        device.close()
+            assert engine.device.memory() == installed

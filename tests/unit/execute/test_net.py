@@ -10,7 +10,6 @@ import pytest
 from lt_offload.plan.iteration.passes import shown_passes
 from lt_offload.schema.plan import Op, Pass, Plan
 from scripts.net import traces
-from scripts.net.difference import first_difference
 from tests import sampling
 
 LANES = ("compute", "h2d", "d2h", "host")
@@ -63,24 +62,3 @@ def test_the_cases_have_every_kind_of_pass_lane_option_and_place() -> None:
         found.update({*plan.passes, *plan.options, *plan.update_places, *(op.lane for op in plan.ops)})
     assert found.keys() >= {"beginning", "accumulating", "updating", "settling", *LANES, "device", "paged", "host"}
     assert found.keys() >= {"keep", "recompute", "offload", "reload"}
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        ("# pass 1\na\nb\n", "# pass 1\na\nc\n", 'line 3, of pass 1, was "b", is "c"'),
-        ("a\n", "a\nb\n", 'line 2, was absent, is "b"'),
-        ("a\n", "a", "the end of the last line is another"),
-        ('{"a": [1, 2]}', '{"a": [1, 3]}', "a[1] was 2, is 3"),
-        ('{"a": [1, 2]}', '{"a": [1]}', "the length of a was 2, is 1"),
-        ('{"a": {"b": 1}}', '{"a": {"c": 1}}', "a.b was there, is absent"),
-        ('{"a": 1}', '{"a":1}', "the form of equal values was other text, is this"),
-        (
-            '{"ops": [{"kind": "prefetch", "step": 3, "block": 2, "payload": "weight", "after": [3]}]}',
-            '{"ops": [{"kind": "prefetch", "step": 3, "block": 2, "payload": "weight", "after": [4]}]}',
-            "ops[0] (prefetch weight of block 2 in step 3).after[0] was 3, is 4",
-        ),
-    ],
-)
-def test_the_first_difference_is_said_in_words(before: str, after: str, words: str) -> None:
-    assert first_difference(before, after) == words

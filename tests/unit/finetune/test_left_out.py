@@ -95,13 +95,6 @@ def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_stopped(
     )
     assert state_differences(whole, other) == []
 
-    # As checkpoints were: everything in them.
-    content["state_dict"] = whole.module.state_dict() | content["state_dict"]
-    del content[KEY]
-    torch.save(content, tmp_path / "old.ckpt")
-    old = fit(folder, tmp_path / "old", STRATEGIES[strategy](), ckpt=tmp_path / "old.ckpt", **settings)
-    assert state_differences(whole, old) == []
-
 
 @pytest.mark.slow
 def test_another_model_under_the_adapters_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.module import FineTune, LoraArgs, add_lora
+from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.optimizers import LossAverage, mean_over, undivided
 from tests.support import tiny
 from tests.support.trainers import trainer
@@ -341,13 +341,3 @@ def test_the_division_of_lightning_is_undone_to_the_bit() -> None:
 
     assert all(slope(count, undivided).equal(torch.ones(())) for count in range(1, 300))
     assert not all(slope(count, torch.mul).equal(torch.ones(())) for count in range(1, 300))
-
-
-def test_adapters_are_trained_by_the_same_loss(folder: Path) -> None:
-    model = add_lora(AutoModelForCausalLM.from_pretrained(folder), LoraArgs(r=2))
-    ids = torch.arange(3, 23).reshape(2, 10)
-    with mean_over(model, torch.tensor(50)):
-        loss = model(input_ids=ids, labels=ids).loss
-    logits = model(input_ids=ids).logits
-    assert loss.equal(ForCausalLMLoss(logits, ids, logits.shape[-1], num_items_in_batch=torch.tensor(50)))
-    assert model(input_ids=ids, labels=ids).loss.equal(ForCausalLMLoss(logits, ids, logits.shape[-1]))

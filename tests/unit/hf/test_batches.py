@@ -1,53 +1,12 @@
-"""The batch that is planned for: the largest that the data can give."""
+"""Sizes of batches, by which a plan has room for one or not."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
-from datasets import Dataset
 
-from lt_offload.hf import batches
 from lt_offload.model.batch import Size, shape
-from scripts.hf import cases
-
-ROWS = cases.rows(20)
-
-
-def loader(dataset: Any) -> Any:
-    return SimpleNamespace(dataset=dataset, collate_fn=cases.collate)
-
-
-@pytest.mark.parametrize("dataset", [ROWS, Dataset.from_list(ROWS)], ids=["a list", "datasets"])
-def test_it_is_of_the_longest_rows_and_has_padding(dataset: Any) -> None:
-    first = cases.collate(ROWS[:2])
-    found = batches.largest(SimpleNamespace(_train_batch_size=2), loader(dataset), first)
-    assert found["input_ids"].shape == (2, max(len(row["input_ids"]) for row in ROWS))
-    assert not found["attention_mask"].all()
-
-
-def test_columns_that_are_put_one_after_another_count_together() -> None:
-    data = Dataset.from_dict({"prompt": [[1] * 9, [1] * 5, [1]], "answer": [[1], [1] * 6, [1] * 8]})
-
-    def collate(rows: Any) -> Any:
-        return {"input_ids": torch.zeros(len(rows), max(len(row["prompt"]) + len(row["answer"]) for row in rows))}
-
-    found = batches.of_rows(SimpleNamespace(dataset=data, collate_fn=collate), 1)
-    assert max(batch["input_ids"].shape for batch in found) == (1, 11)
-
-
-def test_data_whose_lengths_nobody_knows_are_not_read() -> None:
-    class Rows(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, index: int) -> Any:
-            raise AssertionError("it was read")
-
-    assert batches.of_rows(loader(Rows()), 2) == []
 
 
 def test_a_larger_batch_and_the_first_with_padding_are_not_covered() -> None:

@@ -49,7 +49,7 @@ def test_trainers_that_are_made_within_are_others_and_nothing_else_is(tmp_path: 
     ]
     assert isinstance(inside, Mine)
     assert type(inside).__name__ == "Mine"
-    assert (inner.offmate.settings.budget, again.offmate.settings.budget) == (2 * 10**9, 10**9)
+    assert tuple(one.offmate.settings.device.nbytes for one in (inner, again)) == (2 * 10**9, 10**9)
     assert Trainer.__init__ is CONSTRUCTOR
 
 

@@ -39,19 +39,6 @@ def test_views_and_in_place_results_of_what_was_there_are_free() -> None:
         assert account.current == kept.nbytes
 
 
-def test_saved_tensors_live_until_the_backward() -> None:
-    x = torch.ones(256, requires_grad=True)
-    with Account() as account:
-        y = x.exp().sin().sum()
-    assert (
-        account.current == KB + y.nbytes
-    )  # exp saves its result, which is the input that sin saves; sin's result is gone
-    with account:
-        y.backward()
-    assert x.grad is not None
-    assert account.current == KB + y.nbytes
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CS")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_sparse_tensors_are_charged_by_their_parts(layout: torch.layout) -> None:
@@ -80,24 +67,6 @@ def test_limit_refuses_before_the_allocation_is_kept() -> None:
         assert account.current == kept.nbytes
         exact = torch.zeros(256)
     assert account.peak == account.limit == kept.nbytes + exact.nbytes
-
-
-def test_charge() -> None:
-    account = Account()
-    batch = torch.zeros(256)
-    account.charge(batch, batch.view(16, 16))
-    account.charge(batch)
-    assert account.current == KB
-    assert list(account.live().values()) == [KB]
-    del batch
-    assert account.current == 0
-
-
-def test_other_devices_are_not_charged() -> None:
-    with Account(device_type="meta") as account:
-        kept = torch.zeros(256), torch.zeros(256, device="meta")
-        assert account.current == KB
-    assert len(kept) == 2
 
 
 def test_storages_may_die_on_other_threads() -> None:

@@ -68,13 +68,6 @@ def test_tensors_are_aligned_disjoint_and_inside_one_registration(memory, driver
     assert memory.nbytes == sum(t.nbytes for t in tensors)
 
 
-def test_small_tensors_share_mappings_and_gaps_are_filled(memory):
-    tensors = [memory.empty((LARGE_BYTES - 512,), torch.uint8) for _ in range(11)]
-    tensors.append(memory.empty((SLAB_BYTES // 16,), torch.uint8))
-    assert memory.nbytes == sum(t.nbytes for t in tensors)
-    assert memory.mapped_bytes == 2 * SLAB_BYTES
-
-
 def limited(total):
     """A driver that registers ``total`` bytes."""
     driver = Driver()
@@ -181,16 +174,3 @@ def test_every_tensor_and_group_lies_in_one_registration_or_in_none(requests, to
     memory.close()
     assert driver.ranges == {}
     assert memory.mapped_bytes == memory.locked_bytes == 0
-
-
-def test_a_large_tensor_returns_its_memory_when_it_dies(memory, driver):
-    small = memory.empty((10,), torch.float32)
-    for i in range(5):
-        large = memory.empty((LARGE_BYTES,), torch.uint8)
-        view = large[5:].fill_(i)
-        del large
-        assert driver.covers(view)
-        assert memory.nbytes == LARGE_BYTES + small.nbytes
-        del view
-        assert memory.nbytes == small.nbytes
-        assert memory.mapped_bytes == sum(end - start for start, end in driver.ranges.items()) == SLAB_BYTES

@@ -43,20 +43,6 @@ def test_order_is_the_order_of_calls(family: str) -> None:
     assert called == [block.name for block in blocks]
 
 
-def test_tied_tensor_is_listed_once_and_used_twice() -> None:
-    structure = find_blocks(models.build("llama-tied"))
-    assert structure.blocks[0].tensors == structure.blocks[-1].tensors == (0,)
-    assert structure.tensors[0][0] == "model.embed_tokens.weight"
-
-
-def test_wrapped_model_has_prefixed_names_and_a_rest() -> None:
-    wrapper = Wrapper(models.build("llama"))
-    structure = find_blocks(wrapper)
-    assert structure.blocks[0].name == "model.model.embed_tokens"
-    assert structure.blocks[-1].name == "model.lm_head"
-    assert [name for name, _ in structure.rest] == ["scale"]
-
-
 def test_blocks_as_they_are_called() -> None:
     class Out(nn.Module):
         def __init__(self) -> None:
@@ -90,18 +76,6 @@ def test_layers_are_of_the_class_that_the_outermost_model_names() -> None:
 
     names = [block.name for block in find_blocks(Wrapper(Whole())).blocks]
     assert names == ["model.tower", "model.layers.0", "model.layers.1"]
-
-
-def test_layers_of_two_classes_and_lists_in_a_row() -> None:
-    class Double(nn.Linear):
-        pass
-
-    model = nn.Module()
-    model.first = nn.ModuleList([nn.Linear(4, 4), Double(4, 4), nn.Linear(4, 4)])
-    model.gates = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
-    model.second = nn.ModuleList([Double(4, 4)])
-    blocks = find_blocks(model).blocks
-    assert [(b.name, b.kind) for b in blocks] == [(f"first.{i}", "layer") for i in range(3)] + [("second.0", "layer")]
 
 
 def test_other_owners_of_a_weight_that_travels_are_blocks_too() -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
-import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lt_offload.model.calls import BlockOutput, plainly, tensors_of
 from tests.support import models
@@ -42,41 +37,6 @@ def test_a_storage_that_returns_at_the_same_address_is_another() -> None:
     output = BlockOutput(torch.zeros(1000))
     for _ in range(100):
         assert output.sources([torch.zeros(1000)]) is None
-
-
-def test_nothing_is_kept_alive() -> None:
-    a = torch.zeros(1000)
-    died = weakref.ref(a.untyped_storage())
-    output = BlockOutput(a)
-    del a
-    gc.collect()
-    assert died() is None
-    assert output.sources([torch.zeros(1000)]) is None
-
-
-@pytest.mark.parametrize("fake", [False, True])
-def test_outputs_of_an_autograd_function(fake: bool) -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            return grad * 2
-
-    def check() -> None:
-        out = Twice.apply(torch.zeros(3, requires_grad=True))
-        output = BlockOutput(out)
-        assert output.sources([out]) == (0,)
-        out.mul_(2)
-        assert output.sources([out]) is None
-
-    if fake:
-        with FakeTensorMode():
-            check()
-    else:
-        check()
 
 
 def test_caches_are_off_inside_and_as_before_outside() -> None:

@@ -72,33 +72,6 @@ def test_properties_of_ones_own(cls: type[Own]) -> None:
     assert properties(cls) == before
 
 
-def test_several_at_a_time_in_any_order() -> None:
-    first, second, before = Own(), Own(), properties(Own)
-    contexts = [located(first, GPU), located(second, GPU), located(first, GPU)]
-    for context in contexts:
-        context.__enter__()
-    contexts[0].__exit__(None, None, None)
-    assert second.device == GPU
-    contexts[2].__exit__(None, None, None)
-    contexts[1].__exit__(None, None, None)
-    assert (first.device, second.device) == (HOST, HOST)
-    assert properties(Own) == before
-
-
-def test_what_somebody_else_has_put_there_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Own()
-    before = vars(Own)["device"]
-    with located(model, GPU):
-        inner = vars(Own)["device"]
-        theirs = property(lambda self: inner.__get__(self))
-        monkeypatch.setattr(Own, "device", theirs)
-        assert model.device == GPU
-    assert vars(Own)["device"] is theirs
-    assert model.device == HOST
-    monkeypatch.undo()
-    Own.device = before  # type: ignore[method-assign, assignment]
-
-
 def test_a_nested_lightning_module() -> None:
     class Outer(LightningModule):
         def __init__(self) -> None:

@@ -30,22 +30,6 @@ def calls_of(cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return None if found is None else [tree_unflatten(part, spec) for part in found.parts(leaves)]
 
 
-def test_every_tensor_with_a_row_per_sample_is_cut() -> None:
-    x, mask, table = torch.randn(3, 5, 2), torch.ones(3, 1, 5, 5), torch.randn(1, 5, 2)
-    calls = cut(
-        (x,), mask=(mask, {"ids": torch.arange(3)}), table=table, positions=torch.arange(5), name="a", none=None
-    )
-    assert calls is not None
-    (first, options), (second, others) = calls
-    assert [len(first[0]), len(second[0])] == [2, 1]
-    assert torch.equal(torch.cat([first[0], second[0]]), x)
-    assert torch.equal(others["mask"][0], mask[2:])
-    assert others["mask"][1]["ids"].tolist() == [2]
-    assert options["table"] is others["table"] is table
-    assert others["positions"].tolist() == [0, 1, 2, 3, 4]
-    assert (options["name"], options["none"]) == ("a", None)
-
-
 def test_a_bias_per_sample_and_head_is_cut_with_its_samples() -> None:
     """Bloom's; MPT's, of heads alone, has the same form and another name."""
     x, alibi = torch.randn(3, 5, 2), torch.arange(4 * 3 * 5.0).view(12, 1, 5)
@@ -59,11 +43,6 @@ def test_a_bias_per_sample_and_head_is_cut_with_its_samples() -> None:
     odd = cut((x,), alibi=alibi[:11])
     assert odd is not None
     assert len(odd[0][1]["alibi"]) == 11
-
-
-@pytest.mark.parametrize("args", [(torch.randn(1, 5, 2),), (), ("text",), (torch.tensor(3.0),)])
-def test_what_has_one_sample_or_none_is_not_cut(args: tuple[Any, ...]) -> None:
-    assert cut(args) is None
 
 
 def test_as_many_tokens_as_samples_are_told_apart_once_other_numbers_were_seen() -> None:
@@ -111,17 +90,6 @@ def test_rows_that_nobody_gave_are_zero(given: Tensor) -> None:
     found = rows.result()
     assert found is not None
     assert torch.equal(found, torch.cat([torch.zeros(1, 3), given]))
-
-
-def test_outputs_are_put_together_by_their_structure() -> None:
-    outputs = Outputs(Cutter("layer", 2), [2, 1])
-    whole = {"x": torch.randn(3, 2), "more": (torch.randn(3), "same", None)}
-    for part, rows in enumerate((slice(0, 2), slice(2, 3))):
-        outputs.put(part, {"x": whole["x"][rows], "more": (whole["more"][0][rows], "same", None)})
-    found = outputs.result()
-    assert torch.equal(found["x"], whole["x"])
-    assert torch.equal(found["more"][0], whole["more"][0])
-    assert found["more"][1:] == ("same", None)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_offload.model.saving import activations_of, for_replay, is_costly, travels
+from lt_offload.model.saving import for_replay, is_costly
 from tests.support import models
 
 aten = torch.ops.aten
@@ -101,21 +101,3 @@ def test_cached_attention_carries_what_its_backward_needs() -> None:
     assert for_replay(cudnn, (1, 2, 3, None, False)) == (1, 2, 3, None, True)
     assert for_replay(flash, (1, 2, 3, 0.0, False)) == (1, 2, 3, 0.0, False)
     assert for_replay(aten.mm.default, (1, 2)) == (1, 2)
-
-
-def test_what_travels() -> None:
-    several = torch.zeros(2)
-    assert travels(several)
-    assert travels(several[:1])  # its storage is what would travel
-    assert not travels(torch.zeros(1))
-    assert not travels(torch.zeros(1000, dtype=torch.bool))
-    assert not travels(torch.zeros(1000, dtype=torch.long))
-
-
-def test_activations_are_told_from_masks() -> None:
-    hidden, ids = torch.zeros(2), torch.zeros(2, dtype=torch.long)
-    mask, trained = torch.zeros(2), torch.zeros(2, requires_grad=True)
-    assert activations_of([hidden, mask], 1) == (0,)
-    assert activations_of([ids, mask], 1) == ()
-    assert activations_of([True, trained, mask], 0) == (1,)
-    assert activations_of([ids, hidden, mask], 0) == (1,)  # a frozen block's, by keywords

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
-import io
 import itertools
 import random
 import sys
@@ -23,64 +21,6 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.model import snapshot
 from lt_offload.model.snapshot import untouched
 from tests.support import models
-
-COUNT = 1000
-SEEN: list[int] = []
-
-
-class Slotted:
-    __slots__ = ("__hidden", "count", "later")
-
-    def __init__(self) -> None:
-        self.count, self.__hidden = 1000, 1000
-
-    def advance(self) -> None:
-        self.count += 1
-        self.__hidden += 1
-        self.later = 1
-
-    def state(self) -> Any:
-        return self.count, self.__hidden, hasattr(self, "later")
-
-
-class Shared:
-    count = 1000
-    seen: list[int] = []  # noqa: RUF012
-
-    def advance(self) -> None:
-        type(self).count += 1
-        type(self).fresh = 1  # type: ignore[attr-defined]
-        self.seen.append(1)
-
-    def state(self) -> Any:
-        return Shared.count, list(Shared.seen), hasattr(Shared, "fresh")
-
-
-class Global:
-    def advance(self) -> None:
-        step()
-
-    def state(self) -> Any:
-        return COUNT, list(SEEN)
-
-
-def step() -> None:
-    global COUNT
-    COUNT += 1
-    SEEN.append(COUNT)
-
-
-class Closed:
-    def __init__(self) -> None:
-        count, seen = 1000, [1]
-
-        def advance() -> None:
-            nonlocal count
-            count += 1
-            seen.append(count)
-
-        self.advance = functools.partial(advance)
-        self.state = lambda: (count, list(seen))
 
 
 class Holder:
@@ -119,7 +59,6 @@ THINGS: dict[str, Callable[[], Any]] = {
     "default dict": lambda: Holder(collections.defaultdict(int), lambda x: x["a"], dict),
     "set": lambda: Holder({1}, lambda x: x.add(2), set),
     "deque": lambda: Holder(collections.deque([1], maxlen=1), lambda x: x.append(2), list),
-    "bytes": lambda: Holder(bytearray(b"a"), lambda x: x.extend(b"b"), bytes),
     "array": lambda: Holder(np.zeros(3), lambda x: x.__iadd__(1), lambda x: x.tolist()),
     "tensor": lambda: Holder(torch.zeros(3), lambda x: x.add_(1), lambda x: x.tolist()),
     "tensor's data": lambda: Holder(torch.zeros(3), lambda x: setattr(x, "data", torch.ones(3)), lambda x: x.tolist()),
@@ -129,10 +68,6 @@ THINGS: dict[str, Callable[[], Any]] = {
     "numpy": lambda: Holder(np.random.default_rng(0), lambda x: x.random(), lambda x: x.bit_generator.state),
     "numpy legacy": lambda: Holder(np.random.RandomState(0), lambda x: x.rand(), lambda x: x.get_state()[2]),
     "python": lambda: Holder(random.Random(0), lambda x: x.random(), lambda x: x.getstate()),
-    "slots": Slotted,
-    "class": Shared,
-    "globals": Global,
-    "closure": Closed,
 }
 
 
@@ -155,7 +90,7 @@ def watched(base: type, ran: list[str]) -> type:
     of_classes = {"__new__", "__class__", "__init_subclass__", "__subclasshook__"}
     names = [name for name in dir(base) if callable(getattr(base, name)) and name not in of_classes]
     asked = property(lambda self: ran.append("__class__") or base)
-    return type("Watched", (base,), {name: noting(name) for name in names} | {"__slots__": "kept", "__class__": asked})
+    return type("Watched", (base,), {name: noting(name) for name in names} | {"__class__": asked})
 
 
 def moved_to_end(held: Any) -> None:
@@ -168,8 +103,6 @@ CHANGES: dict[str, tuple[type, Any, Callable[[Any], Any], Callable[[Any], Any]]]
     "list": (list, [1], lambda x: list.append(x, 2), list.__iter__),
     "set": (set, [1], lambda x: set.add(x, 2), set.__iter__),
     "deque": (collections.deque, [1], lambda x: collections.deque.append(x, 2), collections.deque.__iter__),
-    "bytes": (bytearray, b"a", lambda x: bytearray.extend(x, b"b"), bytearray.__iter__),
-    "text": (io.StringIO, "ab", lambda x: io.StringIO.read(x, 1), lambda x: [io.StringIO.tell(x)]),
 }
 
 
@@ -178,18 +111,14 @@ def test_no_code_of_a_class_runs(name: str) -> None:
     base, content, change, read = CHANGES[name]
     ran: list[str] = []
     thing = watched(base, ran)(content)
-    slot = vars(type(thing))["kept"]
-    slot.__set__(thing, 1000)
     holder = types.SimpleNamespace(thing=thing)
     before = list(read(thing))
     ran.clear()
     with untouched(holder=holder):
         change(thing)
-        slot.__set__(thing, 2000)
         assert list(read(thing)) != before
     assert ran == []
     assert list(read(thing)) == before
-    assert slot.__get__(thing) == 1000
 
 
 def counted() -> Any:
@@ -229,19 +158,15 @@ def test_iterators_that_are_advanced_are_named(name: str) -> None:
         pass
 
 
-def test_files(tmp_path: Path) -> None:
+def test_files_that_are_read_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("a\nb\nc\n")
     with path.open() as file:
         holder = types.SimpleNamespace(file=file)
-        assert file.readline() == "a\n"
         with untouched(holder=holder):
-            file.readline()
-        assert file.readline() == "b\n"
-    with path.open("a") as file:
-        holder = types.SimpleNamespace(file=file)
+            pass
         with pytest.raises(UnsupportedError, match=r"holder\.file changes"), untouched(holder=holder):
-            file.write("d\n")
+            file.readline()
 
 
 def test_weights_that_a_step_writes_to_are_named() -> None:
@@ -268,14 +193,6 @@ def test_an_error_in_the_run_comes_first() -> None:
         advance(holder)
     assert "holder.source changes" in caught.value.__notes__[0]
     assert holder.count == 0
-
-
-def test_more_than_can_be_searched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MOST", 100)
-    holder = types.SimpleNamespace(near=[1], far=[[i] for i in range(200)])
-    with pytest.warns(UserWarning, match=r"more than 100 objects at and below holder\.far"), untouched(holder=holder):
-        holder.near.append(2)
-    assert holder.near == [1]
 
 
 class Counting(nn.Module):
@@ -333,7 +250,7 @@ class Objects(collections.OrderedDict):  # type: ignore[type-arg]
         return super().__getitem__(key)()
 
 
-def test_registries_of_libraries_are_neither_asked_nor_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registries_of_libraries_are_not_asked() -> None:
     from transformers import MODEL_MAPPING
 
     modules, registry = set(sys.modules), Objects(gelu=nn.GELU)
@@ -341,12 +258,3 @@ def test_registries_of_libraries_are_neither_asked_nor_written(monkeypatch: pyte
         pass
     assert set(sys.modules) == modules
     assert dict.get(registry, "gelu") is nn.GELU
-    monkeypatch.setattr(nn, "a_cache", [], raising=False)
-    monkeypatch.setattr(nn, "of_the_user", Shared(), raising=False)
-    holder = types.SimpleNamespace(library=nn.a_cache, own=nn.of_the_user)
-    nn.of_the_user.n = 1000
-    with untouched(holder=holder):
-        holder.library.append(1)
-        holder.own.n += 1
-    assert holder.library == [1]
-    assert holder.own.n == 1000

@@ -129,29 +129,6 @@ def test_kernel_equals_torch(kernel: native.Kernel, kind: str, special: bool, ch
         assert all(torch.equal(_bits(a.grad), _bits(b.grad)) for a, b in zip(left, before, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_equals_the_scheme_in_a_loop(dtype: torch.dtype) -> None:
-    """Torch's own optimizer on fp32 copies of everything."""
-    for entry in entries(dtype):
-        target = entry.param.clone() if entry.master is None else entry.master.clone()
-        parameter = torch.nn.Parameter(target)
-        parameter.grad = entry.grad.float() * 0.37
-        reference = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=True)
-        step = torch.tensor(entry.step - 1)
-        reference.state[parameter] = {
-            "step": step,
-            "exp_avg": entry.exp_avg.clone(),
-            "exp_avg_sq": entry.exp_avg_sq.clone(),
-        }
-        reference.step()
-        plain.update([entry], options(grad_scale=0.37))
-        state = reference.state[parameter]
-        assert torch.equal(entry.exp_avg, state["exp_avg"])
-        assert torch.equal(entry.exp_avg_sq, state["exp_avg_sq"])
-        assert torch.equal(entry.param if entry.master is None else entry.master, parameter)
-        assert torch.equal(entry.param, parameter.to(dtype))
-
-
 @pytest.mark.parametrize("way", ["kernel", "plain"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_and_splits_change_nothing(
@@ -236,15 +213,6 @@ def test_layouts_and_dtypes_that_the_kernel_does_not_take_are_updated_all_the_sa
         assert same(expected, [strided])
     values = table.param
     assert torch.equal(plain.stochastic(values.t().contiguous().t(), 3), plain.stochastic(values, 3))
-
-
-def test_tensors_of_all_kinds_in_one_call(kernel: native.Kernel) -> None:
-    both = [entry for kind in KINDS.values() for entry in entries(**kind)]
-    expected = copies(both)
-    assert native.update(both, options()) == []
-    plain.update(expected, options())
-    assert same(both, expected)
-    assert native.update([], options()) == []
 
 
 def test_kernels_that_others_could_have_written_are_compiled_again(

@@ -108,12 +108,6 @@ def test_weights_that_travel_over_a_slow_link_make_layer_by_layer_faster() -> No
     assert "set " not in said
 
 
-def test_one_micro_batch_in_one_part_has_no_order() -> None:
-    profile, settings = estimated(2), Settings()
-    plan = make_plan(profile, settings)
-    assert compared(plan, profile, settings) is plan
-
-
 def test_an_order_that_does_not_fit_is_said() -> None:
     part = estimated(8)
     settings = Settings(memory=int(1.01 * least(part, accumulate=16)), accumulate=16, time_limit=4)
@@ -142,12 +136,6 @@ def test_the_number_of_parts_that_fits_is_chosen_and_measured() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_batch_is_chosen_where_it_is_as_fast() -> None:
-    choice = choose_parts(lambda parts: estimated(8, parts), Settings())
-    assert choice.plan.parts == choice.profile.parts == 1
-
-
-@pytest.mark.slow
 def test_a_model_that_cannot_be_cut_takes_whole_batches() -> None:
     whole = estimated(8)
 
@@ -163,8 +151,3 @@ def test_a_model_that_cannot_be_cut_takes_whole_batches() -> None:
     assert choice.plan.parts == 1
     with pytest.raises(UnsupportedError, match="depend on each other"):
         choose_parts(measure, replace(settings, memory=int(0.9 * least(measure(1)))))
-
-
-def test_nothing_fits() -> None:
-    with pytest.raises(InfeasibleError):
-        choose_parts(lambda parts: estimated(8, parts), Settings(memory=1000))

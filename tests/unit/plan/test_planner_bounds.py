@@ -6,28 +6,24 @@ The bound is high enough where memory is short, and found after a plan.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, simulate, solve
-from lt_offload.plan.planners.lp import Method, Outcome, run
-from lt_offload.plan.planners.offmate import program
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, Contention, Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from tests import sampling
-from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, llama7b_b4, option, tensor
-from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, option, tensor
+from tests.support.profiles.program_rules import KINDS, random_profile
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import chained
 from tests.support.profiles.tiny import fastest_plans, tiny_profile
 
 PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "greedy", "l2l", "memferry", "pofo", "resident")
-KINDS = ("plain", "tied", "half", "lora", "frozen start")
 
 
 def read(tensor: TensorProfile, part: float, rate: float) -> ReadProfile:
@@ -169,49 +165,3 @@ def test_what_waits_for_the_link_takes_room(room: int) -> None:
     # With more memory nothing has to wait.
     plenty = solve(profile, memory=int(9.9 * GB), host_memory=int(64 * GB))
     assert plenty.predicted.lower_bound_s < plan.predicted.lower_bound_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_no_plan_beats_the_bound_where_activations_have_to_leave(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = random_profile(rng, ("plain", "tied", "lora")[seed % 3])
-    more = 1 + 4 * float(rng.random())
-
-    def larger(block: BlockProfile) -> BlockProfile:
-        names = ("saved_bytes", "offload_bytes", "forward_peak_bytes", "backward_peak_bytes")
-        options = [replace(o, **{n: int(more * getattr(o, n)) for n in names}) for o in block.options]
-        return replace(block, options=tuple(options))
-
-    profile = replace(profile, blocks=tuple(map(larger, profile.blocks)))
-    try:
-        solve(profile, memory=1)
-    except InfeasibleError as error:
-        floor = error.needed_bytes
-    assert floor is not None
-    found = 0
-    for planner in PLANNERS:
-        try:
-            plan = solve(profile, memory=int(1.1 * floor), planner=planner, time_limit=600.0)
-        except (InfeasibleError, UnsupportedError):
-            continue
-        found += 1
-        assert simulate(plan, profile).iteration_time >= bound_s(profile, plan) * (1 - 1e-6), planner
-    assert found >= 2
-
-
-def test_a_plan_comes_before_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    methods: list[Method] = []
-
-    def noted(problem: Any, *, method: Method = "interior", **settings: Any) -> Outcome:
-        methods.append(method)
-        return run(problem, method=method, **settings)
-
-    monkeypatch.setattr(program, "run", noted)
-    solve(llama7b_b4(2), memory="5GB", time_limit=60.0)
-    assert methods[0] == "interior"
-    assert "value" in methods
-    methods.clear()
-    solve(llama7b_b4(2), memory="5GB", accumulate=2, time_limit=60.0)
-    assert methods[0] == "interior"
-    assert "value" in methods

@@ -19,7 +19,6 @@ from lt_offload.plan.iteration.durations import (
     exchange_s,
     gathered,
     network_s,
-    norm_s,
 )
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.several import check_cards, gain, one_of
@@ -45,15 +44,6 @@ def test_weights_and_states_that_the_host_updates_count_once_on_a_machine() -> N
     assert host_bytes(each, MODEL) - host_bytes(each, TOGETHER) == shared - -(-shared // 4)
     assert any("RAM is that of one of 4 processes" in note for note in each.notes)
     assert not any("RAM is that of one" in note for note in alone.notes)
-
-
-def test_without_owners_only_frozen_weights_count_once() -> None:
-    frozen = replace(FOUR, tensors=tuple(replace(t, trainable=False, state_bytes=0) for t in FOUR.tensors))
-    options = tuple("keep" for _ in FOUR.blocks)
-    least = lasting_host_bytes(options, (), replace(frozen, processes=1))  # type: ignore[arg-type]
-    weights = sum(tensor.bytes for tensor in frozen.tensors)
-    assert least - lasting_host_bytes(options, (), frozen) == weights - -(-weights // 4)  # type: ignore[arg-type]
-    assert lasting_host_bytes(options, (), FOUR) == lasting_host_bytes(options, (), MODEL)  # type: ignore[arg-type]
 
 
 def test_too_little_ram_is_said_for_the_machine() -> None:
@@ -89,11 +79,6 @@ def machine(*, h2d: float = 15e9, d2h: float = 15e9, root: float = 0.0, layers: 
     return replace(profile, hardware=hardware, optimizer=optimizer, contention=shares)
 
 
-def test_one_card_is_the_machine() -> None:
-    profile = machine()
-    assert one_of(profile, 1) is profile
-
-
 def test_links_are_as_fast_as_their_part_of_the_root_and_of_the_memory() -> None:
     assert one_of(machine(), 2).hardware.h2d_bytes_per_s == 15e9, "two take half of the memory"
     assert one_of(machine(root=24e9), 2).hardware.h2d_bytes_per_s == 12e9
@@ -101,117 +86,6 @@ def test_links_are_as_fast_as_their_part_of_the_root_and_of_the_memory() -> None
     assert eight.hardware.h2d_bytes_per_s == pytest.approx(MEMORY / 8)
     assert eight.contention.h2d == pytest.approx(1.0)
     assert one_of(machine(root=24e9), 2).contention.h2d == pytest.approx(2 * 12e9 / MEMORY)
-
-
-def test_everything_that_is_divided() -> None:
-    profile = machine()
-    own, common = (one_of(profile, 2, one_host_copy=shared) for shared in (False, True))
-    for found in (own, common):
-        assert (found.processes, found.hardware.host_bytes) == (2, 200_000 * MB)
-        assert found.hardware.pinnable_bytes == 100_000 * MB
-        assert found.optimizer.host_threads == 4
-        assert found.contention.host == 1.0
-    # Both update everything with half of the memory, or each a half of it.
-    assert own.optimizer.host_bytes_per_s == 2e9
-    assert common.optimizer.host_bytes_per_s == 4e9
-    assert own.optimizer.host_speeds == {4: 2e9}
-
-
-def test_reads_of_host_memory_cross_the_same_link() -> None:
-    profile = machine()
-    costs = [tensor.zero_copy for tensor in one_of(profile, 8).tensors]
-    factor = 15e9 / (MEMORY / 8)
-    for before, after in zip(profile.tensors, costs, strict=True):
-        if before.zero_copy is not None and after is not None:
-            assert after.grad_s == pytest.approx(factor * before.zero_copy.grad_s)
-
-
-def test_the_adding_of_gradients_is_in_the_prediction() -> None:
-    profile = machine()
-    both = one_of(profile, 2, one_host_copy=False)
-    plan = plans(both, Settings(memory=420 * MB, delayed=True, planner="l2l"))
-    trained = {"host": 0, "device": 0}
-    for tensor, place in zip(both.tensors, plan.update_places, strict=True):
-        trained["host" if place == "host" else "device"] += tensor.bytes if place != "none" else 0
-    assert exchange_s(plan, profile) == 0.0
-    expected = trained["host"] * 2 * (5 + 11 / 2) / MEMORY + trained["device"] / 15e9
-    assert exchange_s(plan, both) == pytest.approx(expected)
-    alone = replace(both, processes=1)
-    more = simulate(plan, both).iteration_time - simulate(plan, alone).iteration_time
-    assert more == pytest.approx(expected + norm_s(plan, both) - norm_s(plan, alone))
-    assert norm_s(plan, both) == 0.0 < norm_s(plan, replace(both, added_up_first=True))
-    # With one host copy owners add up in their updates.
-    shared = replace(both, common_updates=True)
-    assert exchange_s(plan, shared) == pytest.approx(trained["device"] / 15e9)
-    measured = replace(both.hardware, exchange_bytes_per_s=1e9, device_exchange_bytes_per_s=2e9)
-    known = exchange_s(plan, replace(both, hardware=measured))
-    assert known == pytest.approx(trained["host"] / 1e9 + trained["device"] / 2e9)
-
-
-def test_owners_add_up_in_their_updates_and_every_process_its_own_gradients() -> None:
-    both = one_of(machine(), 2)
-    plan = plans(both, Settings(memory=420 * MB, delayed=True, planner="l2l"))
-    apart = replace(both, common_updates=False)
-    seconds = {"update": 0.0, "accumulate": 0.0}
-    for op, common, own in zip(plan.ops, durations(plan, both), durations(plan, apart), strict=True):
-        if op.lane != "host":
-            assert common == own
-            continue
-        tensors = [both.tensors[index] for index in plan.tensors(op)]
-        # Beside its update an owner reads two sums and writes one: all accesses of as many bytes are as fast.
-        accesses = sum(3 * t.bytes + 2 * t.state_bytes for t in tensors)
-        more = {"update": 3 * sum(t.bytes for t in tensors) / accesses, "accumulate": 1.0}[op.kind]
-        assert common == pytest.approx(own * (1 + more), rel=0.01)
-        seconds[op.kind] += common
-    assert all(seconds.values())
-
-
-def test_what_is_clipped_by_norm_is_added_up_before_updates() -> None:
-    both = one_of(machine(), 2)
-    first = replace(both, added_up_first=True)
-    plan = plans(both, Settings(memory=420 * MB, delayed=True, planner="l2l"))
-    on_host = [t for t, place in zip(both.tensors, plan.update_places, strict=True) if place == "host"]
-    rate = both.with_host_threads(plan.host_threads).optimizer.host_bytes_per_s
-    apart = replace(both, common_updates=False)
-    for op, seconds, alone in zip(plan.ops, durations(plan, first), durations(plan, apart), strict=True):
-        if op.kind == "update":
-            assert seconds == alone  # of sums that are complete
-    # An owner reads two sums, writes one, and copies it to the other place: five accesses, where an addition has three.
-    expected = sum(3 * t.bytes / (3 * t.bytes + 2 * t.state_bytes) * t.bytes for t in on_host) * 5 / 3 / rate
-    found = exchange_s(plan, replace(first, optimizer=replace(first.optimizer, host_bytes_per_s=rate)))
-    assert found - exchange_s(plan, both) == pytest.approx(expected)
-    assert simulate(plan, first).iteration_time > simulate(plan, both).iteration_time
-    # One process has nothing to add up.
-    assert exchange_s(plan, replace(machine(), added_up_first=True)) == 0.0
-
-
-def test_machines_that_are_alike_share_nothing_but_the_network() -> None:
-    profile = machine()
-    two, four = one_of(profile, 2), one_of(profile, 2, 4)
-    assert replace(four, machines=1, hardware=two.hardware) == two
-    assert replace(one_of(profile, 1, 4), machines=1, common_updates=False, hardware=profile.hardware) == profile
-    settings = Settings(memory=420 * MB, delayed=True, planner="l2l")
-    plan = plans(four, settings)
-    assert plan.processes == 8
-    gradients = sum(tensor.bytes for tensor in profile.tensors)
-    fabric = replace(four.hardware, network_bytes_per_s=10e9, network_s=1e-3)
-    fast = replace(four, hardware=fabric)
-    on_host = sum(t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place == "host")
-    on_device = gradients - on_host
-    reduced = [op for op in plan.ops if op.kind == "reduce"]
-    assert sum(op.bytes for op in reduced) == on_host
-    hops = [2 * 3 * (1e-3 + min(PART_BYTES, nbytes) / 10e9) for nbytes in (*(op.bytes for op in reduced), on_device)]
-    seconds = 2 * gradients / 10e9 + sum(hops[: len(hops) if on_device else -1])
-    assert network_s(plan, fast) == pytest.approx(seconds)
-    # Each machine adds its two sums to what comes, reading and writing it.
-    times = durations(plan, fast)
-    for op, hop in zip(reduced, hops, strict=False):
-        assert times[op.id] == pytest.approx(2 * op.bytes / 10e9 + hop + 3 * 2 * op.bytes / MEMORY)
-    assert exchange_s(plan, fast) == pytest.approx((2 / 10e9 + 1 / 15e9) * on_device + (hops[-1] if on_device else 0))
-    found = gain(plan, fast, plans(profile, Settings(memory=420 * MB, planner="l2l")))
-    assert (found.devices, found.machines) == (8, 4)
-    assert found.busy_s["copies between machines"] == pytest.approx(seconds)
-    assert found.ram_bytes == 2 * plan.predicted.host_peak_bytes
 
 
 def machines(count: int) -> tuple[Profile, Plan]:
@@ -257,20 +131,6 @@ def test_windows_send_their_sums_once() -> None:
     reduced = [op.id for op in plan.ops if op.kind == "reduce"]
     assert [span.op for span in simulate(plan, profile).spans if span.lane == "network"] == reduced
     assert {plan.counts[number] for number in reduced} == {1}
-
-
-def test_where_a_norm_decides_updates_wait_for_all_that_comes_back() -> None:
-    profile, plan = machines(2)
-    first = replace(profile, added_up_first=True)
-    clipped = plans(first, Settings(memory=420 * MB, delayed=True, planner="l2l"))
-    reduced = {op.id for op in clipped.ops if op.kind == "reduce"}
-    assert reduced == {op.id for op in plan.ops if op.kind == "reduce"}
-    waits = [reduced <= set(op.after) for op in clipped.ops if op.kind == "update"]
-    assert waits
-    assert all(waits)
-    assert not all(reduced <= set(op.after) for op in plan.ops if op.kind == "update")
-    assert check(clipped, first) == []
-    assert simulate(clipped, first).iteration_time > simulate(plan, first).iteration_time
 
 
 def test_the_check_finds_what_would_go_wrong_between_machines() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -16,11 +15,8 @@ from lt_offload.plan.papers.memferry.model import (
     best_forward,
     forward,
     kept_gradients,
-    layer_ways,
     switched_weights,
-    uniform,
 )
-from scripts.papers.memferry_algorithm import algorithm_1_as_printed, algorithm_1_corrected
 
 
 def random_weight(rng: np.random.Generator, *, reads: bool) -> MemFerryWeight:
@@ -84,36 +80,12 @@ def seconds(layers: list[MemFerryLayer], copied: CopiedWeights) -> float:
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["reads are free", "reads take the link"])
-def test_the_program_equals_enumeration_and_nothing_beats_it(reads: bool) -> None:
+def test_the_program_equals_enumeration(reads: bool) -> None:
     rng = np.random.default_rng(1)
-    ratios: dict[str, list[float]] = {"printed": [], "corrected": []}
     for case in range(150):
         layers = random_layers(rng, 9, reads=reads)
         found = forward(layers, best_forward(layers, buckets=None)).seconds
         assert found == pytest.approx(min(seconds(layers, copied) for copied in all_decisions(layers))), case
-        for name, algorithm in (("printed", algorithm_1_as_printed), ("corrected", algorithm_1_corrected)):
-            copied = algorithm(layers)
-            ratios[name].append(forward(layers, copied).seconds / found)
-            assert seconds(layers, copied) >= found - 1e-9, (case, name)
-    # They are worse often enough to be worth replacing. Reads that take the link are unknown to both; without such, the
-    # corrections help on the whole.
-    assert min(np.mean(ratios["corrected"]), np.mean(ratios["printed"])) > 1.01
-    assert reads or np.mean(ratios["corrected"]) < np.mean(ratios["printed"])
-
-
-@pytest.mark.parametrize("reads", [False, True], ids=["reads are free", "reads take the link"])
-def test_the_program_equals_enumeration_with_several_weights_per_layer(reads: bool) -> None:
-    rng = np.random.default_rng(2)
-    cases = 0
-    while cases < 200:
-        layers = random_layers(rng, 4, reads=reads, weights=None)
-        if sum(len(layer.weights) for layer in layers) > 9:
-            continue
-        cases += 1
-        found = best_forward(layers, buckets=None)
-        best = min(seconds(layers, copied) for copied in all_decisions(layers))
-        assert forward(layers, found).seconds == pytest.approx(best)
-        assert seconds(layers, found) == pytest.approx(best)
 
 
 def test_buckets_cost_next_to_nothing_in_long_chains() -> None:
@@ -124,76 +96,6 @@ def test_buckets_cost_next_to_nothing_in_long_chains() -> None:
         quick = forward(layers, best_forward(layers, buckets=128)).seconds
         assert exact <= quick + 1e-9
         assert quick <= 1.01 * exact
-
-
-def test_a_layer_of_a_dozen_tensors_has_few_ways_that_matter() -> None:
-    weights = [MemFerryWeight(transfer_s=1.0, forward_s=2.0, forward_read_s=0.5) for _ in range(12)]
-    ways = layer_ways(weights)
-    assert len(ways) == 13  # equal tensors: how many of them are copied
-    assert {sum(way.copied) for way in ways} == set(range(13))
-
-
-def test_a_faster_link_never_makes_the_forward_longer() -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(60):
-        layers = random_layers(rng, 8, reads=True, weights=None)
-        times = []
-        for speed in (1.0, 1.5, 4.0, 100.0):
-            faster = [
-                replace(
-                    layer,
-                    weights=tuple(
-                        replace(w, transfer_s=w.transfer_s / speed, forward_read_s=w.forward_read_s / speed)
-                        for w in layer.weights
-                    ),
-                )
-                for layer in layers
-            ]
-            times.append(forward(faster, best_forward(faster, buckets=None)).seconds)
-        assert all(after <= before + 1e-9 for before, after in zip(times, times[1:], strict=False))
-
-
-def test_edges_of_the_forward() -> None:
-    nothing = MemFerryLayer(forward_s=2.0)
-    copied_only = MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=5.0, forward_s=float("inf")),))
-    at_once = MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=0.0, forward_s=3.0),))
-    assert best_forward([]) == ()
-    assert forward([], ()).seconds == 0
-    assert best_forward([nothing]) == ((),)
-    assert best_forward([copied_only, nothing]) == ((True,), ())
-    assert forward([copied_only, nothing], ((True,), ())).seconds == 8
-    # copies in no time: nothing is read directly
-    assert best_forward([at_once, at_once]) == ((True,), (True,))
-    assert algorithm_1_corrected([at_once, at_once]) == ((True,), (True,))
-    # What has to be copied holds up the link, not what is read directly.
-    free = MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=1.0, forward_s=0.5),))
-    assert best_forward([free, copied_only]) == ((False,), (True,))
-    assert uniform([free, copied_only], False) == ((False,), (True,))
-
-
-def letters(copied: CopiedWeights) -> str:
-    return "".join("G" if one else "D" for (one,) in copied)
-
-
-def test_what_the_printed_algorithm_gets_wrong() -> None:
-    """Figures worked out by hand from the lines of the algorithm."""
-
-    def layer(transfer_s: float, longer: float) -> MemFerryLayer:
-        return MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=transfer_s, forward_s=longer),))
-
-    # Line 3: a copy would be hidden by the layer before in part, but the whole of it is compared with.
-    layers = [layer(4.0, 2.5)] * 5
-    assert letters(algorithm_1_as_printed(layers)) == "DDDDD"
-    assert letters(algorithm_1_corrected(layers)) == "DGDGD"
-    # Line 30: the believed reserve grows, and nothing is changed any more for the last of the long copies.
-    layers = ([layer(1.0, 1.5)] * 4 + [layer(10.0, 20.0)]) * 6
-    assert letters(algorithm_1_as_printed(layers))[15:] == "G" * 15
-    assert "D" in letters(algorithm_1_corrected(layers))[15:]
-    times = [
-        forward(layers, decide(layers)).seconds
-        for decide in (algorithm_1_as_printed, algorithm_1_corrected, best_forward)
-    ]
-    assert times == pytest.approx([76, 67, 63])
 
 
 def test_switched_weights_are_near_the_best_choice_and_never_harm() -> None:
@@ -218,26 +120,6 @@ def test_switched_weights_are_near_the_best_choice_and_never_harm() -> None:
     assert np.mean(gains) > 1.005
 
 
-def test_copies_for_the_backward_wait_for_the_forward_and_go_deepest_first() -> None:
-    weight = MemFerryWeight(transfer_s=4.0, forward_s=0.0, backward_s=3.0)
-    layers = [MemFerryLayer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
-    zero_copy: CopiedWeights = ((False,), (False,))
-    assert backward(layers, zero_copy).compute_s == 2 + (2 + 3) * 2
-    # The copy for layer 1 begins when its forward has ended, at 2, and that for layer 0 when the link is free, at 6.
-    assert backward(layers, zero_copy, {(0, 0), (1, 0)}).compute_s == max(2 + 4 + 2, 2 + 4 + 4) + 2
-    assert switched_weights(layers, zero_copy) == {(0, 0)}
-    assert backward(layers, zero_copy, {(0, 0)}).compute_s == 2 + (2 + 3) + 2
-
-
-def test_gradients_leave_one_after_the_other_or_are_written_by_the_backward() -> None:
-    weight = MemFerryWeight(transfer_s=0.0, forward_s=0.0, gradient_transfer_s=5.0, gradient_s=1.0)
-    layers = [MemFerryLayer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
-    copied: CopiedWeights = ((True,), (True,))
-    kept, mixed = backward(layers, copied), backward(layers, copied, written={(0, 0)})
-    assert (kept.compute_s, kept.arrivals) == (6, (2 + 2 + 5 + 5, 2 + 2 + 5))
-    assert (mixed.compute_s, mixed.arrivals) == (7, (7, 2 + 2 + 5))
-
-
 def test_kept_gradients_are_the_best_choice_and_more_reserve_never_hurts() -> None:
     rng = np.random.default_rng(6)
     for _ in range(100):
@@ -259,8 +141,3 @@ def test_kept_gradients_are_the_best_choice_and_more_reserve_never_hurts() -> No
             assert gain >= before - 1e-9
             before = gain
         assert kept_gradients(weights, total) == [True] * len(weights)
-
-
-def test_gradients_that_cost_nothing_to_write_are_not_kept() -> None:
-    weights = [MemFerryWeight(transfer_s=1.0, forward_s=0.0, gradient_bytes=10, gradient_s=cost) for cost in (0.0, 1.0)]
-    assert kept_gradients(weights, 100) == [False, True]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lt_offload.plan.assembly.copies import SMALL
-from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.slots import share_slots
@@ -22,26 +21,18 @@ from tests.support.profiles.by_hand import built
 from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import (
     HUGE,
+    all_on_the_host,
     chained,
-    changed,
-    resident,
     small_profile,
-    stays,
+    with_op,
     with_zero_copy,
 )
 
 BLOCKS = 6
-LAST = 2 * BLOCKS - 1
 
 
-def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
-    """Every weight is updated on the host, ``seconds`` each, one or two backwards (20 s each) long."""
-    profile = small_profile(BLOCKS)
-    profile = replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=1000 / seconds))
-    profile = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6))
-    decisions = resident(profile)
-    for block in range(BLOCKS):
-        decisions = changed(decisions, block, TensorDecision(place="host", stays=stays((block, LAST - block))))
+def on_the_host(seconds: float) -> tuple[Plan, Profile]:
+    profile, decisions = all_on_the_host(BLOCKS, seconds)
     return built(decisions, profile, lag=1), profile
 
 
@@ -132,7 +123,7 @@ def test_gradients_of_one_step_never_share() -> None:
 
 
 def test_memory_is_shared_without_loss_of_time_where_updates_keep_up() -> None:
-    plan, profile = all_on_the_host(5.0)
+    plan, profile = on_the_host(5.0)
     trace = simulate(plan, profile)
     found, after = share_slots(plan, profile, trace)
     assert plan.gradient_bytes == BLOCKS * 1024
@@ -145,12 +136,12 @@ def test_memory_is_shared_without_loss_of_time_where_updates_keep_up() -> None:
 
 
 def test_all_gradients_may_be_there_where_updates_are_slow() -> None:
-    plan, profile = all_on_the_host(200.0)
+    plan, profile = on_the_host(200.0)
     assert shared(plan, profile).gradient_bytes == BLOCKS * 1024
 
 
 def test_copies_wait_where_ram_is_short() -> None:
-    plan, profile = all_on_the_host(30.0)
+    plan, profile = on_the_host(30.0)
     ample = shared(plan, profile)
     short = shared(plan, profile, 1024)
     assert ample.gradient_bytes > 1024 == short.gradient_bytes
@@ -162,18 +153,12 @@ def test_copies_wait_where_ram_is_short() -> None:
 
 
 def short() -> tuple[Plan, Profile]:
-    plan, profile = all_on_the_host(30.0)
+    plan, profile = on_the_host(30.0)
     return shared(plan, profile, 2048), profile
 
 
 SHORT, PROFILE = short()
 RING = [(op, other) for op in arrivals(SHORT) for other in op.after if SHORT.ops[other].lane == "host"]
-
-
-def with_op(op: Op, **fields: object) -> Plan:
-    ops = list(SHORT.ops)
-    ops[op.id] = replace(op, **fields)
-    return replace(SHORT, ops=tuple(ops))
 
 
 def test_there_is_something_to_break() -> None:
@@ -184,7 +169,7 @@ def test_there_is_something_to_break() -> None:
 @pytest.mark.parametrize(("op", "other"), [(op.id, other) for op, other in RING if other < op.id])
 def test_a_copy_that_does_not_wait_is_found(op: int, other: int) -> None:
     left = tuple(o for o in SHORT.ops[op].after if o != other)
-    found = check(with_op(SHORT.ops[op], after=left), PROFILE)
+    found = check(with_op(SHORT, SHORT.ops[op], after=left), PROFILE)
     assert any(v.startswith(f"op {op} ") and f"not ordered after op {other} " in v for v in found), found
 
 
@@ -217,7 +202,7 @@ def test_a_gradient_that_nobody_has_read_is_not_overwritten() -> None:
 
 
 def test_a_plan_is_found_that_needs_to_share() -> None:
-    _, profile = all_on_the_host(30.0)
+    _, profile = on_the_host(30.0)
     ample = solve(profile, planner="l2l", memory=HUGE, host_memory=HUGE)
     lasting = host_bytes(ample, profile) - ample.gradient_bytes
     tight = solve(profile, planner="l2l", memory=HUGE, host_memory=lasting + 1024)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,24 +63,6 @@ def test_the_bound_waits_where_the_paper_has_no_figure() -> None:
     assert 1000 * weights_bound(gpt2(38, 64, 23694, 4)) == pytest.approx(23700.7, abs=0.05)
 
 
-def test_a_margin_of_a_layer_or_two_leaves_no_waits() -> None:
-    for depth, batch_size, computed in ((38, 64, 23694), (56, 32, 17762), (74, 16, 11612)):
-        chain = gpt2(depth, batch_size, computed, 8)
-        plain, one, two = (
-            schedule(chain, select_gaps(chain, margin=count * LAYER)).period_s / chain.compute_s for count in (0, 1, 2)
-        )
-        assert 1.02 < plain < 1.25
-        assert 1 - SLACK < two <= one + SLACK < 1.005
-        assert two == pytest.approx(1)
-
-
-def test_the_discount_helps_where_computations_are_short() -> None:
-    chain = gpt2(38, 16, 5794, 8)
-    with_discount = schedule(chain, select_gaps(chain, margin=LAYER))
-    without = schedule(chain, select_gaps(chain, margin=LAYER, discount=False), discount=False)
-    assert with_discount.period_s < without.period_s < l2l_s(chain)
-
-
 # Brute force and order.
 
 
@@ -110,56 +91,7 @@ def test_bound_program_brute_force_greedy_and_l2l_in_order() -> None:
     assert max(distances) < 1.3
 
 
-def test_the_bound_has_waits_where_memory_is_short() -> None:
-    chain = random_chain(22)
-    assert weights_bound(chain, relaxed=False) > chain.compute_s * 1.01
-
-
-def test_more_memory_or_bandwidth_never_raises_the_bound() -> None:
-    for seed in range(5):
-        layers = random_layers(np.random.default_rng(seed), 4)
-        chain = weight_chain(layers, memory=10**9, bandwidth=100)
-        least, most = held_bytes(chain, chain.gaps()).max(), held_bytes(chain, ()).max()
-        sizes = [int(size) for size in np.linspace(least, most, 6)]
-        by_memory = [weights_bound(weight_chain(layers, memory=size, bandwidth=100)) for size in sizes]
-        by_speed = [
-            weights_bound(weight_chain(layers, memory=sizes[1], bandwidth=speed)) for speed in (25, 50, 100, 1e6)
-        ]
-        for bounds in (by_memory, by_speed):
-            assert all(after <= before + 1e-6 for before, after in itertools.pairwise(bounds)), seed
-        assert by_memory[-1] == pytest.approx(chain.compute_s)
-        assert by_memory[0] > by_memory[-1] * 1.02
-
-
 # Selection.
-
-
-def printed_selection(chain: WeightChain) -> list[Gap]:
-    """Algorithm 1 as printed, step by step."""
-    steps = chain.steps
-    excess = [
-        chain.working[step] + chain.weights[chain.layer_of(step)] + sum(chain.weights) - chain.memory
-        for step in range(steps)
-    ]
-    chosen: list[Gap] = []
-    while max(excess) > 0:
-        profits = {}
-        for gap in chain.gaps():
-            weight = chain.weights[gap.layer]
-            saved = sum(min(max(excess[step % steps], 0), weight) for step in gap.steps(chain.layers)) / weight
-            profits[gap] = saved if any(other.layer == gap.layer for other in chosen) else saved / 2
-        best = max((gap for gap in profits if gap not in chosen), key=lambda gap: profits[gap])
-        chosen.append(best)
-        for step in best.steps(chain.layers):
-            excess[step % steps] = max(excess[step % steps] - chain.weights[best.layer], 0)
-    return chosen
-
-
-@pytest.mark.parametrize("memory", [400, 500, 700, 900])
-def test_a_margin_of_one_layer_is_the_printed_excess(memory: int) -> None:
-    chain = equal(8, memory=memory)
-    assert list(select_gaps(chain, margin=100)) == printed_selection(chain)
-    assert len(select_gaps(chain, margin=100)) > len(select_gaps(chain))
 
 
 def test_selection_frees_what_it_must_and_no_more_choices_than_needed() -> None:
@@ -169,57 +101,6 @@ def test_selection_frees_what_it_must_and_no_more_choices_than_needed() -> None:
         assert len(set(chosen)) == len(chosen)
         assert held_bytes(chain, chosen).max() <= chain.memory
         assert not chosen or held_bytes(chain, chosen[:-1]).max() > chain.memory
-
-
-def test_nothing_is_chosen_where_everything_fits() -> None:
-    chain = equal(5)
-    assert select_gaps(chain) == ()
-    assert schedule(chain, ()).period_s == chain.compute_s == 20
-
-
-def test_one_layer_has_nothing_to_choose() -> None:
-    chain = equal(1, memory=210)
-    assert chain.gaps() == []
-    assert select_gaps(chain) == ()
-    assert weights_bound(chain) == weights_bound(chain, relaxed=False) == schedule(chain, ()).period_s == 4
-
-
-def test_layers_without_weights_are_not_chosen() -> None:
-    layers = [WeightLayer(weight_bytes=size, forward_s=1, backward_s=1) for size in (100, 0, 100, 0, 100)]
-    chain = weight_chain(layers, memory=260, bandwidth=10)
-    assert {gap.layer for gap in select_gaps(chain)} <= {0, 2, 4}
-    assert weight_chain(layers[1:2], memory=1, bandwidth=1).gaps() == []
-
-
-def test_the_second_gap_of_a_layer_is_preferred() -> None:
-    layers = {}
-    for discount in (True, False):
-        chosen = select_gaps(equal(8, memory=600), discount=discount)
-        layers[discount] = len({gap.layer for gap in chosen})
-    assert layers[True] < layers[False]
-
-
-def test_states_leave_with_the_first_gap() -> None:
-    chain = WeightChain(
-        weights=(100,) * 4,
-        seconds=(1.0,) * 8,
-        working=(0,) * 8,
-        memory=1000,
-        h2d=10.0,
-        d2h=10.0,
-        states=(200,) * 4,
-        states_return=(True, True, False, True),
-    )
-    assert list(held_bytes(chain, ())) == [1200] * 8
-    assert list(held_bytes(chain, [Gap(1, "forward")])) == [1000, 1000, 900, 900, 900, 900, 1200, 1000]
-    assert list(held_bytes(chain, [Gap(2, "forward")])) == [1000] * 3 + [900, 900] + [1000] * 3
-    assert [gap.layer for gap in select_gaps(chain)] == [2]
-    # Those of layer 1 would be fetched for its backward and go back.
-    roomy = replace(chain, memory=1200)
-    fetched = [
-        sum(copy.bytes for copy in schedule(roomy, [Gap(layer, "backward")]).copies if copy.at < 8) for layer in (1, 2)
-    ]
-    assert fetched == [600, 200]
 
 
 # Schedules.
@@ -290,37 +171,6 @@ def test_schedules_obey_the_rules(ahead: bool, discount: bool) -> None:
             assert planned.period_s >= chain.compute_s - SLACK
 
 
-def test_l2l_waits_for_both_fetches_of_a_weight() -> None:
-    chain = equal(6, memory=800)
-    assert l2l_s(chain) == 24 + 2 * 6 * 5
-    # The closed form fetches the last weight again right after its forward, and the first one after its backward.
-    assert schedule(chain, chain.gaps(), ahead=False).period_s == pytest.approx(l2l_s(chain) - 2 * 5)
-
-
-def test_two_gaps_cost_one_copy_to_the_host() -> None:
-    chain = equal(6, memory=600)
-    gaps = tuple(gap for gap in chain.gaps() if gap.layer in (1, 2, 3))
-    per_iteration = {}
-    for discount in (True, False):
-        planned = schedule(chain, gaps, discount=discount)
-        last = len(planned.computations) - chain.steps
-        per_iteration[discount] = sum(c.to == "host" and c.at >= last for c in planned.copies)
-        assert broken(chain, gaps, planned) == []
-    assert per_iteration == {True: 3, False: 6}
-
-
-def test_a_forward_gap_is_copied_to_the_host_early() -> None:
-    # The link idles through the backwards, so nothing is left to copy after the forwards.
-    chain = equal(6, memory=720, bandwidth=50)
-    gaps = (Gap(1, "forward"), Gap(2, "forward"))
-    planned = schedule(chain, gaps)
-    last = len(planned.computations) - chain.steps
-    ends = [c.end for c in planned.copies if c.to == "host" and c.at // chain.steps == last // chain.steps]
-    assert len(ends) == 2
-    assert max(ends) <= planned.computations[last + 1][1]
-    assert all(r.time == planned.computations[r.at][1] for r in planned.releases if r.at >= last)
-
-
 # Bad input.
 
 
@@ -328,13 +178,9 @@ def test_a_forward_gap_is_copied_to_the_host_early() -> None:
     ("change", "message"),
     [
         ({"memory": 0}, "memory=0; it is more than 0"),
-        ({"h2d": -1.0}, "h2d=-1.0; it is more than 0"),
-        ({"d2h": 0.0}, "d2h=0.0; it is more than 0"),
         ({"weights": ()}, "at least one layer"),
         ({"weights": (100, -5)}, "weights has the value -5"),
         ({"working": (1, 2, 3)}, "working has 3 values; 2 layers need 4"),
-        ({"seconds": (1.0, 2.0, 3.0, -4.0)}, "seconds has the value -4.0"),
-        ({"states": (1,)}, "states has 1 values; 2 layers need 2"),
     ],
 )
 def test_bad_chains(change: dict[str, object], message: str) -> None:

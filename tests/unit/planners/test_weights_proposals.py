@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lt_offload.plan.assembly.just_in_time import Misfit
-from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.papers.weights import propose as proposing
 from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
@@ -22,9 +18,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests import sampling
 from tests.support.profiles.fixtures import GB, llama7b_b4
-from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import small_profile
 
 
@@ -56,28 +50,6 @@ def by_place(decisions: Decisions) -> Counter[str]:
     return Counter(tensor.place for tensor in decisions.tensors)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", sampling.some(["plain", "tied", "half", "lora", "frozen start"], 3))
-def test_random_models(model: str) -> None:
-    planned = Counter[str]()
-    for seed in range(12 if sampling.FULL else 6):
-        rng = np.random.default_rng([seed, len(model)])
-        profile = random_profile(rng, model)
-        needed = sum(t.bytes + t.state_bytes for t in profile.tensors) * rng.uniform(0.2, 1.2)
-        for switches in ({}, {"host_update": False}, {"activation_offload": False}):
-            asked = request(profile, needed, **switches)
-            for propose in (propose_greedy, propose_l2l):
-                try:
-                    proposals = propose(asked)
-                except NotApplicable:
-                    planned["none"] += 1
-                    continue
-                assert len({proposal.name for proposal in proposals}) == len(proposals) > 0
-                planned[propose.__name__] += any(fitted(proposal, asked) is not None for proposal in proposals)
-    assert planned["propose_greedy"] >= 3
-    assert planned["propose_l2l"] >= 3
-
-
 def test_l2l_fetches_every_weight_twice() -> None:
     profile = small_profile(5)
     asked = request(profile, 20_000)
@@ -91,74 +63,6 @@ def test_l2l_fetches_every_weight_twice() -> None:
     dropped = Counter(op.step for op in plan.ops if op.kind == "drop")
     assert dropped == dict.fromkeys((0, 1, 2, 3, 5, 6, 7, 8, 9), 1), "each after its use"
     assert plan.options == ("recompute",) * 5
-
-
-def test_l2l_without_the_host_fetches_states() -> None:
-    profile = small_profile(5)
-    asked = request(profile, 20_000, host_update=False, recompute=False)
-    (proposal,) = propose_l2l(asked)
-    plan = fitted(proposal, asked)
-    assert plan is not None
-    assert by_place(proposal.decisions) == {"paged": 5}
-    assert sum(op.kind == "prefetch" and op.payload == "state" for op in plan.ops) == 5
-    assert plan.options == ("keep",) * 5
-
-
-def test_greedy_leaves_everything_where_it_fits() -> None:
-    profile = small_profile(5)
-    proposals = propose_greedy(request(profile, 10**6))
-    assert len(proposals) == 1
-    assert by_place(proposals[0].decisions) == {"device": 5}
-    assert all(not tensor.stays for tensor in proposals[0].decisions.tensors)
-
-
-def test_greedy_moves_more_the_less_memory_there_is() -> None:
-    profile = small_profile(8)
-    resident = []
-    for budget in (26_000, 22_000, 18_000, 14_000):
-        proposal = propose_greedy(request(profile, budget, host_update=False))[0]
-        counts = by_place(proposal.decisions)
-        assert set(counts) <= {"device", "paged"}
-        resident.append(counts["device"])
-    assert resident == sorted(resident, reverse=True)
-    assert resident[0] > resident[-1]
-
-
-def test_greedy_on_the_host_keeps_the_first_block_on_the_device() -> None:
-    profile = small_profile(8)
-    proposal = next(p for p in propose_greedy(request(profile, 12_000)) if p.name.endswith("update on the host"))
-    places = [tensor.place for tensor in proposal.decisions.tensors]
-    assert places[0] in ("device", "paged")
-    assert "host" in places
-    for index, tensor in enumerate(proposal.decisions.tensors):
-        if tensor.place == "host":
-            # What the backward leaves is stale.
-            assert tensor.stays[-1].end == 15 - index
-
-
-def test_tied_weights_stay() -> None:
-    profile = small_profile(8, tied=True)
-    for proposal in propose_greedy(request(profile, 16_000)):
-        assert proposal.decisions.tensors[0].stays == ()
-        assert proposal.decisions.tensors[0].place == "device"
-        assert any(tensor.stays for tensor in proposal.decisions.tensors)
-
-
-def test_activations_are_given_up_where_that_is_needed() -> None:
-    profile = small_profile(8)
-    heavy = replace(
-        profile,
-        blocks=tuple(
-            replace(b, options=tuple(replace(o, saved_bytes=10 * o.saved_bytes) for o in b.options))
-            for b in profile.blocks
-        ),
-    )
-    kept = []
-    for budget in (60_000, 30_000, 20_000):
-        proposals = propose_greedy(request(heavy, budget, host_update=False))
-        kept.append(proposals[0].decisions.options.count("keep"))
-        assert fitted(proposals[0], request(heavy, budget, host_update=False)) is not None
-    assert kept[0] == 8 > max(kept[1:])
 
 
 def test_too_little_memory_or_ram() -> None:
@@ -190,18 +94,3 @@ def test_a_large_model() -> None:
     assert 24 < times.pop("l2l") < 26
     # Without any offload it would be 11.88 s.
     assert 11.8 < min(times.values()) < 12.5
-
-
-def test_greedy_schedules_once_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduled: list[Sets] = []
-
-    def estimated_s(sets: Sets, asked: Request) -> float:
-        scheduled.append(sets)
-        return 1e9 - len(scheduled)
-
-    monkeypatch.setattr(proposing, "estimated_s", estimated_s)
-    asked = request(small_profile(8), 12_000)
-    propose_greedy(replace(asked, deadline=0.0))
-    assert len(scheduled) == 1
-    propose_greedy(asked)
-    assert len(scheduled) > 2

@@ -7,13 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from lt_offload.profiling import measure
 from lt_offload.profiling.contention import SETS, SHARING, factors, fitted
 from lt_offload.schema.profile import Contention, Slowdown
-from tests.support import models
-from tests.support.machine import this_machine
 
 
 def slowdowns(shares: Sequence[float]) -> list[Slowdown]:
@@ -72,19 +68,3 @@ def test_what_nothing_slows_down_shares_nothing() -> None:
     assert fitted(noisy).compute == 0.0
     scattered = [replace(s, scatter=0.5) for s in slowdowns([0.0, 0.6, 0.6, 0.0])]
     assert shares(fitted(scattered)) == [0.0] * 4, "it may be chance"
-
-
-def test_a_profile_with_contention_has_the_speeds_of_links_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.build()
-    made = torch.optim.AdamW(model.parameters(), fused=True)
-    known = fitted(slowdowns([0.0, 0.7, 0.7, 0.9]))
-    here = this_machine()
-    assert here.h2d_alone_bytes_per_s > 0
-    for contention, speed in ((known, here.h2d_alone_bytes_per_s), (Contention(), here.h2d_bytes_per_s)):
-        monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", lambda *_, c=contention, **__: c)
-        found = measure.profile(model, models.batch(model), optimizer=made, device="cpu")
-        assert found.contention == contention
-        assert found.hardware.h2d_bytes_per_s == speed
-    given = measure.profile(model, models.batch(model), optimizer=made, device="cpu", hardware=here)
-    assert given.contention == Contention()
-    assert given.hardware.h2d_bytes_per_s == here.h2d_bytes_per_s

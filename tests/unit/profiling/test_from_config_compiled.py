@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import Graph
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lt_offload import solve
 from lt_offload.model.blocks import find_blocks
 from lt_offload.profiling.from_config import load_model_config, profile_config
-from lt_offload.profiling.from_config.compiled import fuse
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.profile import BlockProfile, Profile
@@ -24,9 +21,6 @@ from tests.support import models
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning",  # Dynamo, of Bloom's function with a backward of its own
 )
-
-_aten = torch.ops.aten
-FUSED = torch.ops.lt_offload.fused.default
 
 
 def estimated(config: PreTrainedConfig, *, compiled: bool = True, **options: Any) -> Profile:
@@ -74,46 +68,3 @@ def test_compiled_blocks_keep_less_and_are_faster() -> None:
     assert [option.name for option in layer(compiled).options] == ["keep", "recompute", "reload", "offload", "discard"]
     assert [b for b in compiled.blocks if b.kind != "layer"] == [b for b in plain.blocks if b.kind != "layer"]
     assert solve(compiled, memory="8GB", time_limit=2).predicted.iteration_s > 0
-
-
-def traced(function: Any, *given: torch.Tensor) -> Graph:
-    return make_fx(function, tracing_mode="fake")(*given).graph
-
-
-def kernels(graph: Graph) -> list[tuple[list[int], int]]:
-    """Return, for each kernel of fused operations, the numbers of elements that it reads, and how many it writes."""
-    found = []
-    for node in graph.nodes:
-        if node.target is FUSED:
-            read = sorted(source.meta["val"].numel() for source in node.args[0] if "val" in source.meta)
-            found.append((read, node.args[1].count("float32")))
-    return found
-
-
-def test_what_fuses_is_read_and_written_once() -> None:
-    """A norm before a product, its own input added behind it: two kernels, of which the second makes nothing again."""
-    x, scale, weight = torch.randn(8, 16), torch.randn(16), torch.randn(16, 16)
-
-    def run(x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = x * torch.rsqrt(_aten.mean.dim(x * x, [-1], True) + 1e-5) * scale
-        return (normed @ weight).tanh() + x
-
-    new = fuse(traced(run, x, scale, weight))
-    assert [node.target for node in new.nodes if node.target in (FUSED, _aten.mm.default)] == [
-        FUSED,
-        _aten.mm.default,
-        FUSED,
-    ]
-    assert kernels(new) == [([16, 128], 1), ([128, 128], 1)]
-
-
-def test_a_reduction_is_kept_and_what_is_cheap_is_made_again() -> None:
-    x, weight = torch.randn(8, 8), torch.randn(8, 8)
-
-    def run(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total, cheap = _aten.sum.dim_IntList(x, [-1], True), x.exp()
-        product = (cheap.t() @ weight).neg()
-        return product * cheap * total, product.view(4, 16)
-
-    # The first writes the sum and the exponentials; the second reads the sum, and makes nothing of it again.
-    assert kernels(fuse(traced(run, x, weight))) == [([64], 2), ([64], 2)]

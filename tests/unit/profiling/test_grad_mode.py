@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -145,45 +144,6 @@ def test_a_frozen_block_that_differs_runs_with_gradients_switched_on() -> None:
     profile = lt_offload.profile(model, rows()[0], optimizer=adamw(model), hardware=load_hardware("rtx-3060"))
     assert [block.has_backward for block in profile.blocks] == [False, False, True, True, True, True]
     assert [block.graphed for block in profile.blocks] == [False, True, True, True, True, False]
-
-
-def test_profiles_without_weights_compare_operations_too() -> None:
-    """Numbers there are none, but the same options have to be there."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=128
-    )
-
-    def prepare(model: nn.Module) -> nn.Module:
-        for layer in model.model.layers:  # type: ignore[union-attr]
-            down = layer.mlp.down_proj
-            down.forward = lambda x, own=down: (x.transpose(0, 1) @ (own.weight.t() * 2)).transpose(0, 1)
-        return model
-
-    make = partial(lt_offload.profile_config, config, batch_size=2, sequence_length=8, hardware="rtx-3060")
-    assert not any(block.graphed for block in make().blocks)
-    found = make(prepare=prepare).blocks
-    assert [block.graphed for block in found] == [block.kind == "layer" for block in found]
-
-
-class Scaled(Layer):
-    def inner(self, x: Tensor) -> Tensor:
-        return super().inner(x) * SCALE
-
-
-SCALE = 1
-
-
-def test_blocks_that_give_other_numbers_when_the_step_is_over_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def scaled() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(f"{__name__}.SCALE", 2)
-            yield
-
-    for block in profiled(Scaled, scaled).blocks[1:-1]:
-        assert names(block) == {"keep", "offload"}
 
 
 class LeftOut(Layer):

@@ -2,13 +2,11 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import psutil
 import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.profiling.hardware import (
     _cgroup_bytes,
-    available_host_bytes,
     check_host_memory,
     hardware_names,
     load_hardware,
@@ -42,12 +40,6 @@ def test_shipped_descriptions_are_complete_and_sourced(name: str) -> None:
         assert line.startswith("source:") or line.rstrip().endswith("flops_per_s:") or "# " in line, line
 
 
-def test_measured_values_of_the_paper() -> None:
-    small, large = load_hardware("rtx-3060"), load_hardware("rtx-3090")
-    assert (small.h2d_bytes_per_s, small.d2h_bytes_per_s) == (10.4e9, 10.4e9)
-    assert (large.h2d_bytes_per_s, large.d2h_bytes_per_s) == (18.8e9, 18.8e9)
-
-
 @pytest.mark.parametrize(
     ("alias", "name"),
     [("rtx-3060", "rtx-3060-12gb"), ("RTX 3090", "rtx-3090"), ("rtx_4060ti", "rtx-4060ti-16gb"), ("v100", "v100-16gb")],
@@ -70,15 +62,6 @@ def test_own_description(tmp_path: Path) -> None:
     path.write_text("- a\n")
     with pytest.raises(ConfigError, match="cannot read hardware description"):
         load_hardware(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("rtx", "could be rtx-3060-12gb or"), ("tpu", "is no file and not known")]
-)
-def test_unknown_names_list_the_known_ones(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        load_hardware(name)
-    assert all(known in str(error.value) for known in NAMES)
 
 
 def test_this_machine() -> None:
@@ -126,15 +109,6 @@ def test_more_ram_than_the_machine_or_its_container_has(tmp_path: Path, monkeypa
         check_host_memory(64 * 10**9)
 
 
-def test_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = available_host_bytes()
-    assert whole > 0
-    monkeypatch.setattr("lt_offload.profiling.hardware._cgroup_bytes", lambda root: [])  # no limit, or no groups
-    assert available_host_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.5)
-    monkeypatch.setattr("lt_offload.profiling.hardware._cgroup_bytes", lambda root: [12345])
-    assert available_host_bytes() == 12345
-
-
 @pytest.mark.parametrize("name", shipped_files("configs/hardware/hosts", ".yaml"))
 def test_shipped_hosts_are_sourced_and_never_speed_a_link_up(name: str) -> None:
     card = load_hardware("rtx-3090")
@@ -171,6 +145,8 @@ def test_changes_to_a_machine() -> None:
         ("h200,ram=lots", "hardware: ram='lots' is not a size"),
         ("h200,pcie=3", r"unknown change 'pcie=3'; write host=NAME, ram=64GB, link=12GB or net=12GB"),
         ("rtx-3091", "did you mean rtx-3090"),
+        ("rtx", "could be rtx-3060-12gb or"),
+        ("tpu", f"is no file and not known.*{', '.join(NAMES)}"),
         ("3060", r"is no file and not known; did you mean rtx-3060-12gb\?"),
         ("rtx-30", "could be rtx-3060-12gb or rtx-3070-8gb or rtx-3090; give"),
     ],

@@ -7,53 +7,12 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import lt_offload
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.host_reads import CACHE_BYTES, TILE, reads
+from lt_offload.profiling.host_reads import reads
 from tests.support import models
 
 
 def figures(module, *args):
     return {read.parameter: (read.forward_bytes, read.backward_bytes) for read in reads(module, args, module(*args))}
-
-
-def test_an_embedding_reads_the_rows_of_the_batch_only():
-    table = nn.Embedding(1000, 16)
-    assert figures(table, torch.zeros(2, 7, dtype=torch.long)) == {"weight": (2 * 7 * 16 * 4, 0)}
-
-
-def test_an_embedding_whose_forward_writes_is_not_known():
-    assert figures(nn.Embedding(10, 16, max_norm=1.0), torch.zeros(2, 7, dtype=torch.long)) == {}
-
-
-def test_a_small_matrix_is_read_once():
-    linear = nn.Linear(32, 48)
-    assert figures(linear, torch.zeros(40, 100, 32)) == {"weight": (32 * 48 * 4,) * 2, "bias": (48 * 4, 0)}
-
-
-@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (TILE, 1), (TILE + 1, 2), (3 * TILE, 3)])
-def test_a_large_matrix_is_read_once_per_tile(rows, passes):
-    linear = nn.Linear(1024, 2048, bias=False, device="meta")
-    assert linear.weight.nbytes > CACHE_BYTES
-    found = figures(linear, torch.zeros(rows, 1024, device="meta"))
-    assert found == {"weight": (passes * linear.weight.nbytes,) * 2}
-
-
-def test_a_transposed_matrix_is_known_by_its_shape():
-    from transformers.pytorch_utils import Conv1D
-
-    assert figures(Conv1D(48, 32), torch.zeros(2, 32))["weight"] == (32 * 48 * 4,) * 2
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.RMSNorm(32)])
-def test_a_norm_reads_its_vectors_once(norm):
-    assert set(figures(norm, torch.zeros(5, 9, 32)).values()) == {(128, 128)}
-
-
-@pytest.mark.parametrize("module", [nn.Bilinear(4, 4, 4), nn.PReLU(3), nn.Conv1d(4, 4, 1)])
-def test_other_layers_are_not_known(module):
-    args = [torch.zeros(2, 4, 4)] if isinstance(module, nn.Conv1d) else [torch.zeros(2, 3, 4)]
-    if isinstance(module, nn.Bilinear):
-        args *= 2
-    assert figures(module, *args) == {}
 
 
 class Gated(nn.Module):
@@ -104,30 +63,6 @@ def test_every_tensor_of_every_family_is_known(family, lora):
     # Where it is tied, the projection reads all of it.
     assert len(others) == len(table.blocks) - 1
     assert all(read.forward_bytes == read.backward_bytes == table.bytes for read in others)
-
-
-@pytest.mark.slow
-def test_estimates_from_a_configuration():
-    options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
-    found = lt_offload.profile_config("tinyllama-1.1b", **options)
-    table = found.tensors[0]
-    (lookup,) = table.zero_copy.reads
-    assert lookup.forward_bytes == 4 * 512 * 2048 * 2
-    matrix = next(tensor for tensor in found.tensors if "down_proj" in tensor.name)
-    (product,) = matrix.zero_copy.reads
-    assert product.forward_bytes == 16 * matrix.bytes
-    assert lookup.forward_s < table.bytes / found.hardware.h2d_bytes_per_s
-    assert product.forward_s > matrix.bytes / found.hardware.h2d_bytes_per_s
-
-
-@pytest.mark.slow
-def test_a_tied_table_has_figures_per_use():
-    options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
-    table = lt_offload.profile_config("smollm2-135m", **options).tensors[0]
-    assert len(table.blocks) == 2
-    lookup, product = (table.read(block) for block in table.blocks)
-    assert (lookup.forward_bytes, lookup.backward_bytes) == (4 * 512 * 576 * 2, 0)
-    assert product.forward_bytes == product.backward_bytes == 16 * table.bytes
 
 
 class Functional(nn.Module):

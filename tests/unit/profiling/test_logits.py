@@ -43,13 +43,6 @@ def test_offered_where_only_the_loss_is_returned(family: str, monkeypatch: pytes
     assert vars(model) == before
 
 
-def shape_only(model: nn.Module, batch: Any) -> Tensor:
-    out = model(**batch)
-    assert out.logits.shape[:2] == batch["labels"].shape
-    assert out.logits.size(-1) == models.VOCAB
-    return out.loss
-
-
 def accuracy(model: nn.Module, batch: Any) -> Tensor:
     out = model(**batch)
     assert out.logits.argmax(-1).shape == batch["labels"].shape
@@ -71,10 +64,6 @@ def in_a_mode(model: nn.Module, batch: Any) -> Tensor:
         out = model(**batch)
     assert out.logits.sum().isfinite()
     return out.loss
-
-
-def test_the_form_of_logits_is_known_without_them() -> None:
-    assert offered(models.build("llama"), shape_only) == {"fused"}
 
 
 @pytest.mark.parametrize("run", [accuracy, own_loss, both, in_a_mode, None])

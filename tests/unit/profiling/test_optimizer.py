@@ -3,15 +3,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, RAdam
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 import lt_offload
-from lt_offload.errors import ConfigError
 from lt_offload.machine.accounting import Account
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.optimizer import (
     UpdateSizes,
-    build_optimizer,
     estimate_optimizer,
     measure_optimizer,
 )
@@ -69,33 +67,6 @@ def test_frozen_and_foreign_tensors_have_no_state() -> None:
     frozen.requires_grad_(False)
     sizes = UpdateSizes(optimizer, CPU)
     assert [sizes.state(p) for p in (mine, frozen, nn.Parameter(torch.ones(5)))] == [2 * mine.nbytes, 0, 0]
-
-
-def test_groups_may_differ() -> None:
-    first, second = parameters()[0], parameters()[3]
-    optimizer = SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=0.1)
-    assert [UpdateSizes(optimizer, CPU).state(p) for p in (first, second)] == [first.nbytes, 0]
-
-
-class Python(Optimizer):
-    """Asks for numbers in its update and keeps odd state."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            if float(parameter.grad.norm()) > 0:
-                state = self.state[parameter]
-                state["sign"] = torch.zeros(parameter.shape, dtype=torch.int8)
-                state["count"] = 1
-                parameter.sub_(parameter.grad * self.param_groups[0]["lr"])
-
-
-def test_foreign_optimizers_are_asked_with_real_tensors() -> None:
-    parameter = nn.Parameter(torch.ones(10, 11))
-    assert UpdateSizes(Python([parameter]), CPU).state(parameter) == 112
 
 
 class Uneven(Optimizer):
@@ -163,12 +134,6 @@ def test_measuring_leaves_optimizer_and_scheduler_alone() -> None:
     assert all(parameter.grad is None for parameter in found)
 
 
-def test_scratch_of_an_update() -> None:
-    assert measure_optimizer(SGD(parameters(), lr=0.1), CPU).scratch_ratio == 0
-    assert 0.9 < measure_optimizer(AdamW(parameters(), foreach=True), CPU).scratch_ratio < 3
-    assert measure_optimizer(RAdam(parameters()), CPU).scratch_ratio > 4  # from the sixth step on; before that 2
-
-
 def test_estimates_count_what_an_update_moves() -> None:
     machine = load_hardware("rtx-3060")
     fused = estimate_optimizer(AdamW(parameters(), fused=True), machine)
@@ -193,26 +158,6 @@ def test_a_device_with_enough_memory_updates_by_one_kernel(state_dtype: Any) -> 
     fastest = max(found.fused_bytes_per_s, found.device_bytes_per_s)
     assert fastest == pytest.approx(machine.device_memory_bytes_per_s / moved, rel=0.01)
     assert (found.fused_bytes_per_s > found.device_bytes_per_s) == (state_dtype is not None)
-
-
-def test_masters_are_counted_and_cost_what_they_move() -> None:
-    low = parameters(torch.bfloat16)
-    optimizer = lt_offload.AdamW(low)
-    assert UpdateSizes(optimizer, CPU).state(low[0]) == 3 * 4 * low[0].numel()
-    machine = load_hardware("rtx-3060")
-    estimate = estimate_optimizer(optimizer, machine)
-    # weight and gradient of 2 bytes, master and moments of 4 bytes, each read and written
-    assert machine.host_memory_bytes_per_s / estimate.host_bytes_per_s == pytest.approx(32 / 2, rel=0.01)
-    assert estimate.scratch_ratio == 0
-    assert measure_optimizer(optimizer, CPU).host_bytes_per_s > 0
-    assert not optimizer.state
-
-
-def test_build() -> None:
-    made = build_optimizer(AdamW, parameters())
-    assert build_optimizer(made, []) is made
-    with pytest.raises(ConfigError, match="no trainable parameter"):
-        build_optimizer(AdamW, [])
 
 
 def test_options_of_single_tensors_are_those_of_their_updates(monkeypatch: pytest.MonkeyPatch) -> None:

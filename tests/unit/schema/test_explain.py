@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from lt_offload.plan import explain, solve
-from lt_offload.plan.assembly.plan import UNKNOWN
-from lt_offload.plan.iteration.decisions import TensorDecision
+from lt_offload.plan.iteration.decisions import Recomputation, TensorDecision
 from lt_offload.schema.explain import OTHER_BITS, brief, headline
-from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
+from lt_offload.schema.plan import Alternative, Plan, Prediction
 from lt_offload.units import format_seconds
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.fixtures import llama7b_b4
-from tests.support.profiles.small import changed, resident, small_profile, stays, with_options
+from tests.support.profiles.small import chained, changed, resident, small_profile, stays, with_options, with_zero_copy
 
 
 def hand_made() -> Plan:
@@ -29,16 +27,6 @@ def hand_made() -> Plan:
     )
     other = Alternative(planner="resident", iteration_s=None, reason="needs 3 kB more device memory")
     return replace(plan, predicted=prediction, alternatives=(other,), notes=("a thing to know",))
-
-
-def test_it_says_what_each_block_does() -> None:
-    lines = explain(hand_made()).splitlines()
-    table = [" ".join(line.split()) for line in lines]
-    assert "0 keep - - - device 1" in table
-    assert "1 keep 1 kB - 1 kB host 1" in table
-    assert "2 keep - - - device 1" in table
-    assert "3 recompute - - - device 1" in table
-    assert hand_made().explain() == explain(hand_made())
 
 
 def test_a_bound_that_the_clock_cut_is_no_gap() -> None:
@@ -105,19 +93,12 @@ def test_the_rate_is_a_share_of_what_the_device_is_specified_for() -> None:
         assert "specified" not in brief(replace(plan, **unknown)) + explain(replace(plan, **unknown))
 
 
-@pytest.mark.parametrize("changes", [{"sequence_length": 1}, {"forwards": 2, "window": 2}, {"predicted": UNKNOWN}])
-def test_tokens_that_are_not_known_are_not_counted(changes: dict[str, Any]) -> None:
-    """Images have none, of several forwards one length is known, and what was not simulated takes no time."""
-    plan = replace(hand_made(), **changes)
-    assert plan.tokens_per_s is None
-    assert "tokens per second" not in brief(plan) + explain(plan)
-
-
 def test_plans_that_were_not_simulated_say_so_in_short() -> None:
     profile = small_profile(2)
     plan = built(resident(profile), profile)
     assert "An iteration takes not" not in brief(plan)
     assert "not simulated" in brief(plan)
+    assert "not simulated" in explain(plan)
 
 
 def test_estimates_are_called_so() -> None:
@@ -137,17 +118,6 @@ def test_it_fits_a_terminal_and_collapses_equal_blocks(memory: str) -> None:
     assert "of weights are always on the device" in " ".join(text.split())
 
 
-def test_many_tensors_per_block_wrap() -> None:
-    plan = hand_made()
-    updates = [op for op in plan.ops if op.kind == "update"]
-    ops = list(plan.ops)
-    places = list(plan.update_places) + ["paged"] * 10**5
-    many = TensorGroup(payload="weight", tensors=tuple(range(5, 5 + 10**5)), sizes=(512,) * 10**5)
-    ops[updates[0].id] = replace(updates[0], groups=(len(plan.groups),))
-    wide = replace(plan, ops=tuple(ops), update_places=tuple(places), groups=(*plan.groups, many))  # type: ignore[arg-type]
-    assert max(len(line) for line in explain(wide).splitlines()) <= 100
-
-
 def test_a_notebook_shows_words() -> None:
     profile = small_profile(8)
     plan = solve(profile, memory=26_000, time_limit=0.1)
@@ -158,3 +128,28 @@ def test_a_notebook_shows_words() -> None:
     assert len(page) < 10_000
     assert "An iteration takes" in page
     ElementTree.fromstring(f"<div>{page}</div>")
+
+
+def test_the_table_says_what_runs_again_and_what_is_accessed_directly() -> None:
+    profile = with_zero_copy(chained(small_profile(4)))
+    first = TensorDecision(place="host", zero_copy=(0, 5, 6, 7), grad_zero_copy=True)
+    decisions = changed(resident(profile), 0, first)
+    decisions = with_options(decisions, "recompute", "discard", "discard", "keep")
+    recomputations = {
+        5: (
+            Recomputation(block=0, save="input"),
+            Recomputation(block=1, save="nothing"),
+            Recomputation(block=2, save="all"),
+        ),
+        6: (Recomputation(block=0, save="input"), Recomputation(block=1, save="input")),
+    }
+    text = explain(built(replace(decisions, recomputations=recomputations), profile))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 recompute, again 2x direct 600 B - direct 1 kB host 1" in lines
+    assert "1-2 discard, again 1-2x - - - device 1" in lines
+    words = " ".join(text.split())
+    assert "run again 5 forwards per iteration, 54 s" in words
+    assert "; 600 B read directly; 1 kB written directly" in words
+    for word in ("discard", "again", "direct"):
+        assert any(line.startswith(f"{word} ") and len(line) > 40 for line in lines), word
+    assert max(len(line) for line in text.splitlines()) <= 100

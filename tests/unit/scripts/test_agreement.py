@@ -8,10 +8,7 @@ import pytest
 
 from lt_offload.finetune.data.formats import IGNORED, Example
 from scripts.agreement import __main__ as agreement
-from scripts.agreement import processes
 from scripts.agreement.rows import Comparison, Rows
-from tests.parity.several.cases import LATE, MORE, PAIRS
-from tests.parity.several.runs import RESUMED
 from tests.unit.finetune.data.vocabularies import tokenizer
 
 
@@ -35,15 +32,3 @@ def test_hard_rows_can_be_read(tmp_path: Path) -> None:
         rows = Rows.read(file, str(tmp_path / "tokenizer"), "chatml", 1000)
         assert len(rows.rows) == len(Path(file).read_text().splitlines()) > 15
         assert [each is None for each in rows.conversations] == ["completion" in file] * len(rows.rows)
-
-
-def test_the_table_of_processes_says_what_differs_and_what_was_not_compared() -> None:
-    row = {"case": "LoRA", "processes": 4, "one": 0.0, "stock": 1.19e-07}
-    assert processes.line(row) == ["LoRA", "4", "equal", "1.2e-07"]
-    assert processes.line(row | {"machines": 2})[1] == "4 on 2 machines"
-    assert processes.line(row | {"one": None}) == ["LoRA", "4", "not comparable", "1.2e-07"]
-    del row["stock"]
-    assert processes.line(row) == ["LoRA", "4", "equal", ""]
-    known = {(2, 1): PAIRS | {LATE: PAIRS["tight"]}, **MORE}
-    assert all(set(names.values()) <= known[count].keys() for count, names in processes.ENGINES.items())
-    assert {name for _, name, *_ in processes.RUNS} == {"2", "2 on 2", "unfrozen", *RESUMED}

@@ -13,9 +13,8 @@ import torch
 import yaml
 
 from lt_offload.cli.main import main
-from scripts import common, compare, planning, smallest_budget, tables
+from scripts import common, compare, tables
 from tests.support import tiny
-from tests.support.samples import make_profile
 
 
 def test_the_pages_of_this_repository_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +115,7 @@ def test_compare_trains_both_ways_and_finds_no_difference(
         assert command[1:3] == ["-m", "lt_offload.cli.main"]
         return main(command[3:])
 
-    monkeypatch.setattr(common, "_run", here)
+    monkeypatch.setattr(compare, "run", here)
     results = tmp_path / "results"
     program = ["compare", str(recipe), "--steps", "3", "--results", str(results)]
     monkeypatch.setattr(sys, "argv", [*program, "--trainer.strategy.memory", "400kB"])
@@ -130,29 +129,3 @@ def test_compare_trains_both_ways_and_finds_no_difference(
     assert "plan" not in figures["stock"]
     assert figures["offmate"]["plan"]["budget_bytes"] == 400_000
     assert 0 < figures["offmate"]["device_peak_bytes"] <= 400_000 < figures["stock"]["device_peak_bytes"]
-
-
-@pytest.mark.parametrize("factor", [0.9, 1.0, 1.12], ids=["runs in less", "honest", "too low"])
-def test_smallest_budget_is_found_wherever_the_floor_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
-    profile = make_profile(layers=4, tensors_per_layer=2)
-    floor = planning.floor_bytes(profile)
-    needed = round(factor * floor)
-    tried: list[int | None] = []
-
-    def machine(recipe: str, folder: Path, steps: int, settings: list[str], **options: bool) -> int:
-        memory = settings[settings.index("--trainer.strategy.memory") + 1]
-        tried.append(None if memory == "null" else int(memory))
-        profile.save(folder / "profile.json")
-        (folder / "figures.json").write_text(json.dumps({"device_peak_bytes": needed - 1}))
-        return int(memory != "null" and int(memory) < needed)
-
-    monkeypatch.setattr(smallest_budget, "run_recipe", machine)
-    monkeypatch.setattr(sys, "argv", ["smallest_budget.py", "recipes/some.yaml", "--results", str(tmp_path)])
-    assert smallest_budget.main() == 0
-    figures = json.loads((tmp_path / "smallest-budget-some.json").read_text())["figures"]
-    assert tried[:2] == [None, floor]
-    assert (figures["floor_bytes"], figures["measured_peak_bytes"]) == (floor, needed - 1)
-    assert needed <= figures["runs_bytes"] <= 1.011 * needed
-    assert min(size for size in tried if size) < needed, "nothing smaller was tried"

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,11 +76,3 @@ def test_a_handler_of_the_users_own_stays(interrupts: Interrupts) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     assert heard == [signal.SIGINT]
     assert interrupts.received is None
-
-
-def test_other_threads_leave_signals_alone(interrupts: Interrupts) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=interrupts.install)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before

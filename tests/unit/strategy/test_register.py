@@ -41,90 +41,109 @@ GIVEN = [
     SHOW,
     "show(strategy.memory, trainer.precision_plugin is strategy.precision_plugin, strategy.root_device.type)",
 ]
-BY_NAME = [TRAINER, SHOW]
-CASES: dict[str, list[str]] = {
-    f"{order}, {namespace}": [code.format(lightning=lightning, namespace=namespace), *first, *second]
-    for order, code in ORDERS.items()
-    for (namespace, lightning), first, second in zip(
-        NAMESPACES.items(), (BY_NAME, GIVEN), (GIVEN, BY_NAME), strict=True
-    )
-}
-"""A trainer that knows the strategy by its name, and one that is given an object; which comes first, differs."""
-CASES["both namespaces"] = [
-    "import lt_offload",
-    *(line for lightning in NAMESPACES.values() for line in (lightning, *BY_NAME)),
-]
-CASES["object made before"] = [
-    f"import lt_offload; {INSTANCE}",
-    NAMESPACES["pytorch_lightning"],
-    *[line.replace(INSTANCE, "strategy=strategy") for line in GIVEN],
-]
-CASES["object, derived"] = [
-    "import lt_offload",
-    NAMESPACES["pytorch_lightning"],
-    "class Mine(lt_offload.OffmateStrategy): ...",
-    "try:",
-    "    L.Trainer(strategy=Mine(), accelerator='cpu')",
-    "except ValueError as error:",
-    "    show(str(error))",
-]
+MADE: list[object] = [10**9, True, "cpu"]
+
+
+def shown(namespace: str) -> list[object]:
+    return ["OffmateStrategy", namespace, True]
+
+
 # Parsing takes long: every second one is for one namespace, the others are for the other.
 COMMAND_LINES = [
     ["--trainer.strategy=offmate"],
     ["--trainer.strategy=OffmateStrategy"],
     ["--trainer.strategy=offmate", "--trainer.strategy.memory=2GB"],
-    ["--trainer.strategy=OffmateStrategy", "--trainer.strategy.memory=2GB"],
     ["--trainer.strategy=lt_offload.OffmateStrategy", "--trainer.strategy.memory=2GB"],
-    ['--trainer={"strategy": "offmate"}', "--trainer.strategy.memory=2GB"],
     ['--trainer={"strategy": {"class_path": "offmate", "init_args": {"memory": "2GB"}}}'],
     ['--trainer={"strategy": {"class_path": "lt_offload.OffmateStrategy", "init_args": {"memory": "2GB"}}}'],
 ]
+CASES: dict[str, tuple[list[str], list[list[object]]]] = {
+    f"{order}, {namespace}": (
+        [code.format(lightning=lightning, namespace=namespace), TRAINER, SHOW, *GIVEN],
+        [shown(namespace), shown(namespace), MADE],
+    )
+    for order, code in ORDERS.items()
+    for namespace, lightning in NAMESPACES.items()
+}
+"""By order of imports, a trainer that knows the strategy by its name, and one that is given an object."""
 CASES |= {
-    f"own command line, {namespace}": [
-        "import lt_offload",
-        f"from {namespace}.cli import LightningCLI",
-        f"from {namespace} import LightningModule",
-        "class Mine(LightningModule): ...",
-        f"for args in {lines}:",
-        "    args.append('--trainer.accelerator=cpu')",
-        "    strategy = LightningCLI(Mine, args=args, run=False, save_config_callback=None).trainer.strategy",
-        "    show(type(strategy).__name__, strategy.namespace, strategy.memory)",
-    ]
+    f"own command line, {namespace}": (
+        [
+            "import lt_offload",
+            f"from {namespace}.cli import LightningCLI",
+            f"from {namespace} import LightningModule",
+            "class Mine(LightningModule): ...",
+            f"for args in {lines}:",
+            "    args.append('--trainer.accelerator=cpu')",
+            "    strategy = LightningCLI(Mine, args=args, run=False, save_config_callback=None).trainer.strategy",
+            "    show(type(strategy).__name__, strategy.namespace, strategy.memory)",
+        ],
+        [["OffmateStrategy", namespace, size] for size in (None, 2 * 10**9, 2 * 10**9)],
+    )
     for namespace, lines in zip(NAMESPACES, (COMMAND_LINES[::2], COMMAND_LINES[1::2]), strict=True)
 }
-CASES["lightning itself"] = ["import lt_offload", "import lightning as L", TRAINER, "show(trainer.strategy.namespace)"]
-CASES["Fabric"] = [
-    "import lt_offload",
-    *(
-        line
-        for name in ("lightning.fabric", "lightning_fabric")
-        for line in (
-            f"from {name} import Fabric",
+CASES |= {
+    "both namespaces": (
+        ["import lt_offload", *(line for each in NAMESPACES.values() for line in (each, TRAINER, SHOW))],
+        [shown(namespace) for namespace in NAMESPACES],
+    ),
+    "object made before": (
+        [
+            f"import lt_offload; {INSTANCE}",
+            NAMESPACES["pytorch_lightning"],
+            *[line.replace(INSTANCE, "strategy=strategy") for line in GIVEN],
+        ],
+        [shown("pytorch_lightning"), MADE],
+    ),
+    "object, derived": (
+        [
+            "import lt_offload",
+            NAMESPACES["pytorch_lightning"],
+            "class Mine(lt_offload.OffmateStrategy): ...",
+            "try:",
+            "    L.Trainer(strategy=Mine(), accelerator='cpu')",
+            "except ValueError as error:",
+            "    show('Mine derives from lt_offload.OffmateStrategy' in str(error))",
+            "    show(\"strategy_class('pytorch_lightning')\" in str(error))",
+        ],
+        [[True], [True]],
+    ),
+    "Fabric": (
+        [
+            "import lt_offload",
+            "from lightning.fabric import Fabric",
             "try:",
             "    Fabric(strategy='offmate', accelerator='cpu')",
             "except lt_offload.UnsupportedError as error:",
-            "    show(str(error))",
-        )
+            "    show('use lt_offload.offloaded(model, optimizer, batch) around your loop' in str(error))",
+        ],
+        [[True]],
     ),
-]
-CASES["imported twice"] = [
-    "import sys, lt_offload",
-    "for name in [n for n in sys.modules if n.startswith('lt_offload')]: del sys.modules[name]",
-    "import lt_offload",
-    "show(sum(getattr(f, 'registers_offmate', False) for f in sys.meta_path))",
-    NAMESPACES["lightning.pytorch"],
-    TRAINER,
-    SHOW,
-]
-CASES["registered lazily"] = [
-    "import sys, lt_offload",
-    NAMESPACES["pytorch_lightning"],
-    "from pytorch_lightning.strategies import StrategyRegistry",
-    "OURS = 'lt_offload.strategy.offmate'",
-    "show('offmate' in StrategyRegistry, OURS in sys.modules, 'lightning.pytorch' in sys.modules)",
-    TRAINER,
-    "show('lightning.pytorch' in sys.modules)",
-]
+    "imported twice": (
+        [
+            "import sys, lt_offload",
+            "for name in [n for n in sys.modules if n.startswith('lt_offload')]: del sys.modules[name]",
+            "import lt_offload",
+            "show(sum(getattr(f, 'registers_offmate', False) for f in sys.meta_path))",
+            NAMESPACES["lightning.pytorch"],
+            TRAINER,
+            SHOW,
+        ],
+        [[1], shown("lightning.pytorch")],
+    ),
+    "registered lazily": (
+        [
+            "import sys, lt_offload",
+            NAMESPACES["pytorch_lightning"],
+            "from pytorch_lightning.strategies import StrategyRegistry",
+            "OURS = 'lt_offload.strategy.offmate'",
+            "show('offmate' in StrategyRegistry, OURS in sys.modules, 'lightning.pytorch' in sys.modules)",
+            TRAINER,
+            "show('lightning.pytorch' in sys.modules)",
+        ],
+        [[True, False, False], [False]],
+    ),
+}
 # One process imports what Lightning itself imports, most of the time it takes, then forks once per case.
 FORKS = """
 import json, os, sys, traceback
@@ -158,66 +177,14 @@ def run(code: str, *args: str, autoload: bool = False, path: Path = ROOT) -> sub
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, list[list[object]]]:
-    return dict(json.loads(line) for line in run(FORKS, json.dumps(CASES)).stdout.splitlines() if line.startswith("["))
+    lines = {name: lines for name, (lines, _) in CASES.items()}
+    return dict(json.loads(line) for line in run(FORKS, json.dumps(lines)).stdout.splitlines() if line.startswith("["))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("namespace", NAMESPACES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_import_order(answers: dict[str, list[list[object]]], order: str, namespace: str) -> None:
-    """By its name and as an object of the public class."""
-    shown, given = ["OffmateStrategy", namespace, True], [10**9, True, "cpu"]
-    expected = [shown, shown, given] if namespace == "lightning.pytorch" else [shown, given, shown]
-    assert answers[f"{order}, {namespace}"] == expected
-
-
-@pytest.mark.long
-def test_an_object_older_than_the_namespace(answers: dict[str, list[list[object]]]) -> None:
-    found = answers["object made before"]
-    assert found == [["OffmateStrategy", "pytorch_lightning", True], [10**9, True, "cpu"]]
-
-
-@pytest.mark.long
-def test_a_derived_class_is_told_where_to_derive_from(answers: dict[str, list[list[object]]]) -> None:
-    [[message]] = answers["object, derived"]
-    assert "Mine derives from lt_offload.OffmateStrategy" in str(message)
-    assert "strategy_class('pytorch_lightning')" in str(message)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_a_command_line_of_ones_own(answers: dict[str, list[list[object]]], namespace: str) -> None:
-    found = answers[f"own command line, {namespace}"]
-    memory = [None] + [2 * 10**9] * (len(COMMAND_LINES) // 2 - 1)
-    assert found == [["OffmateStrategy", namespace, size] for size in memory]
-
-
-@pytest.mark.long
-def test_both_namespaces_in_one_process(answers: dict[str, list[list[object]]]) -> None:
-    assert answers["both namespaces"] == [["OffmateStrategy", namespace, True] for namespace in NAMESPACES]
-
-
-@pytest.mark.long
-def test_the_umbrella_package(answers: dict[str, list[list[object]]]) -> None:
-    assert answers["lightning itself"] == [["lightning.pytorch"]]
-
-
-@pytest.mark.long
-def test_fabric_is_told_what_to_use_instead(answers: dict[str, list[list[object]]]) -> None:
-    for [message] in answers["Fabric"]:
-        assert "Fabric(strategy='offmate'): Fabric leaves the loop to you" in str(message)
-        assert "use lt_offload.offloaded(model, optimizer, batch) around your loop" in str(message)
-    assert len(answers["Fabric"]) == 2
-
-
-@pytest.mark.long
-def test_a_second_copy_of_the_package_does_not_register_again(answers: dict[str, list[list[object]]]) -> None:
-    assert answers["imported twice"] == [[1], ["OffmateStrategy", "lightning.pytorch", True]]
-
-
-@pytest.mark.long
-def test_nothing_is_loaded_before_a_trainer_asks(answers: dict[str, list[list[object]]]) -> None:
-    assert answers["registered lazily"] == [[True, False, False], [False]]
+@pytest.mark.parametrize("case", CASES)
+def test_the_name_and_the_class_are_known(answers: dict[str, list[list[object]]], case: str) -> None:
+    assert answers[case] == CASES[case][1]
 
 
 # -- without any import by the user -----------------------------------------------------------------------------------

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
@@ -121,60 +117,6 @@ def test_collections_of_loaders() -> None:
 def test_no_batch() -> None:
     with pytest.raises(ConfigError, match="has no batch"):
         taken(DataLoader(TensorDataset(torch.empty(0)), batch_size=2))
-
-
-def test_lightnings_collection_gives_what_training_steps_see() -> None:
-    loaders = {"a": LOADERS["in order"](), "b": LOADERS["workers"]()}
-    assert flat(taken(CombinedLoader(loaders, "min_size"))) == flat(taken(loaders))
-
-
-def test_a_stream_that_cannot_be_copied_is_not_advanced() -> None:
-    class Once(IterableDataset[int]):
-        def __init__(self) -> None:
-            self.source = (i for i in range(3))
-
-        def __iter__(self) -> Iterator[int]:
-            return self.source
-
-    loader = DataLoader(Once(), batch_size=2)
-    assert flat(taken(loader)) == [0, 1]
-    assert flat(list(loader)) == [0, 1, 2]
-
-
-class Noisy(Dataset[Tensor]):
-    """Has generators of its own, counts, and reads a file from where it is."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.calls = file, 0
-        self.torch, self.numpy, self.python = generator(), np.random.default_rng(3), random.Random(3)
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.calls += 1
-        drawn = [torch.rand((), generator=self.torch).item(), self.numpy.random(), self.python.random()]
-        return torch.tensor([*drawn, self.calls, float(self.file.readline())])
-
-
-def test_a_dataset_that_draws_counts_and_reads_notices_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.txt"
-    path.write_text("\n".join(str(i) for i in range(100_000)))
-    collated: list[int] = []
-
-    def collate(rows: list[Tensor]) -> Tensor:
-        collated.append(len(rows))
-        return torch.stack(rows)
-
-    with path.open() as file, path.open() as other:
-        data, fresh = Noisy(file), Noisy(other)
-        assert file.readline() == other.readline()  # what Python has read ahead is forked, too
-        loader = DataLoader(data, batch_size=2, collate_fn=collate)
-        sample = taken(loader)
-        assert (data.calls, collated) == (0, [])
-        batches = list(loader)
-        assert torch.equal(sample, batches[0])
-        assert torch.equal(torch.cat(batches), torch.stack([fresh[i] for i in range(4)]))
 
 
 # -- through a Trainer ------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -18,13 +17,15 @@ from lt_offload.schema.profile import Profile
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.small import (
     changed,
+    edited,
     named,
-    of_one_pass,
-    require_noticed,
     resident,
     small_profile,
     stays,
+    swapped,
+    with_op,
     with_options,
+    without,
     words,
 )
 
@@ -51,25 +52,6 @@ def ids(value: int) -> str:
     return words(PLAN.ops[value])
 
 
-def with_op(op: Op, **fields: Any) -> Plan:
-    ops = list(PLAN.ops)
-    ops[op.id] = replace(op, **fields)
-    return replace(PLAN, ops=tuple(ops))
-
-
-def without(*gone: int) -> Plan:
-    """Return the plan less some ops, ids and dependencies renumbered."""
-
-    def renumber(other: int) -> int:
-        return other - sum(other > one for one in gone)
-
-    left = [op for op in PLAN.ops if op.id not in gone]
-    return of_one_pass(
-        PLAN,
-        (replace(op, id=renumber(op.id), after=tuple(renumber(o) for o in op.after if o not in gone)) for op in left),
-    )
-
-
 def test_the_plan_itself_is_good() -> None:
     assert check(PLAN, PROFILE) == []
     kinds = {(op.kind, op.payload, op.lane) for op in PLAN.ops}
@@ -78,7 +60,7 @@ def test_the_plan_itself_is_good() -> None:
 
 @pytest.mark.parametrize("gone", OPS, ids=ids)
 def test_no_op_can_be_left_out(gone: int) -> None:
-    found = check(without(gone), PROFILE)
+    found = check(without(PLAN, PLAN.ops[gone]), PROFILE)
     assert found
     op = PLAN.ops[gone]
     text = " ".join(found)
@@ -106,9 +88,8 @@ def test_every_kind_of_dependency_is_missed() -> None:
             for other in op.after:
                 pair = (kind_of(op), kind_of(plan.ops[other]))
                 present.add(pair)
-                ops = list(plan.ops)
-                ops[op.id] = replace(op, after=tuple(o for o in op.after if o != other))
-                found = check(replace(plan, ops=tuple(ops)), profile)
+                after = tuple(o for o in op.after if o != other)
+                found = check(with_op(plan, op, after=after), profile)
                 assert all("after: it is not ordered after op" in violation for violation in found)
                 if found:
                     missed.add(pair)
@@ -127,41 +108,17 @@ def test_every_kind_of_dependency_is_missed() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "other"),
-    [
-        ("1 forward 1", "0 prefetch weight 1"),
-        ("9 backward 2", "8 prefetch activation 2"),
-        ("9 update 2", "8 prefetch state 2"),
-        ("10 offload grad 1", "10 backward 1"),
-        ("10 update 1", "10 offload grad 1"),
-        ("0 prefetch weight 1", "10 update 1"),
-        ("2 offload activation 2", "2 forward 2"),
-        ("0 forward 0", "10 offload grad 1"),
-        ("4 forward 4", "2 offload activation 2"),
-    ],
-)
-def test_dependencies_that_nothing_implies(text: str, other: str) -> None:
-    require_noticed(PLAN, PROFILE, text, other)
-
-
 @pytest.mark.parametrize("op", [op for op in PLAN.ops if op.offsets], ids=words)
 def test_offsets_are_checked(op: Op) -> None:
-    moved = check(with_op(op, offsets=tuple(o + 8 for o in op.offsets)), PROFILE)
+    moved = check(with_op(PLAN, op, offsets=tuple(o + 8 for o in op.offsets)), PROFILE)
     assert moved[0].startswith(f"op {op.id} ")
     assert "multiples of 512" in moved[0]
-    outside = check(with_op(op, offsets=(PLAN.arena_bytes,)), PROFILE)
+    outside = check(with_op(PLAN, op, offsets=(PLAN.arena_bytes,)), PROFILE)
     assert any(f"op {op.id} " in found and "the extent is" in found for found in outside)
     onto = PLAN.initial[0].offset
     assert any(
-        f"op {op.id} " in found and "overlaps" in found for found in check(with_op(op, offsets=(onto,)), PROFILE)
+        f"op {op.id} " in found and "overlaps" in found for found in check(with_op(PLAN, op, offsets=(onto,)), PROFILE)
     )
-
-
-def swapped(plan: Plan, first: int) -> Plan:
-    ops = list(plan.ops)
-    ops[first], ops[first + 1] = replace(ops[first + 1], id=first), replace(ops[first], id=first + 1)
-    return replace(plan, ops=tuple(ops))
 
 
 def groups_of(payload: str, *tensors: int) -> tuple[int, ...]:
@@ -188,13 +145,13 @@ def kept_through_the_update() -> Plan:
     """Block 1's weight stays on the device while the host updates it."""
     first, again, drop = (named(PLAN, f"{what} weight 1") for what in ("0 prefetch", "8 prefetch", "10 drop"))
     kept = InitialCopy(group=again.groups[0], offset=again.offsets[0])
-    plan = without(first.id, drop.id)
+    plan = without(PLAN, first, drop)
     return replace(plan, initial=(*plan.initial, kept))
 
 
 def fetched_gradient() -> Plan:
     fetch, sent = named(PLAN, "0 prefetch weight 1"), named(PLAN, "10 offload grad 1")
-    return with_op(fetch, payload="grad", groups=sent.groups)
+    return with_op(PLAN, fetch, payload="grad", groups=sent.groups)
 
 
 CASES: dict[str, tuple[Callable[[], Plan], str]] = {
@@ -210,25 +167,25 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
     "no room for states": (lambda: with_sizes("state", (512,)), "are not those of the model's tensors"),
     "another timeline": (lambda: replace(PLAN, timeline=PLAN.timeline[::-1]), "timeline: it is not that"),
     "ids": (lambda: replace(PLAN, ops=(PLAN.ops[1], PLAN.ops[0], *PLAN.ops[2:])), "ids"),
-    "unknown dependency": (lambda: with_op(PLAN.ops[0], after=(10**6,)), "does not exist"),
-    "unknown tensor": (lambda: with_op(PLAN.ops[0], groups=(99,)), "groups: the plan has"),
-    "unknown step": (lambda: with_op(PLAN.ops[-1], step=12), "there are 12 steps"),
-    "wrong lane": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), lane="d2h"), "lane"),
-    "no payload": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload=None), "payload: missing"),
-    "payload too many": (lambda: with_op(named(PLAN, "0 forward 0"), payload="weight"), "payload: only copies"),
+    "unknown dependency": (lambda: with_op(PLAN, PLAN.ops[0], after=(10**6,)), "does not exist"),
+    "unknown tensor": (lambda: with_op(PLAN, PLAN.ops[0], groups=(99,)), "groups: the plan has"),
+    "unknown step": (lambda: with_op(PLAN, PLAN.ops[-1], step=12), "there are 12 steps"),
+    "wrong lane": (lambda: with_op(PLAN, named(PLAN, "0 prefetch weight 1"), lane="d2h"), "lane"),
+    "no payload": (lambda: with_op(PLAN, named(PLAN, "0 prefetch weight 1"), payload=None), "payload: missing"),
+    "payload too many": (lambda: with_op(PLAN, named(PLAN, "0 forward 0"), payload="weight"), "payload: only copies"),
     "gradient fetched": (lambda: fetched_gradient(), "offloaded only"),
-    "never given back": (lambda: with_op(named(PLAN, "10 offload grad 1"), release_after=None), "release_after"),
-    "given back too early": (lambda: with_op(named(PLAN, "10 offload grad 1"), release_after=9), "release_after"),
-    "tensors of a computation": (lambda: with_op(named(PLAN, "0 forward 0"), groups=(1,)), "none belong to it"),
-    "no tensors": (lambda: with_op(named(PLAN, "10 update 1"), groups=()), "groups: missing"),
-    "no offsets": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), offsets=()), "offsets: 0 for 1 groups"),
-    "wrong size": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), bytes=1), "bytes: 1 are given"),
-    "wrong block": (lambda: with_op(named(PLAN, "0 forward 0"), block=1), "the step is one of block 0"),
-    "wrong direction": (lambda: with_op(named(PLAN, "0 forward 0"), kind="backward"), "the step is a forward"),
+    "never given back": (lambda: with_op(PLAN, named(PLAN, "10 offload grad 1"), release_after=None), "release_after"),
+    "given back too early": (lambda: with_op(PLAN, named(PLAN, "10 offload grad 1"), release_after=9), "release_after"),
+    "tensors of a computation": (lambda: with_op(PLAN, named(PLAN, "0 forward 0"), groups=(1,)), "none belong to it"),
+    "no tensors": (lambda: with_op(PLAN, named(PLAN, "10 update 1"), groups=()), "groups: missing"),
+    "no offsets": (lambda: with_op(PLAN, named(PLAN, "0 prefetch weight 1"), offsets=()), "offsets: 0 for 1 groups"),
+    "wrong size": (lambda: with_op(PLAN, named(PLAN, "0 prefetch weight 1"), bytes=1), "bytes: 1 are given"),
+    "wrong block": (lambda: with_op(PLAN, named(PLAN, "0 forward 0"), block=1), "the step is one of block 0"),
+    "wrong direction": (lambda: with_op(PLAN, named(PLAN, "0 forward 0"), kind="backward"), "the step is a forward"),
     "phases swapped": (lambda: swapped(PLAN, named(PLAN, "0 prefetch weight 1").id), "issued after ops of a later"),
-    "update elsewhere": (lambda: with_op(named(PLAN, "10 update 1"), step=11, block=0), "complete in step 10"),
+    "update elsewhere": (lambda: with_op(PLAN, named(PLAN, "10 update 1"), step=11, block=0), "complete in step 10"),
     "updated twice": (
-        lambda: with_op(named(PLAN, "11 update 0"), groups=groups_of("weight", 0, 1)),
+        lambda: with_op(PLAN, named(PLAN, "11 update 0"), groups=groups_of("weight", 0, 1)),
         "is updated by op",
     ),
     "sent though not on the host": (
@@ -236,7 +193,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
         "weight0 sends it once, if the host updates it",
     ),
     "activations back too early": (
-        lambda: with_op(named(PLAN, "2 offload activation 2"), release_after=8),
+        lambda: with_op(PLAN, named(PLAN, "2 offload activation 2"), release_after=8),
         "in this order",
     ),
     "arena too small": (lambda: replace(PLAN, arena_bytes=PLAN.arena_bytes - 512), "the extent is"),
@@ -246,7 +203,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
         "weight weight4 is on the device already",
     ),
     "outdated on the device": (kept_through_the_update, "its weight weight1 is from before the host's update"),
-    "not there at the end": (lambda: without(named(PLAN, "7 prefetch weight 2").id), "cyclic residency"),
+    "not there at the end": (lambda: without(PLAN, named(PLAN, "7 prefetch weight 2")), "cyclic residency"),
     "initial too many": (lambda: replace(PLAN, initial=(*PLAN.initial, PLAN.initial[0])), "is there twice"),
     "initial elsewhere": (
         lambda: replace(
@@ -269,11 +226,6 @@ def test_broken_plans_are_found(case: str) -> None:
     assert any(rule in violation for violation in found), found
 
 
-def test_budgets_are_inclusive() -> None:
-    ram = host_bytes(PLAN, PROFILE)
-    assert check(replace(PLAN, host_budget_bytes=ram), PROFILE) == []
-
-
 def test_a_weight_is_not_dropped_before_its_write_back_is_queued() -> None:
     drop = named(PLAN, "10 drop weight 3")
     ops = [op for op in PLAN.ops if op.id != drop.id]
@@ -282,34 +234,22 @@ def test_a_weight_is_not_dropped_before_its_write_back_is_queued() -> None:
     late = ops.pop(next(i for i, op in enumerate(ops) if words(op) == "9 offload weight 3"))
     at = next(i for i, op in enumerate(ops) if words(op) == "10 drop weight 1")
     ops.insert(at, replace(late, step=10))
-    position = {op.id: at for at, op in enumerate(ops)}
-    ops = [replace(op, id=position[op.id], after=tuple(position[other] for other in op.after)) for op in ops]
-    found = check(replace(PLAN, ops=tuple(ops)), PROFILE)
+    found = check(edited(PLAN, ops), PROFILE)
     assert any("drop weight 3, step 9" in violation and "would be lost" in violation for violation in found), found
     assert any("offload weight 3, step 10" in violation and "not on the device" in violation for violation in found)
-
-
-def test_violations_are_said_once() -> None:
-    found = check(replace(PLAN, initial=()), PROFILE)
-    assert len(found) == len(set(found))
-
-
-def test_profiles_of_other_sizes_are_refused() -> None:
-    other: Profile = small_profile(5)
-    assert any("fingerprint" in violation for violation in check(PLAN, other))
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("op", [0, len(PLAN.ops) // 2, len(PLAN.ops) - 1])
 def test_times_are_times(op: int, seconds: float) -> None:
-    (found,) = check(with_op(PLAN.ops[op], seconds=seconds), PROFILE)
+    (found,) = check(with_op(PLAN, PLAN.ops[op], seconds=seconds), PROFILE)
     assert found.startswith(f"op {op} ")
     assert f"seconds: {seconds} is no time" in found
 
 
 @pytest.mark.parametrize("op", [op.id for op in PLAN.ops if op.seconds], ids=ids)
 def test_work_takes_time(op: int) -> None:
-    (found,) = check(with_op(PLAN.ops[op], seconds=0.0), PROFILE)
+    (found,) = check(with_op(PLAN, PLAN.ops[op], seconds=0.0), PROFILE)
     assert found.startswith(f"op {op} ")
     assert "seconds: it takes none" in found
 

@@ -18,14 +18,16 @@ from tests.support.profiles.small import (
     HUGE,
     chained,
     changed,
+    edited,
     named,
-    of_one_pass,
-    require_noticed,
     resident,
     small_profile,
     stays,
+    swapped,
+    with_op,
     with_options,
     with_zero_copy,
+    without,
     words,
 )
 
@@ -59,35 +61,6 @@ AGAIN = [op for op in PLAN.ops if op.save is not None]
 COMPUTED = [op for op in PLAN.ops if op.kind in ("forward", "backward")]
 
 
-def with_op(op: Op, **fields: Any) -> Plan:
-    ops = list(PLAN.ops)
-    ops[op.id] = replace(op, **fields)
-    return replace(PLAN, ops=tuple(ops))
-
-
-def edited(ops: list[Op]) -> Plan:
-    """Return the plan with ``ops``, ids and dependencies renumbered; what is gone is not waited for."""
-    position = {op.id: at for at, op in enumerate(ops)}
-    return of_one_pass(
-        PLAN,
-        (
-            replace(op, id=position[op.id], after=tuple(sorted(position[o] for o in op.after if o in position)))
-            for op in ops
-        ),
-    )
-
-
-def without(*texts: str) -> Plan:
-    gone = [named(PLAN, text) for text in texts]
-    return edited([op for op in PLAN.ops if op not in gone])
-
-
-def swapped(first: int) -> Plan:
-    ops = list(PLAN.ops)
-    ops[first], ops[first + 1] = ops[first + 1], ops[first]
-    return edited(ops)
-
-
 def test_the_plan_itself_is_good() -> None:
     assert check(PLAN, PROFILE) == []
     assert {op.save for op in AGAIN} == {"input", "all"}
@@ -96,7 +69,7 @@ def test_the_plan_itself_is_good() -> None:
 
 @pytest.mark.parametrize("op", PLAN.ops, ids=words)
 def test_no_op_can_be_left_out(op: Op) -> None:
-    found = check(without(words(op)), PROFILE)
+    found = check(without(PLAN, op), PROFILE)
     if words(op) in ("7 forward 2", "8 forward 0", "8 forward 1"):
         # The input of their blocks is saved: backwards can do with that, and nothing else needs what they return.
         assert found == []
@@ -109,7 +82,7 @@ def test_no_op_can_be_left_out(op: Op) -> None:
 @pytest.mark.parametrize("op", PLAN.ops, ids=words)
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_sizes_are_checked(op: Op, difference: int) -> None:
-    found = check(with_op(op, bytes=op.bytes + difference), PROFILE)
+    found = check(with_op(PLAN, op, bytes=op.bytes + difference), PROFILE)
     assert found[0].startswith(f"op {op.id} (")
     assert ": bytes: " in found[0]
 
@@ -117,7 +90,7 @@ def test_sizes_are_checked(op: Op, difference: int) -> None:
 @pytest.mark.parametrize("op", [op for op in PLAN.ops if op.kind != "drop"], ids=words)
 def test_steps_and_blocks_are_checked(op: Op) -> None:
     for fields in ({"step": op.step + 1}, {"step": op.step - 1}, {"block": op.block + 1}, {"block": op.block - 1}):
-        found = check(with_op(op, **fields), PROFILE)
+        found = check(with_op(PLAN, op, **fields), PROFILE)
         harmless = op.kind in ("prefetch", "offload") and op.payload != "activation" and "block" in fields
         assert found or (harmless and 0 <= fields["block"] < 5), (words(op), fields)
 
@@ -142,7 +115,7 @@ OTHERWISE = {
 
 @pytest.mark.parametrize(("text", "save"), OTHERWISE)
 def test_what_is_saved_is_checked(text: str, save: str) -> None:
-    found = check(replace(with_op(named(PLAN, text), save=save), budget_bytes=HUGE), PROFILE)
+    found = check(replace(with_op(PLAN, named(PLAN, text), save=save), budget_bytes=HUGE), PROFILE)
     expected = OTHERWISE[text, save]
     if expected is None:
         assert found == []
@@ -156,24 +129,9 @@ def test_what_is_saved_is_checked(text: str, save: str) -> None:
 def test_neighbours_cannot_be_swapped(at: int) -> None:
     """Unless both are prefetches of one step."""
     first, second = PLAN.ops[at], PLAN.ops[at + 1]
-    found = check(swapped(at), PROFILE)
+    found = check(swapped(PLAN, at), PROFILE)
     alike = first.step == second.step and first.kind == second.kind == "prefetch"
     assert bool(found) != alike, (words(first), words(second), found)
-
-
-@pytest.mark.parametrize(
-    ("text", "other"),
-    [
-        ("0 forward 0", "8 offload grad 1"),
-        ("0 forward 0", "9 update 0"),
-        ("5 prefetch activation 1", "4 forward 4"),
-        ("6 forward 1", "6 prefetch weight 1"),
-        ("6 forward 3", "6 prefetch weight 3"),
-        ("9 update 0", "9 offload grad 0"),
-    ],
-)
-def test_dependencies_that_nothing_implies(text: str, other: str) -> None:
-    require_noticed(PLAN, PROFILE, text, other)
 
 
 def test_direct_reads_wait_for_write_backs() -> None:
@@ -191,12 +149,12 @@ def fetched_late() -> Plan:
     late = replace(named(PLAN, "5 prefetch activation 1"), step=7)
     ops = [op for op in PLAN.ops if op.id != late.id]
     ops.insert(ops.index(named(PLAN, "7 forward 2")), late)
-    return edited(ops)
+    return edited(PLAN, ops)
 
 
 def _edited(text: str, rule: str, **fields: Any) -> tuple[Callable[[], Plan], str, str]:
     """The plan with other fields of one op, which is named with the rule."""
-    return lambda: with_op(named(PLAN, text), **fields), text, rule
+    return lambda: with_op(PLAN, named(PLAN, text), **fields), text, rule
 
 
 CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
@@ -205,38 +163,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
     "a second first forward": _edited("6 forward 1", "block: the step is one of block 3", save=None),
     "a block that comes later": _edited("8 forward 1", "only that and earlier ones may run again", block=2),
     "after its backward": _edited("8 forward 0", "only that and earlier ones may run again", block=4),
-    "descending": (lambda: swapped(named(PLAN, "8 forward 0").id), "8 forward 0", "blocks ascend"),
-    "behind the backward": (
-        lambda: swapped(named(PLAN, "7 forward 2").id),
-        "7 forward 2",
-        "order: it is issued after ops of a later step or phase",
-    ),
-    "a link of the chain is missing": (
-        lambda: without("6 forward 2"),
-        "6 forward 3",
-        "its input is not saved, nor has block 2 run again right before",
-    ),
-    "a chain without a begin": (
-        lambda: without("6 forward 1"),
-        "6 forward 2",
-        "its input is not saved, nor has block 1 run again right before",
-    ),
-    "an input that is dropped too early": (
-        lambda: with_op(named(PLAN, "6 forward 2"), save="nothing"),
-        "7 forward 2",
-        "its input is not saved",
-    ),
-    "run again with everything saved": (
-        lambda: with_op(named(PLAN, "6 forward 2"), save="all"),
-        "7 forward 2",
-        "everything is saved of it already",
-    ),
-    "nothing saved for the backward": (
-        lambda: with_op(named(PLAN, "7 forward 2"), save="nothing"),
-        "7 backward 2",
-        "nothing is saved of the block",
-    ),
-    "nothing run again": (lambda: without("6 forward 3"), "6 backward 3", "nothing is saved of the block"),
+    "descending": (lambda: swapped(PLAN, named(PLAN, "8 forward 0").id), "8 forward 0", "blocks ascend"),
     "fetched too late": (fetched_late, "6 forward 1", "its activations have not been fetched"),
     "a tensor of another block": _edited("2 forward 2", "zero_copy: tensor 1 is none of its block", zero_copy=(1,)),
     "a tensor that does not exist": _edited("2 forward 2", "groups: the plan has", zero_copy=(99,)),
@@ -246,7 +173,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
         "2 forward 2", "residency: weight weight2 is not on the device", zero_copy=(), bytes=0
     ),
     "direct before it is written back": (
-        lambda: without("7 offload weight 2"),
+        lambda: without(PLAN, named(PLAN, "7 offload weight 2")),
         "2 forward 2",
         "zero_copy: the host copy of weight weight2 is outdated",
     ),

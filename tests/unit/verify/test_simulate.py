@@ -1,4 +1,4 @@
-"""The simulator on cases that can be worked out by hand, and against what no plan can beat."""
+"""The simulator: by hand, against a slow one, with an urgent host and with lanes that share the host's memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import pytest
 from lt_offload.errors import PlanError
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.offmate.rounding import round_tensors
+from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Contention, Profile
 from tests.support.profiles.by_hand import built
-from tests.support.profiles.program_rules import random_profile
-from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import changed, named, resident, small_profile, stays, with_options
-
-
-def with_op(plan: Plan, op: Op, **fields: Any) -> Plan:
-    ops = list(plan.ops)
-    ops[op.id] = replace(op, **fields)
-    return replace(plan, ops=tuple(ops))
+from tests.support.profiles.random_decisions import random_decisions
+from tests.support.profiles.small import (
+    all_on_the_host,
+    chained,
+    changed,
+    named,
+    resident,
+    small_profile,
+    stays,
+    with_op,
+    with_zero_copy,
+)
+from tests.unit.verify.slow_simulation import iteration_s
 
 
 def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
@@ -36,147 +41,6 @@ def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
     assert [span.label for span in trace.spans][:4] == ["forward 0", "forward 1", "forward 2", "backward 2"]
     assert [(span.start, span.end) for span in trace.spans][:4] == [(0, 10), (10, 20), (20, 30), (30, 50)]
     assert trace.source == "simulated"
-
-
-def test_a_copy_that_nothing_hides_is_waited_for() -> None:
-    profile = small_profile(3)
-    # The first block's weight is fetched in its own step, after the update on the host: 5 s out, 10 s update, 10 s in.
-    decision = TensorDecision(place="host", stays=stays((0, 5)))
-    trace = simulate(built(changed(resident(profile), 0, decision), profile), profile)
-    assert trace.iteration_time == pytest.approx(3 * 30 + 2 + 5 + 10 + 10)
-    assert trace.busy("host") == pytest.approx(10)
-
-
-def test_a_copy_beside_a_computation_costs_nothing() -> None:
-    profile = small_profile(4)
-    # 5 s out beside the next backward, 10 s update, 10 s in beside the first forward: block 1 waits for the last bit.
-    decision = TensorDecision(place="host", stays=stays((1, 6)))
-    trace = simulate(built(changed(resident(profile), 1, decision), profile, lead=1, lag=1), profile)
-    assert trace.iteration_time == pytest.approx(4 * 30 + 3)
-    spans = {span.label: span for span in trace.spans}
-    assert spans["prefetch weight 1"].end <= spans["forward 1"].start
-
-
-def test_memory_is_counted_by_step() -> None:
-    profile = small_profile(3)
-    plan = built(resident(profile), profile)
-    trace = simulate(plan, profile)
-    arena = 3 * (1024 + 2048)
-    fixed = arena + 50 + 20
-    assert plan.arena_bytes == arena
-    held = 300 + 10  # saved, and the input of the blocks after the first
-    gradient = 1000
-    expected = [
-        fixed + 300 + 10 + 5,
-        fixed + 300 + (300 + 10 + 10) + 5,
-        fixed + 300 + held + (300 + 10) + 5,
-        fixed + 300 + held + 300 + 2 * 10 + 7 + gradient,
-        fixed + 300 + 300 + 2 * 10 + 10 + 7 + gradient,
-        fixed + 300 + 10 + 7 + gradient,
-    ]
-    assert [size for _, size in trace.memory] == expected
-    assert trace.device_peak == max(expected)
-    assert trace.host_peak == 3 * (1000 + 2000)
-
-
-def test_offloaded_activations_count_until_they_have_left_and_from_when_they_are_fetched() -> None:
-    profile = small_profile(4)
-    decisions = with_options(resident(profile), "offload", "keep", "keep", "keep")
-    plans = [built(decisions, profile, activations={0: times}) for times in ((0, 7), (2, 5))]
-    sizes = [np.array([size for _, size in simulate(plan, profile).memory]) for plan in plans]
-    assert (sizes[1] - sizes[0]).tolist() == [0, 300, 300, 0, 0, 300, 300, 0]
-
-
-def test_host_memory_counts_what_travels() -> None:
-    profile = small_profile(3)
-    decisions = changed(resident(profile), 1, TensorDecision(place="host", stays=stays((1, 4))))
-    decisions = changed(decisions, 0, TensorDecision(place="paged"))
-    decisions = with_options(decisions, "offload", "keep", "keep")
-    # all weights and states; the gradient of the host's share at its place; activations
-    assert simulate(built(decisions, profile), profile).host_peak == 3 * (1000 + 2000) + 1024 + 300
-
-
-def test_collected_gradients_and_scratch() -> None:
-    small = small_profile(3)
-    big = replace(small.tensors[1], name="big", bytes=20 << 20, shape=(5 << 20,), state_bytes=0)
-    other = replace(small.tensors[1], name="other", bytes=17 << 20, state_bytes=0)
-    profile = replace(
-        small,
-        tensors=(*small.tensors, big, other),
-        optimizer=replace(small.optimizer, scratch_ratio=1.0),
-    )
-    plan = built(resident(profile), profile)
-    with_large = simulate(plan, profile).memory[4][1]
-    profile = small
-    without = simulate(built(resident(profile), profile), profile).memory[4][1] - 9216 + plan.arena_bytes
-    # The largest one with its scratch; the smaller large one is gone by then. The small one gets scratch, too.
-    assert with_large - without == 2 * (20 << 20) + 1000
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_infinite_links_leave_the_computations(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = random_profile(rng, ("plain", "tied", "half", "lora")[seed % 4])
-    profile = replace(
-        profile,
-        blocks=tuple(replace(block, launch_s=0.0) for block in profile.blocks),
-        hardware=replace(profile.hardware, h2d_bytes_per_s=1e30, d2h_bytes_per_s=1e30),
-        optimizer=replace(profile.optimizer, host_bytes_per_s=1e30),
-    )
-    solution = random_solution(rng, profile)
-    plan = built(round_tensors(solution, profile), profile)
-    trace = simulate(plan, profile)
-    options = [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
-    seconds = sum(
-        o.forward_s + (o.backward_s if block.has_backward else 0)
-        for o, block in zip(options, profile.blocks, strict=True)
-    )
-    updated = [
-        t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place in ("device", "paged")
-    ]
-    assert trace.iteration_time == pytest.approx(seconds + sum(updated) / profile.optimizer.device_bytes_per_s)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = random_profile(rng, ("plain", "tied", "half", "lora", "frozen start")[seed % 5])
-    plan = built(round_tensors(random_solution(rng, profile), profile), profile)
-    trace = simulate(plan, profile)
-    for lane in ("compute", "h2d", "d2h", "host"):
-        work = sum(op.seconds for op in plan.ops if op.lane == lane)
-        assert trace.iteration_time >= work * (1 - 1e-9)
-    launches = sum(b.launch_s * (1 + b.has_backward) for b in profile.blocks)
-    assert trace.iteration_time >= launches * (1 - 1e-9)
-    assert all(span.start >= 0 and span.end >= span.start for span in trace.spans)
-    assert list(trace.memory) == sorted(trace.memory, key=lambda item: item[0])
-
-
-def test_ops_wait_for_what_they_name_and_for_their_lane() -> None:
-    profile = small_profile(5)
-    plan = built(streaming_decisions(profile, ("offload",) * 5, host_update=True), profile, lead=1, lag=1)
-    spans = {span.op: span for span in simulate(plan, profile).spans}
-    for op in plan.ops:
-        for other in op.after:
-            if op.id in spans and other in spans and other < op.id:
-                assert spans[other].end <= spans[op.id].start + 1e-9
-    for lane in ("compute", "h2d", "d2h", "host"):
-        queue = [spans[op.id] for op in plan.ops if op.lane == lane]
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(queue, queue[1:], strict=False))
-
-
-def test_a_slow_launch_is_waited_for() -> None:
-    profile = small_profile(3, launch_s=50.0, speed=1e9)
-    assert simulate(built(resident(profile), profile), profile).iteration_time == pytest.approx(6 * 50)
-
-
-def test_more_bandwidth_never_hurts() -> None:
-    times = []
-    for speed in (0.1, 1.0, 10.0):
-        profile = small_profile(6, speed=speed)
-        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True)
-        times.append(simulate(built(decisions, profile, lead=1, lag=1), profile).iteration_time)
-    assert times == sorted(times, reverse=True)
 
 
 def test_deadlocks_name_the_ops() -> None:
@@ -223,3 +87,63 @@ def test_an_op_that_names_what_is_not_there(fields: dict[str, Any], message: str
     plan = built(resident(profile), profile)
     with pytest.raises(PlanError, match=message):
         simulate(with_op(plan, plan.ops[0], **fields), profile)
+
+
+BLOCKS = 5
+
+
+def planned(seconds: float) -> tuple[Plan, Profile]:
+    """Every weight is fetched one step before its forward."""
+    profile, decisions = all_on_the_host(BLOCKS, seconds)
+    return built(decisions, profile, lead=1, lag=1), profile
+
+
+def test_the_host_takes_the_update_that_is_needed_first() -> None:
+    plan, profile = planned(45.0)
+    assert check(plan, profile) == []
+    spans = sorted(
+        (span.start, plan.ops[span.op].block) for span in simulate(plan, profile).spans if span.lane == "host"
+    )
+    # Backwards take 20 s: while the host updates block 4, the gradients of 3 and 2 arrive. The first of all comes last.
+    assert [block for _, block in spans] == [4, 2, 0, 1, 3]
+
+
+def test_the_end_of_one_update_says_nothing_about_another() -> None:
+    plan, profile = planned(1.0)
+    updates = {op.block: op.id for op in plan.ops if op.kind == "update"}
+    fetch = next(op for op in plan.ops if op.kind == "prefetch" and op.block == 3)
+    # Block 2's gradient arrives later, so on a lane that kept the order its update would come after that of block 3.
+    after = tuple(updates[2] if other == updates[3] else other for other in fetch.after)
+    assert after != fetch.after
+    found = check(with_op(plan, fetch, after=after), profile)
+    assert any(f"op {fetch.id} " in line and f"op {updates[3]} " in line for line in found), found
+
+
+def streamed(profile: Profile) -> Plan:
+    options = ("offload",) * len(profile.blocks)
+    return built(streaming_decisions(profile, options, host_update=True), profile, lead=1, lag=1)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_equals_the_slow_simulation(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = small_profile(int(rng.integers(2, 6)), launch_s=float(rng.choice([0.0, 3.0])), tied=bool(seed % 3 == 0))
+    profile = chained(with_zero_copy(profile))
+    shares = [float(rng.choice([0.0, rng.uniform(0.1, 1)])) for _ in range(4)]
+    contention = Contention(compute=shares[0], h2d=shares[1], d2h=shares[2], host=shares[3])
+    speeds = {name: float(rng.uniform(20, 400)) for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
+    profile = replace(
+        profile,
+        contention=contention,
+        hardware=replace(profile.hardware, **speeds),
+        optimizer=replace(profile.optimizer, host_bytes_per_s=float(rng.uniform(20, 400))),
+    )
+    plan = built(random_decisions(rng, profile), profile, lead=int(rng.integers(3)), lag=int(rng.integers(3)))
+    assert simulate(plan, profile).iteration_time == pytest.approx(iteration_s(plan, profile), rel=1e-9)
+
+
+def test_a_plan_takes_as_long_as_the_machine_of_the_profile_needs() -> None:
+    slow, fast = small_profile(5), small_profile(5, speed=1e6)
+    plan = streamed(slow)
+    assert simulate(plan, fast).iteration_time == simulate(streamed(fast), fast).iteration_time
+    assert simulate(plan, fast).iteration_time < simulate(plan, slow).iteration_time

@@ -5,107 +5,64 @@ import pytest
 from lt_offload.execute.device.base import Cell
 from tests.support.hostile.races import Checker, Race
 
-
-@pytest.fixture
-def checker():
-    return Checker()
-
-
-@pytest.fixture
-def cell():
-    return Cell("w")
-
-
-def test_read_after_write(checker, cell):
-    copied = checker.task("h2d", "prefetch w", [], [], [cell])
-    with pytest.raises(
-        Race, match=r"\"forward 0\" on compute reads 'w', not ordered after: \"prefetch w\" on h2d writes"
-    ):
-        checker.wait("forward 0", [], [cell], [])
-    checker.wait("forward 0", [copied], [cell], [])
-
-
-def test_write_after_read(checker, cell):
-    checker.wait("forward 0", [], [cell], [])
-    with pytest.raises(Race, match='"prefetch w" on h2d writes .* "forward 0" on compute reads'):
-        checker.task("h2d", "prefetch w", [], [], [cell])
-    checker.task("h2d", "prefetch w", [checker.mark("forward 0")], [], [cell])
-
-
-def test_write_after_write(checker, cell):
-    copied = checker.task("d2h", "write back", [], [], [cell])
-    with pytest.raises(Race, match='"update" on host writes .* "write back" on d2h writes'):
-        checker.task("host", "update", [], [], [cell])
-    checker.task("host", "update", [copied], [], [cell])
+PROGRAMS = {
+    "h2d w; compute r": False,
+    "h2d w; compute r 0": True,
+    "compute r; h2d w": False,
+    "compute r; mark; h2d w 1": True,
+    "d2h w; host w": False,
+    "d2h w; host w 0": True,
+    "h2d r; host r; compute r": True,
+    "h2d r; d2h r; host w 0": False,
+    "h2d r; d2h r; host w 1": False,
+    "h2d r; d2h r; host w 0 1": True,
+    "h2d w; h2d r": True,
+    "mark; d2h w 0; host - 1; h2d r 2": True,
+    # A mark does not cover what comes after it, and declares what was accessed before it.
+    "mark; compute r; h2d w 0": False,
+    "mark; mark w; d2h r 0": False,
+    "mark; mark w; d2h r 1": True,
+    # On a GPU a wait blocks a stream, not the caller: tasks submitted later are not ordered by it.
+    "h2d w; compute r 0; d2h r": False,
+    "h2d w; sync - 0; d2h r": True,
+    "h2d w; drain; host r": True,
+    "compute r; drain; host w": False,
+}
+"""Steps, each a lane, what it does with the one cell, and the numbers of the steps that it waits for; is it ordered?"""
 
 
-def test_two_reads_are_no_race(checker, cell):
-    checker.task("h2d", "prefetch", [], [cell], [])
-    checker.task("host", "norm", [], [cell], [])
-    checker.wait("forward", [], [cell], [])
+def run(program: str) -> None:
+    checker, cell, events = Checker(), Cell("w"), []
+    for step in program.split("; "):
+        lane, access, *after = [*step.split(), "-"][: max(2, len(step.split()))]
+        waits = [events[int(number)] for number in after]
+        reads, writes = [cell] * (access == "r"), [cell] * (access == "w")
+        event = None
+        if lane == "mark":
+            event = checker.mark(step, reads=reads, writes=writes)
+        elif lane == "sync":
+            checker.synchronize(waits)
+        elif lane == "drain":
+            checker.drain()
+        elif lane == "compute":
+            checker.wait(step, waits, reads, writes)
+        else:
+            event = checker.task(lane, step, waits, reads, writes)
+        events.append(event)
 
 
-@pytest.mark.parametrize("forgotten", [0, 1])
-def test_a_write_is_ordered_after_every_reader(checker, cell, forgotten):
-    readers = [checker.task(lane, f"copy on {lane}", [], [cell], []) for lane in ("h2d", "d2h")]
-    with pytest.raises(Race, match=f"copy on {('h2d', 'd2h')[forgotten]}"):
-        checker.task("host", "update", [readers[1 - forgotten]], [], [cell])
-    checker.task("host", "update", readers, [], [cell])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_that_are_not_ordered_are_races(program):
+    if PROGRAMS[program]:
+        run(program)
+    else:
+        with pytest.raises(Race, match=f"\"{program.rpartition('; ')[2]}\" on .* 'w', not ordered after: "):
+            run(program)
 
 
-def test_tasks_of_one_lane_are_in_order(checker, cell):
-    checker.task("h2d", "first", [], [], [cell])
-    checker.task("h2d", "second", [], [cell], [cell])
-
-
-def test_order_is_transitive_over_lanes(checker, cell):
-    grad = checker.task("d2h", "grad", [checker.mark("backward")], [], [cell])
-    update = checker.task("host", "update", [grad], [], [])
-    checker.task("h2d", "prefetch", [update], [cell], [])
-
-
-def test_a_mark_does_not_cover_what_comes_after_it(checker, cell):
-    mark = checker.mark("early")
-    checker.wait("forward", [], [cell], [])
-    with pytest.raises(Race):
-        checker.task("h2d", "prefetch", [mark], [], [cell])
-
-
-def test_a_mark_declares_what_was_accessed_before_it(checker, cell):
-    early = checker.mark("early")
-    late = checker.mark("backward", writes=[cell])
-    with pytest.raises(Race):
-        checker.task("d2h", "offload", [early], [cell], [])
-    checker.task("d2h", "offload", [late], [cell], [])
-
-
-def test_a_wait_orders_the_compute_lane_only(checker, cell):
-    """On a GPU a wait blocks a stream, not the caller: tasks submitted later are not ordered by it."""
-    copied = checker.task("h2d", "prefetch", [], [], [cell])
-    checker.wait("forward", [copied], [cell], [])
-    with pytest.raises(Race):
-        checker.task("d2h", "offload", [], [cell], [])
-
-
-def test_synchronize_orders_all_that_is_submitted_later(checker, cell):
-    copied = checker.task("h2d", "prefetch", [], [], [cell])
-    checker.synchronize([copied])
-    checker.task("d2h", "offload", [], [cell], [])
-
-
-def test_drain_orders_all_lanes_but_not_the_compute_lane(checker, cell):
-    other = Cell("read by compute")
-    checker.wait("forward", [], [other], [])
-    checker.task("h2d", "prefetch", [], [], [cell])
-    checker.drain()
-    checker.task("host", "update", [], [cell], [])
-    with pytest.raises(Race):
-        checker.task("host", "update", [], [], [other])
-
-
-def test_history_does_not_grow(checker, cell):
+def test_history_does_not_grow():
+    checker, cell = Checker(), Cell("w")
     for _ in range(100):
         event = checker.task("h2d", "prefetch", [checker.mark("forward")], [cell], [])
         checker.wait("forward", [event], [cell], [cell])
-        checker.wait("forward", [], [cell], [])
     assert len(checker.history(cell).accesses) <= 4

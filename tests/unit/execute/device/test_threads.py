@@ -98,23 +98,6 @@ def test_random_failures_cancel_what_depends_on_them_and_nothing_hangs(seed):
     program.lanes.stop()
 
 
-def test_everybody_who_waits_is_woken():
-    lanes = Lanes(lambda task: task.work(), threads={})
-    gate = threading.Event()
-    task = Task("h2d", gate.wait)
-    lanes.submit(task)
-    woken = []
-    waiters = [threading.Thread(target=lambda: (task.join(), woken.append(task.finished))) for _ in range(8)]
-    for waiter in waiters:
-        waiter.start()
-    gate.set()
-    for waiter in waiters:
-        waiter.join(20)
-    assert woken == [True] * 8
-    task.join()  # at once
-    lanes.stop()
-
-
 def test_what_is_queued_still_runs_when_lanes_stop():
     lanes = Lanes(lambda task: task.work(), threads={})
     gate, log = threading.Event(), []
@@ -127,12 +110,3 @@ def test_what_is_queued_still_runs_when_lanes_stop():
     lanes.stop()
     lanes.stop()
     assert log == ["host", "d2h"]
-
-
-def test_threads_are_prepared_before_their_first_task():
-    log = []
-    lanes = Lanes(lambda task: task.work(), threads={}, prepare=lambda lane: log.append((lane, "prepared")))
-    for lane in LANES:
-        lanes.submit(Task(lane, lambda lane=lane: log.append((lane, "task"))))
-    lanes.stop()
-    assert all(log.index((lane, "prepared")) < log.index((lane, "task")) for lane in LANES)

@@ -1,10 +1,19 @@
-"""Saved tensors on their way to the host and back: in one copy call, and exactly as they were."""
+"""Saved tensors on their way to the host and back, exactly as they were; forwards in the smallest arena."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lt_offload.errors import OverBudget
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, Moved
+from lt_offload.execute.memory.groups import Layout
+from lt_offload.execute.memory.streaming import Streaming
+from lt_offload.execute.memory.tensors import Weight
 from tests.support.hostile.device import HostileDevice
 
 MODES = ["lazy", "random", "thread"]
@@ -86,28 +95,6 @@ def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device
     assert pool.nbytes == 4096
 
 
-def test_one_call_copies_them_all_and_each_is_counted(device: HostileDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    copy_all = device.copy_all
-
-    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        calls.append(len(targets))
-        copy_all(targets, sources)
-
-    monkeypatch.setattr(device, "copy_all", counted)
-    pool = HostPool(device)
-    with device.accounting():
-        tensors = saved()
-        before = device.memory()
-        offloader, moved = travel(device, pool, tensors)
-        assert device.memory() == before + 8 * 16 * 4 + 40 * 2 + 32 * 12 * 4
-        device.wait()
-        offloader.arrived(moved[0].storage)
-        offloader.close()
-        assert device.memory() == before
-    assert calls == [3, 3]
-
-
 def test_memory_for_many_is_held_against_the_budget(device: HostileDevice) -> None:
     parts = [(torch.Size([1 << 16]), torch.float32)] * 4
     with device.accounting():
@@ -116,3 +103,28 @@ def test_memory_for_many_is_held_against_the_budget(device: HostileDevice) -> No
             device.empty_all(parts[:1])
         assert [tensor.numel() for tensor in first] == [1 << 16] * 4
     device.empty_all(parts)  # outside of iterations nobody counts
+
+
+ROOM = 512
+"""What each of the weights takes of an arena."""
+
+
+@pytest.mark.parametrize("blocks", [0.5, 1, 1.5, 2, 3])
+def test_what_is_computed_with_stays_until_then(blocks: float) -> None:
+    """The next block is fetched where there is room beside the one that runs, and takes nothing from that."""
+    device = HostileDevice(1 << 16, "lazy", check=True)
+    weights = [Weight(i, f"w{i}", nn.Parameter(torch.full((ROOM // 4,), float(i)))) for i in range(3)]
+    sequence = [[weight] for weight in weights]
+    residency: Any = SimpleNamespace(run_releases=lambda: None, unsettle=lambda: None)
+    streaming = Streaming(device, sequence, Layout(device, weights, sequence, None), residency)
+    device.reserve(int(blocks * ROOM))
+    try:
+        for index in (0, 1, 2, 0, 1):
+            if blocks < 1:
+                with pytest.raises(OverBudget, match=f"block {index} needs 512 B of weights, more than"):
+                    streaming.forward(index, lambda: None, (), {})
+                continue
+            found = streaming.forward(index, lambda index=index: weights[index].param.detach().clone(), (), {})
+            assert torch.equal(found, torch.full((ROOM // 4,), float(index)))
+    finally:
+        device.close()

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.engine import Engine
+from lt_offload.execute.memory.common import share_out
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
 from lt_offload.execute.memory.tensors import States, Weight, add_in_order, carve
-from lt_offload.model.blocks import find_blocks
-from lt_offload.plan.assembly.groups import group_tensors
-from lt_offload.plan.assembly.ops import Draft
-from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
-from tests.support import models, plans
+from lt_offload.schema.plan import ALIGNMENT, Payload, TensorGroup
 from tests.support.hostile.device import HostileDevice
 
 SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
@@ -35,48 +33,13 @@ def weights_of(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Weight]:
     return [Weight(i, f"w{i}", torch.nn.Parameter(tensor)) for i, tensor in enumerate(made)]
 
 
-def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...] = (), **fields: Any) -> Draft:
-    lane = "h2d" if kind == "prefetch" else "none" if kind == "drop" else "d2h"
-    return Draft(
-        **{"payload": "weight"} | fields,
-        id=id,
-        kind=kind,
-        step=0,
-        block=0,
-        lane=lane,
-        tensors=tensors,
-        offsets=offsets,
-    )
-
-
-def plan_of(weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)) -> Plan:
-    grouped = group_tensors(
-        ops,
-        {},
-        weight_bytes=[aligned(weight.nbytes) for weight in weights],
-        state_bytes=state_bytes,
-        first_block=[0] * len(weights),
-    )
-    return Plan(
-        fingerprint="",
-        model="",
-        planner="test",
-        batch_size=1,
-        sequence_length=1,
-        budget_bytes=1,
-        host_budget_bytes=1,
-        options=("keep",),
-        update_places=("device",) * len(SHAPES),
-        timeline=one_batch(1),
-        groups=grouped.groups,
-        initial=(),
-        ops=grouped.ops,
-        gradient_bytes=1 << 20,
-        arena_bytes=1 << 20,
-        predicted=Prediction(
-            iteration_s=1.0, lower_bound_s=1.0, no_offload_s=1.0, device_peak_bytes=1, host_peak_bytes=1
-        ),
-    )
+def apart(device: HostileDevice, weights: list[Weight], *, states: bool = False) -> list[LiveGroup]:
+    """A group for each of ``weights``, or for the two states of each."""
+    payload: Payload = "state" if states else "weight"
+    sizes = [aligned(weight.nbytes * (1 + states)) for weight in weights]
+    groups = [TensorGroup(payload=payload, tensors=(at,), sizes=(size,)) for at, size in enumerate(sizes)]
+    found = Layout(device, weights, [weights], groups).all
+    return [group for group in found if isinstance(group.members[0], States) == states]
 
 
 @pytest.fixture
@@ -87,41 +50,26 @@ def device() -> Any:
     made.close()
 
 
-def offsets_of(weights: list[Weight], start: int = 0, gaps: tuple[int, ...] = ()) -> tuple[int, ...]:
-    found = []
-    for weight in weights:
-        start += ALIGNMENT if weight.index in gaps else 0
-        found.append(start)
-        start += aligned(weight.nbytes)
-    return tuple(found)
-
-
-def members(groups: list[LiveGroup]) -> list[list[int]]:
-    return [[member.index for member in group.members] for group in groups]
-
-
 @pytest.mark.parametrize("gaps", [(), (1,), (1, 3)])
 def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int, ...]) -> None:
-    """Dropped apart, so that there is a group for each, but fetched together."""
     weights = weights_of()
     before = [weight.host.clone() for weight in weights]
-    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights, gaps=gaps))
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
-    assert members(layout.all) == [[0], [1], [2], [3], [4]]
-    for group, offset in zip(layout.all, fetch.offsets, strict=True):
+    groups, offset = apart(device, weights), 0
+    for at, group in enumerate(groups):
+        offset += ALIGNMENT if at in gaps else 0
         group.attach(device.place(offset, group.room))
-    assert len(coalesced(layout.all)) == 1 + len(gaps)
-    transfer = Transfer(device, layout.all, label="fetch")
-    event = transfer.fetch()
+        offset += group.room
+    assert len(coalesced(groups)) == 1 + len(gaps)
+    event = Transfer(device, groups, label="fetch").fetch()
     assert event is not None
-    device.wait(event, reads=[group.buffer for group in layout.all if group.buffer is not None])
+    device.wait(event, reads=[group.buffer for group in groups if group.buffer is not None])
     assert all(torch.equal(w.view, x) for w, x in zip(weights, before, strict=True) if w.view is not None)
 
     for weight in weights[1:3]:
         assert weight.view is not None
         weight.view.add_(1)
         weight.group.changed_on_device()
-    event = Transfer(device, layout.all, label="back").write_back()
+    event = Transfer(device, groups, label="back").write_back()
     assert event is not None
     device.synchronize(event)
     for weight, old in zip(weights, before, strict=True):
@@ -130,13 +78,29 @@ def test_copies_are_as_few_as_the_ranges(device: HostileDevice, gaps: tuple[int,
 
 
 def test_what_is_apart_on_the_host_is_not_one_range(device: HostileDevice) -> None:
-    weights = weights_of()
-    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights))
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
-    first, _, third, *_ = layout.all
+    first, _, third, *_ = apart(device, weights_of())
     first.attach(device.place(0, first.room))
     third.attach(device.place(first.room, third.room))
     assert [host.data_ptr() for host, _ in coalesced([first, third])] == [first.host.data_ptr(), third.host.data_ptr()]
+
+
+def test_states_travel_as_they_are_and_none_grows_beyond_its_room(device: HostileDevice) -> None:
+    (weight,) = weights = weights_of(((16, 16),))
+    (group,) = apart(device, weights, states=True)
+    made = {"step": torch.tensor(1.0), "m": torch.randn(16, 16), "v": torch.randn(16, 16)}
+    before = {name: tensor.clone() for name, tensor in made.items()}
+    weight.states.refresh(made)
+    group.attach(device.place(0, group.room))
+    event = Transfer(device, [group], label="fetch").fetch()
+    assert event is not None
+    device.wait(event)
+    assert {name: torch.equal(view, before[name]) for name, view in weight.states.on_device.items()} == {
+        "m": True,
+        "v": True,
+    }
+    group.detach()
+    with pytest.raises(OverBudget, match="the plan has kept"):
+        weight.states.refresh({"m": torch.zeros(1000)})
 
 
 def test_saving_one_tensor_writes_its_bytes_only(device: HostileDevice) -> None:
@@ -147,59 +111,6 @@ def test_saving_one_tensor_writes_its_bytes_only(device: HostileDevice) -> None:
         file = io.BytesIO()
         torch.save(tensor, file)
         assert file.tell() < 4096
-
-
-def test_states_share_the_layout_of_the_arena(device: HostileDevice) -> None:
-    weights = weights_of()
-    rooms = tuple(aligned(2 * w.nbytes) for w in weights)
-    offsets = tuple(sum(rooms[:i]) for i in range(len(rooms)))
-    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets, payload="state")
-    layout = Layout(device, weights, [weights], plan_of(weights, fetch, state_bytes=rooms))
-    (group,) = [p for p in layout.all if isinstance(p.members[0], States)]
-    assert not group.filled
-    made = [{"step": torch.tensor(1.0), "m": torch.randn_like(w.host), "v": torch.randn_like(w.host)} for w in weights]
-    before = [{name: tensor.clone() for name, tensor in state.items()} for state in made]
-    for weight, state in zip(weights, made, strict=True):
-        weight.states.refresh(state)
-    group.attach(device.place(0, group.room))
-    event = Transfer(device, [group], label="fetch").fetch()
-    assert event is not None
-    assert len(coalesced([group])) == 1
-    device.wait(event)
-    for weight, state in zip(weights, before, strict=True):
-        assert all(torch.equal(view, state[name]) for name, view in weight.states.on_device.items())
-        assert len(weight.states.on_device) == 2
-
-    group.detach()
-    swapped = {"v": made[0]["v"], "m": made[0]["m"]}  # the same tensors, each in the other's place
-    weights[0].states.refresh(swapped)
-    assert all(torch.equal(swapped[name], before[0][name]) for name in swapped)
-    with pytest.raises(OverBudget, match="the plan has kept"):
-        weights[0].states.refresh({"m": torch.zeros(1000)})
-
-
-def test_copies_per_iteration_do_not_depend_on_the_number_of_tensors() -> None:
-    model = models.build("llama", layers=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    structure = find_blocks(model)
-    plan = plans.streamed(structure, optimizer, options=("keep",), places=("host",))
-    device = HostileDevice(1 << 26, "lazy", check=True)
-    engine = Engine(model, optimizer, plan, device, structure=structure)
-    copies = []
-    copy = device.copy
-    device.copy = lambda target, source: copies.append(1) or copy(target, source)  # type: ignore[method-assign,func-returns-value]
-    engine.install()
-    try:
-        for _ in range(2):
-            copies.clear()
-            with engine.iteration():
-                model(**models.batch(model)).loss.backward()
-        engine.drain()
-        moves = [o for o in plan.ops if o.lane in ("h2d", "d2h")]
-        assert len(copies) == len(moves)
-    finally:
-        engine.remove()
-        device.close()
 
 
 def test_places_are_added_up_in_their_order_piece_by_piece() -> None:
@@ -213,3 +124,11 @@ def test_places_are_added_up_in_their_order_piece_by_piece() -> None:
     assert found is places[0]
     assert torch.equal(found, expected)
     assert all(map(torch.equal, places[1:], before))
+
+
+@given(st.lists(st.integers(0, 1000)), st.integers(1, 5))
+def test_nobody_has_more_than_the_largest_tensor_above_others(sizes: list[int], count: int) -> None:
+    owners = share_out(sizes, count)
+    held = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(count)]
+    assert sum(held) == sum(sizes)
+    assert max(held) - min(held) <= max(sizes, default=0)

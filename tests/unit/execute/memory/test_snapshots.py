@@ -51,13 +51,6 @@ def test_two_snapshots_share_what_has_not_changed_between_them() -> None:
     assert owner.nbytes == 0
 
 
-def test_the_order_in_which_to_read() -> None:
-    owner, one, other = Snapshots(), torch.ones(4), torch.ones(4)
-    snapshot = taken(owner, one, other)
-    assert [snapshot.rank(t.untyped_storage()) for t in (one, other, torch.ones(1))] == [0, 1, -1]
-    assert [snapshot.holds(t.untyped_storage()) for t in (one, torch.ones(1))] == [True, False]
-
-
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set as soon as somebody waits."""
@@ -115,15 +108,6 @@ def test_a_change_waits_while_it_is_being_read(waiting: threading.Event) -> None
     thread.join()
     assert tensor.tolist() == [2, 2, 2, 2]
     assert owner.nbytes == 0
-
-
-def test_what_is_given_up_takes_no_room() -> None:
-    owner, one, other = Snapshots(), torch.ones(4), torch.ones(4)
-    snapshot = taken(owner, one, other)
-    owner.changing([one])
-    snapshot.close()
-    assert owner.nbytes == 0
-    assert not owner.wants([one, other])
 
 
 def test_nothing_is_read_when_changes_are_no_longer_announced() -> None:

@@ -73,13 +73,6 @@ def test_another_order_is_not_continued(change: dict[str, int]) -> None:
         order().load_state_dict(state)
 
 
-def test_an_order_saved_before_there_were_groups_continues() -> None:
-    state = {"position": 2, "count": 11, "batch_size": 2, "seed": 3}
-    batches = order()
-    batches.load_state_dict(state)
-    assert list(batches) == list(order())[2:]
-
-
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_batches_of_like_lengths(epoch: int) -> None:
     def padding(batches: ResumableBatches) -> float:

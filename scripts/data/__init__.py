@@ -1,1 +1,0 @@
-"""Programs that compare the data side of fine-tuning with others."""

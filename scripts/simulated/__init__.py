@@ -1,1 +1,0 @@
-"""What plans say about cards: figures that are simulated, and tables of them."""
