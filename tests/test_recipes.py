@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from lt_offload.cli import recipes
-from lt_offload.cli.draft.ways import SimulatedStep
+from lt_offload.cli.draft import SimulatedStep
 from lt_offload.cli.main import main
 from lt_offload.plan import check
 from lt_offload.profiling.from_config import load_model_config

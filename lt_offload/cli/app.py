@@ -64,11 +64,8 @@ class Parser(LightningArgumentParser):
 class App(LightningCLI):
     """The module, data module and trainer of a chain of recipe files and flags; nothing runs yet.
 
-    Args:
-        verb: function of ``verbs`` that will be called; its parameters are flags of their own.
-        recipe: the recipe's own file.
-        files: all files that make it up, each one overriding the ones before.
-        args: flags, overriding the files.
+    Parameters of ``verb``, which will be called, are flags of their own. Of ``files``, which make ``recipe`` up, each
+    one overrides the ones before, and ``args`` override all.
     """
 
     def __init__(self, verb: Callable[..., int], recipe: Path, files: Sequence[Path], args: Sequence[str]) -> None:

@@ -171,7 +171,7 @@ def configuration(app: App) -> PreTrainedConfig:
     try:
         module.count_tokens()
     except ConfigError:  # a plan needs nothing from the hub
-        module.assume_tokens(config.vocab_size + len(module.new_tokens))
+        module.vocabulary = config.vocab_size + len(module.new_tokens)
         say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
     return config
 

@@ -48,22 +48,10 @@ def export(
 ) -> Path:
     """Write ``model``, with its adapters merged, and ``tokenizer``, and return their path.
 
-    Args:
-        model: a Hugging Face model, possibly with adapters; its weights must be complete on the host.
-        tokenizer: the one it was trained with.
-        folder: must not exist or be empty; for ``gguf`` also the name of a file that does not exist.
-        merge: write adapters into the weights; if false, the adapters alone are written. No matter without adapters.
-            A base of four bits is written as what it stands for, in the dtype of the model.
-        format: ``hf`` for a folder as ``from_pretrained`` reads it; ``adapter`` for the adapters alone, as peft reads
-            them; ``gguf`` for one file as llama.cpp reads it, in a folder with this name or under this name.
-        dtype: of the weights that are written; None: as they are.
-        max_shard_size: of one file of a folder.
-        quantize: ``q8_0`` writes the matrices of a GGUF file in 8 bits.
-        ends: tokens that end an answer, as it was trained; the generation settings of a whole model's folder name them,
-            so that other programs stop there, too.
-
-    Raises:
-        ConfigError: if there is something already, nothing to write, or it cannot be written in this format.
+    The settings are the flags of ``lt-finetune export``. The weights of ``model``, a Hugging Face model, must be
+    complete on the host; a base of four bits is written as what it stands for, in the dtype of the model. Answers end
+    at ``ends``, too: the generation settings of a whole model's folder say so, so that other programs stop there.
+    Raises ``ConfigError`` if there is something already, nothing to write, or it cannot be written in this format.
     """
     shard_bytes = parse_bytes(max_shard_size, setting="max_shard_size", least=1)
     whole: Any = model

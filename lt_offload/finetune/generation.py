@@ -15,12 +15,9 @@ from lt_offload.finetune.unused import refuse_unused
 
 
 class Sampler:
-    """A choice of the next token from the logits of the last one.
+    """A choice of the next token from the logits of the last one, as the flags of these names say.
 
-    Args:
-        temperature: 0 takes the most likely token; above, logits are divided by it and a token is drawn.
-        top_p: draw from the most likely tokens only that together have this probability.
-        seed: of the draws, which are made on the host and so the same on every device.
+    Draws are made on the host, and so are the same on every device.
     """
 
     def __init__(self, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
@@ -51,16 +48,6 @@ class Sampler:
         for warper in self._warpers:
             scores = warper(None, scores)
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
-
-
-def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
-    """Raise ``ConfigError`` if a prompt of so many ``tokens`` and its answer are longer than the model's context."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and tokens + max_new_tokens > longest:
-        raise ConfigError(
-            f"a prompt of {tokens} tokens and an answer of max_new_tokens={max_new_tokens} are longer than the model's "
-            f"context of {longest}; lower --max_new_tokens, or write less"
-        )
 
 
 def room_for_answer(config: Any, tokens: int, max_new_tokens: int) -> int:
@@ -112,20 +99,13 @@ def continuation(
     remembered: Remembered | None = None,
     refused: Callable[[Exception], None] | None = None,
 ) -> list[int]:
-    """Return the tokens that follow ``ids``, up to and without an ``end``.
+    """Return the tokens that follow the prompt ``ids``, of shape (1, n), up to and without an ``end``.
 
-    The whole model runs once for each token, so weights that are streamed travel once per token.
-
-    Args:
-        model: a Hugging Face model, possibly with adapters.
-        ids: the prompt, of shape (1, n).
-        max_new_tokens: tokens after which to stop if the model does not.
-        end: tokens that end the text; None: none does.
-        choose: the next token from its logits; None: the most likely one.
-        heard: told every token at once; stops by returning False.
-        remembered: tokens that the model has seen; afterwards also ``ids`` and the answer.
-        refused: told of an error for want of device memory, instead of raising it; nothing follows or is remembered
-            then.
+    The whole model runs once for each token, so weights that are streamed travel once per token. ``choose`` takes the
+    next token from its logits (None: the most likely one). ``heard`` is told every token at once, and stops by
+    returning False. ``remembered`` are tokens that the model has seen; afterwards also ``ids`` and the answer.
+    ``refused`` is told of an error for want of device memory, instead of raising it; nothing follows or is remembered
+    then.
     """
     choose = choose or Sampler()
     remembered = remembered or Remembered()

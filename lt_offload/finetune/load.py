@@ -61,19 +61,10 @@ def load_model(
     dropout: float | None = None,
     as_stored: bool = False,
 ) -> PreTrainedModel:
-    """Return model ``name`` in host memory, in training mode.
+    """Return model ``name`` in host memory, in training mode, with the settings of ``FineTune``.
 
-    Args:
-        name: name on the hub, folder, GGUF file, or ``smollm2-135m-instruct``.
-        architecture: see :func:`load_config`; must describe the same shapes as the pretrained model.
-        init: ``pretrained`` weights, or ``random`` ones of the same architecture.
-        dtype: of the weights.
-        attention: implementation of attention; None: the fastest that the architecture has.
-        dropout: if not None, replaces every dropout probability of the configuration.
-        as_stored: pretrained weights have the dtype of their file, so that it may stay where they are.
-
-    Raises:
-        ConfigError: if the model cannot be had.
+    With ``as_stored`` pretrained weights have the dtype of their file, so that it may stay where they are. Raises
+    ``ConfigError`` if the model cannot be had.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -203,7 +203,7 @@ class FineTune(LightningModule):
         """Names of the parameters that are matrices, before a strategy cuts them into pieces."""
         self._base: dict[str, Description] = {}
         """Frozen tensors that checkpoints leave out, as they are loaded from ``name``."""
-        self._vocabulary: int | None = None
+        self.vocabulary: int | None = None
         """Number of tokens of the data's tokenizer; None: not known yet."""
         self._losses: list[Tensor] = []
         """Losses of the batches of the present update so far."""
@@ -248,7 +248,7 @@ class FineTune(LightningModule):
         if data is None or self.model is not None:
             return
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
-        self._vocabulary = len(data.tokenizer)
+        self.vocabulary = len(data.tokenizer)
         self._check_rows(config.get_text_config().vocab_size, self.init)
         check_data(config, max_length=data.max_length)
         absent = [token for token in self.new_tokens if token not in data.tokenizer.get_vocab()]
@@ -335,13 +335,9 @@ class FineTune(LightningModule):
 
     def count_tokens(self) -> int | None:
         """Return the number of tokens of the tokenizer, None if it is the model's own."""
-        if self._vocabulary is None and (self.new_tokens or self.tokenizer is not None):
-            self._vocabulary = len(load.load_tokenizer(self.tokenizer or self.name, self.new_tokens))
-        return self._vocabulary
-
-    def assume_tokens(self, count: int) -> None:
-        """Take ``count`` for the number of tokens of a tokenizer that cannot be loaded."""
-        self._vocabulary = count
+        if self.vocabulary is None and (self.new_tokens or self.tokenizer is not None):
+            self.vocabulary = len(load.load_tokenizer(self.tokenizer or self.name, self.new_tokens))
+        return self.vocabulary
 
     def _tell_untrained(self, model: Any, held: Sequence[str] | None, advice: str) -> None:
         """Warn of embeddings of new tokens that stay as they were drawn, as adapters do not hold them."""

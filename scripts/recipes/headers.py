@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli import recipes
-from lt_offload.cli.draft.ways import RAM, SimulatedStep, header
+from lt_offload.cli.draft import RAM, SimulatedStep, header
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.schema.plan import Plan
 from scripts.common import RESULTS, now, read_json, save, when

@@ -11,7 +11,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.preflight import check_early
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune import load
-from lt_offload.finetune.generation import Sampler, check_length
+from lt_offload.finetune.generation import Sampler, room_for_answer
 from lt_offload.finetune.run.samples import prompts
 from lt_offload.finetune.terminal import clear, status
 
@@ -51,7 +51,12 @@ def generate(
     loader: DataLoader[Any] = DataLoader(request, batch_size=None)
     count = request[0]["input_ids"].shape[1]
     architecture = app.model.architecture if app.model.init == "random" else None
-    check_length(load.load_config(app.model.name, architecture), count, max_new_tokens)
+    room = room_for_answer(load.load_config(app.model.name, architecture), count, max_new_tokens)
+    if room < max_new_tokens:
+        raise ConfigError(
+            f"a prompt of {count} tokens and an answer of max_new_tokens={max_new_tokens} are longer than the model's "
+            f"context of {count + room}; lower --max_new_tokens, or write less"
+        )
     status("loading the model")
     try:
         results: Any = app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True)

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 
 from lt_offload.cli import messages
-from lt_offload.cli.draft.model import NamedModel, named
-from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, SimulatedStep, WayToTrain, header
+from lt_offload.cli.draft import BATCH, Drafts, Machine, NamedModel, SimulatedStep, WayToTrain, header, named
 from lt_offload.cli.outputs import check_output, print_table
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.terminal import clear, say, status

@@ -60,13 +60,10 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A row as text, with the learned parts of it.
+    """A row as text, to be tokenised as a whole, with the ranges of characters in it that are learned.
 
-    Args:
-        text: to be tokenised as a whole.
-        learned: ranges of characters.
-        plain: whether the tokenizer adds its own tokens, as the one that begins a text; a chat template writes them.
-        notes: changes that were made to write it, and its unusual features.
+    To a ``plain`` one the tokenizer adds its own tokens, as the one that begins a text; a chat template writes them.
+    ``notes`` are changes that were made to write it, and its unusual features.
     """
 
     text: str

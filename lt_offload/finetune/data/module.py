@@ -57,7 +57,7 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _Settings:
+class _DataSettings:
     """The settings of :class:`FineTuneData`, each declared once."""
 
     model: str = field(kw_only=False)
@@ -92,7 +92,7 @@ class _Settings:
         """Hand over to the class that has the settings."""
 
 
-class FineTuneData(_Settings, LightningDataModule):
+class FineTuneData(_DataSettings, LightningDataModule):
     """Text or instructions as token batches, from files or from the hub.
 
     The training order depends on ``seed`` and the epoch only; a resumed run takes it up in the middle of an epoch.
@@ -150,7 +150,7 @@ class FineTuneData(_Settings, LightningDataModule):
     """Batches say how many tokens are trained in all of their update, if the module asks for it."""
 
     def __post_init__(self) -> None:
-        super(_Settings, self).__init__()
+        super(_DataSettings, self).__init__()
         least = {"max_length": 2, "batch_size": 1, "num_workers": 0, "stream_buffer": 1}
         least |= {"validation_rows": 0, "validation_seed": 0, "num_proc": 1}
         for setting, low in least.items():

@@ -50,11 +50,7 @@ _LABEL = 30
 
 
 class RunSummary(Callback):
-    """A callback that collects the summary of a run, and writes ``environment.json`` and ``summary.json``.
-
-    Args:
-        folder: the run folder; None: nothing is written.
-    """
+    """A callback that collects the summary of a run, and writes it and the environment into ``folder``, if any."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lt_offload.cli.draft.model import named
-from lt_offload.cli.draft.ways import METHODS, Drafts, Method, SimulatedStep, WayToTrain, best, header
+from lt_offload.cli.draft import METHODS, Drafts, Method, SimulatedStep, WayToTrain, best, header, named
 from lt_offload.cli.main import main
 from lt_offload.schema.plan import Plan
 from scripts.recipes.headers import hardware_of, lines_of, title_of, with_header

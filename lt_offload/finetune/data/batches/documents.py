@@ -21,13 +21,9 @@ _AT_ONCE = 1000
 
 
 class Documents(Sequence[Example]):
-    """Tokenised rows, in order.
+    """Tokenised rows, in order: lists of integers in two columns of a data set, and file and row in ``place``.
 
-    Args:
-        dataset: with lists of integers in two columns, and the file and row of an example in ``place``.
-        ids: name of the first column.
-        labels: name of the second one.
-        bad: number of rows that were left out.
+    ``bad`` is the number of rows that were left out.
     """
 
     def __init__(self, dataset: Dataset, ids: str = "ids", labels: str = "labels", *, bad: int = 0) -> None:

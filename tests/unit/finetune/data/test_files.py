@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.files import DataFiles, find_files
+from lt_offload.finetune.data.sources import DataFiles, find_files
 
 
 def find(folder: Path, names: str, split: str = "train", setting: str = "data.path") -> DataFiles:
