@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from lt_offload import offloaded, solve
 from lt_offload.errors import ConfigError
@@ -141,4 +141,16 @@ def test_which_norms_are_known_when_a_backward_has_ended(window: int, where: str
         assert len(known) == len(engine.weights)
         assert all((norm is not None) is (window == 1 or where == "device") for norm in known)
         engine.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+
+
+def test_another_type_of_norm_reads_gradients_whose_norms_are_known() -> None:
+    model = models.build("llama")
+    optimizer = make_optimizer(model, "adamw-fused")
+    batch = models.batch(model)
+    with offloaded(model, optimizer, batch, memory="100MB", accelerator="cpu", delayed=True) as engine:
+        model(**batch).loss.backward()
+        assert any(weight.total is not None and weight.total.norm is not None for weight in engine.weights)
+        largest = get_total_norm([p.grad.clone() for p in model.parameters() if p.grad is not None], math.inf)
+        assert equal(engine.clip_grad_norm_(MAX_NORM, math.inf), largest)
         optimizer.step()

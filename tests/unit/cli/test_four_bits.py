@@ -61,4 +61,4 @@ def test_a_run_of_four_bits_is_read_again(recipe: str, capsys: pytest.CaptureFix
     assert "val_loss" in capsys.readouterr().out
     assert main(["generate", "run", "--prompt", "the", "--max_new_tokens", "2"]) == 0
     assert main(["run", "--resume", "--trainer.max_steps", "2", "--trainer.max_epochs", "2"]) == 0
-    assert "steps          2" in capsys.readouterr().out
+    assert "steps 2" in " ".join(capsys.readouterr().out.split())
