@@ -76,12 +76,6 @@ def compile_template(text: str) -> Any:
     return _compile_jinja_template(text)
 
 
-def train_batch_size(trainer: Any) -> int:
-    """Return the samples of a batch of a Trainer, which may have found them out itself."""
-    size: int = trainer._train_batch_size
-    return size
-
-
 def items_in_batch(trainer: Any, batches: list[Any], device: Any) -> Any:
     """Return the divisor of the losses of an update, so that a measured step has the loss of a real one."""
     return trainer._get_num_items_in_batch(batches, device)

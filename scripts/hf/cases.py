@@ -311,6 +311,7 @@ def lora_and_head() -> Any:
 _STEPS = {"eval_strategy": "steps", "eval_steps": 2}
 _EVALUATED: Mapping[str, Any] = {
     **_STEPS,
+    "per_device_eval_batch_size": 1,  # the smallest budget is that of the training
     "_eval_dataset": rows(9, seed=5),
     "_compute_metrics": accuracy,
 }

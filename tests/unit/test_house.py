@@ -62,6 +62,7 @@ ROOMS_OF_EXECUTE = (
     ("training",),
     ("engine",),
     ("execute",),  # __init__.py
+    ("installed",),
 )
 WITHOUT_TORCH = ("plan", "schema", "report")
 TORCH = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}

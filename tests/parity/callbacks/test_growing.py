@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lt_offload import OffmateStrategy
 from lt_offload.errors import OverBudget
 from lt_offload.profiling.step.first import FirstStep
+from lt_offload.strategy.first.growing import Growth
 from tests import sampling
 from tests.support.trainers import Module, differences, fit, state_differences, tight
 
@@ -100,7 +101,7 @@ def test_each_that_is_larger_is_planned_for(window: dict[str, Any], activation_o
 
 
 def test_without_another_plan_the_largest_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OffmateStrategy, "_outgrown", lambda strategy, batch: None)
+    monkeypatch.setattr(Growth, "outgrown", lambda *_: None)
     with pytest.raises(OverBudget):
         fit(OffmateStrategy(memory=tight(seeded().model)), seeded())
 
