@@ -7,7 +7,6 @@ newest. Libraries are imported where they are used: most programs need one of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 LOSS_FUNCTION = "_loss_function"
@@ -73,10 +72,6 @@ def compile_template(text: str) -> Any:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(text)
-
-
-train_batch_size: Callable[[Any], int] = attrgetter("_train_batch_size")
-"""The samples of a batch of a Trainer, which may have found them out itself."""
 
 
 def items_in_batch(trainer: Any, batches: list[Any], device: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_offload.errors import OverBudget
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.training.passes import Passes
 from lt_offload.hf import head, others, report
@@ -32,6 +33,7 @@ from lt_offload.strategy.first.planning import Planning
 from lt_offload.strategy.first.survey import FirstIteration
 from lt_offload.strategy.metrics import figures
 from lt_offload.strategy.replay import Before, load_plan, record
+from lt_offload.units import format_bytes
 
 _UNFREEZE = (
     "a Trainer's own optimizer holds the weights that train when train() is called: unfreeze them before, or give all "
@@ -238,6 +240,9 @@ class Run(Planning):
             raise without_backward(self.trainer)
         return super()._plan_watched(known, first)
 
+    def _replayed(self, path: str | Path, profile: Profile, budget: int) -> Plan:
+        return load_plan(path, budget)  # the first batch may be smaller than the one that it was made for
+
     def _install(self, plan: Plan | None, budget: int) -> None:
         assert plan is not None
         first, structure = self._watched, self._structure()
@@ -319,9 +324,25 @@ class Run(Planning):
         assert self.plan is not None and self.profile is not None
         return took is not None and took <= room_within(self.plan.budget_bytes, self.profile) - self.plan.arena_bytes
 
-    def inference(self) -> AbstractContextManager[None]:
-        """Return a context that holds the memory of an evaluation's step against the budget."""
-        return self.engine.inference() if self.engine is not None else nullcontext()
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Hold the memory of an evaluation's step against the budget.
+
+        Raises:
+            OverBudget: with the settings that help.
+        """
+        if self.engine is None:
+            yield
+            return
+        try:
+            with self.engine.inference():
+                yield
+        except OverBudget as error:
+            size = self.trainer.args.per_device_eval_batch_size
+            raise OverBudget(
+                f"an evaluation needs more than memory={format_bytes(self.engine.device.budget)}: set a smaller "
+                f"per_device_eval_batch_size (it is {size}), eval_accumulation_steps, or memory= to more ({error})"
+            ) from error
 
     # -- records -----------------------------------------------------------------------------------------------------
 

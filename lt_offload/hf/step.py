@@ -99,7 +99,7 @@ class TrainingStep:
         items = items_in_batch(trainer, [batch], trainer.args.device)
         try:
             with at_backward(_end):
-                trainer.training_step(self._model, batch, items)
+                trainer._theirs.training_step(self._model, batch, items)
         except _Reached as reached:
             return reached.loss
         raise without_backward(trainer)

@@ -25,6 +25,7 @@ from lt_offload.compat.torch import tree_leaves
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.batch import Size, is_padded
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.parts import extent
@@ -40,7 +41,6 @@ from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.first import sample
-from lt_offload.strategy.first.survey import following
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
 from lt_offload.strategy.replan import follow, steps_left
 from lt_offload.strategy.replay import Before
@@ -357,7 +357,8 @@ class OffmateStrategy(Checkpoints):
         with ExitStack() as self._step:
             self._iterate(self._step, grad_norm=norm)
             if self._watches:
-                self._step.enter_context(following(self._optimizer, self._begin_step))
+                # When the closure of the step has returned.
+                self._step.callback(StepHooks(self._optimizer, self._begin_step).remove)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

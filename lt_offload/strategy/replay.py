@@ -19,7 +19,6 @@ from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute.memory.common import check_beside
 from lt_offload.model.batch import Size
 from lt_offload.plan import Settings, check
-from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import measured_before
 from lt_offload.schema.files import from_json, to_json
 from lt_offload.schema.plan import PLAN_SCHEMA, Plan, problems
@@ -231,14 +230,13 @@ class Before:
             return None
         return replace(profile, hardware=machine)
 
-    def own_plan(self, profile: Profile, settings: Settings, budget: int, *, evaluated: int = 0) -> Plan | None:
+    def own_plan(self, profile: Profile, settings: Settings, budget: int) -> Plan | None:
         """Return the plan of the run before, None if there is none or it cannot be carried out here.
 
         Args:
             profile: of the run that goes on.
             settings: of its plans.
             budget: bytes of the device.
-            evaluated: bytes of evaluations beside the plan's.
         """
         if self.plan is None:
             return None
@@ -249,8 +247,7 @@ class Before:
             return None
         host = min(plan.host_budget_bytes, settings.host_budget(profile.hardware))
         plan = replace(plan, budget_bytes=min(plan.budget_bytes, budget), host_budget_bytes=host)
-        lacks = evaluated > room_within(plan.budget_bytes, profile) - plan.arena_bytes
-        why = next(self._misfits(plan, profile, settings), "it has no room for evaluations" if lacks else None)
+        why = next(self._misfits(plan, profile, settings), None)
         if why is not None:
             self.say(f"the checkpoint's plan does not serve here, and the run is planned again: {why}")
             return None

@@ -311,6 +311,9 @@ def lora_and_head() -> Any:
 _STEPS = {"eval_strategy": "steps", "eval_steps": 2}
 _EVALUATED: Mapping[str, Any] = {
     **_STEPS,
+    # The smallest budget is that of the training.
+    "per_device_eval_batch_size": 1,
+    "eval_accumulation_steps": 1,
     "_eval_dataset": rows(9, seed=5),
     "_compute_metrics": accuracy,
 }

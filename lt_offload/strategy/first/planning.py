@@ -376,7 +376,7 @@ class Planning(Processes):
         self.profile = profile = profiled(1 if count == "auto" else count)
         warn_of_change(self.run_before.batch_size, profile.batch_size)
         if path is not None:
-            self.plan = replay.replay(path, profile, budget)
+            self.plan = self._replayed(path, profile, budget)
             return
         self.plan = self.run_before.own_plan(profile, self.settings, budget)
         if self.plan is not None:
@@ -391,6 +391,9 @@ class Planning(Processes):
         else:
             plan = self._make_plan(profile, settings)
         self.plan = self.of_first(partial(compared, plan, self.profile, settings))
+
+    def _replayed(self, path: str | Path, profile: Profile, budget: int) -> Plan:
+        return replay.replay(path, profile, budget)
 
     def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
         self._replanning = follow(settings, profile)

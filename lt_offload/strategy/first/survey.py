@@ -17,7 +17,6 @@ from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.user_code.logits import LossInBlock
-from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.location import located
 from lt_offload.profiling.machine import measure_machine
 from lt_offload.profiling.step.first import FirstStep
@@ -31,16 +30,6 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 1 << 30
 """Bytes of activations that wait on the host at most, where blocks may run again: to lock more takes seconds."""
-
-
-@contextmanager
-def following(optimizer: Optimizer, begin: Callable[[], None]) -> Iterator[None]:
-    """Let ``begin`` be called within the context, when the closure of a step of ``optimizer`` has returned."""
-    hooks = StepHooks(optimizer, begin)
-    try:
-        yield
-    finally:
-        hooks.remove()
 
 
 class FirstIteration:
