@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from lt_offload import Plan, Profile, profile_config
 from lt_offload.plan import Settings, make_plan
+from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.several import gain, one_of
-from lt_offload.plan.windows import priced
 from scripts.common import arguments, save
 
 MACHINES = {

@@ -93,10 +93,10 @@ PLANNING = (
         "parity/engine/test_zero_copy_plans.py",
     ),
     mutant(
-        "an update does not wait for the sum of the last pass",
+        "gradients do not wait for the adding of the last pass",
         LINK,
-        'users = e.users if op.kind == "accumulate" else e.adds',
-        'users = e.users if op.kind == "accumulate" else lambda t: ()',
+        "                waits.update(e.adds(t))\n",
+        "                pass\n",
         PLANNED_WINDOWS,
         WINDOWS,
     ),
@@ -570,17 +570,6 @@ HEADS = (
         "parity/engine/test_head_budgets.py",
     ),
 )
-
-EQUIVALENT = (
-    (
-        LINK,
-        'users = e.users if op.kind == "accumulate" else e.adds',
-        "users = e.adds",
-        "what adds waits for a copy of gradients, which waits for the update that has read its place on the host, and "
-        "for the adding of the pass before",
-    ),
-)
-"""Changes that no test can notice: the file, what was there, what is there then, and which order says the same."""
 
 MUTANTS = (
     *PLANNING,

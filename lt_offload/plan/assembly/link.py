@@ -72,12 +72,8 @@ class _Linker:
             return begun | {e.added[t] for t in op.tensors}
         waits = {e.reduced[t] for t in op.tensors if t in e.reduced}
         if op.lane == "host":
-            waits.update(out for t in op.tensors for out in e.grads_out[t])
-            if e.adds_up:
-                # The host's lane keeps no order that says so: sums must have the gradients of the last pass that added,
-                # or have been used up.
-                users = e.users if op.kind == "accumulate" else e.adds
-                waits.update(*map(users, op.tensors))
+            # These have waited for who used the sums in the pass before.
+            waits.update(*(e.grads_out[t] for t in op.tensors))
         else:
             waits.update(*(e.fetches[copy] for t in op.tensors for copy in e.copies_of["state", t]))
             waits.add(e.computations[op.step])

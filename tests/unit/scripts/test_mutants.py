@@ -29,5 +29,4 @@ def test_names_are_told_apart_and_tests_are_there() -> None:
     assert len({mutant.name for mutant in FAULTS}) == len(FAULTS)
     assert len(cuda.MUTANTS) >= 20
     assert len(faults.MUTANTS) >= 40
-    assert all(was in (ROOT / "lt_offload" / file).read_text() for file, was, _, _ in faults.EQUIVALENT)
     assert all((ROOT / "tests" / test).exists() for mutant in faults.MUTANTS for test in mutant.tests)
