@@ -11,11 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.iteration.durations import gathered, timed
-from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.iteration.durations import gathered
+from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.verify.check import check
-from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 
@@ -86,18 +84,9 @@ def _beside(profile: Profile, settings: Settings, plan_one: Callable[[Profile, S
     if settings.accumulate == 1:
         planned = _with_gathering(planned)
     plan = plan_one(planned, settings)
-    plan = timed(plan, profile)
-    violations = check(plan, profile)
-    assert not violations, violations[:3]
-    trace = simulate(plan, profile)
-    predicted = replace(
-        plan.predicted,
-        iteration_s=trace.iteration_time,
-        lower_bound_s=min(plan.predicted.lower_bound_s, trace.iteration_time),
-        no_offload_s=no_offload_s(profile),
-    )
+    plan = priced(plan, profile)
     note = "each update begins when its gradients are there in all processes; all are on the host"
-    return replace(plan, predicted=predicted, notes=(*plan.notes, note))
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _with_gathering(profile: Profile) -> Profile:

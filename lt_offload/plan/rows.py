@@ -3,22 +3,26 @@
 Its gradient is complete at the end of the backward, so its update, and copies that wait for it, would end an iteration
 with nothing to hide behind, and until then its gradient would be held. But only rows of this batch's tokens have a
 gradient of the first block. All others are those of a matrix of the last block alone: :func:`as_head` makes a profile
-of that, for which any planner plans, and :func:`split` adds to such a plan what the rows of the batch need at the end.
+of that, for which any planner plans, and :func:`in_two_parts` writes such a plan with what the rows of the batch need
+at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import count, takewhile
 
+from lt_offload.errors import UnsupportedError
+from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.ops import TiedTable
+from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.durations import timed
 from lt_offload.plan.iteration.memory import aligned
-from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.planners.candidates import Candidate
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import ADDING, ALIGNMENT, Op, Plan, TensorGroup
+from lt_offload.schema.plan import ALIGNMENT, Pass, Plan
 from lt_offload.schema.profile import BlockProfile, Profile, ReadProfile
 
 
@@ -59,7 +63,7 @@ def as_head(profile: Profile, table: int) -> Profile:
 
 
 def room_of_rows(profile: Profile, table: int, *, sums: bool = False) -> int:
-    """Return the RAM that :func:`split` adds to a plan; ``sums``: to one that adds gradients up."""
+    """Return the RAM that :func:`in_two_parts` adds to a plan; ``sums``: to one that adds gradients up."""
     tensor = profile.tensors[table]
     tokens = tensor.lookup_bytes * tensor.shape[0] // tensor.bytes
     # One place for what arrives, one for what the last block's gradient has at these rows, one for what their sums
@@ -83,47 +87,55 @@ def _reading(block: BlockProfile, read: ReadProfile, more: int) -> BlockProfile:
     return replace(block, options=tuple(options))
 
 
-def split(plan: Plan, profile: Profile, table: int, *, host_budget: int | None = None) -> Plan | None:
-    """Return ``plan``, made for :func:`as_head`, as one for ``profile``, checked; see :func:`two_parts`.
+def in_two_parts(candidate: Candidate, profile: Profile, table: TiedTable, passes: tuple[Pass, ...]) -> Plan:
+    """Return the plan of ``candidate`` with ``table`` updated in two parts, checked, with durations of its profile.
 
-    A plan for one micro-batch per update is priced, too.
-    """
-    parted = two_parts(plan, profile, table, host_budget=host_budget)
-    if parted is None:
-        return None
-    trace = simulate(parted, profile)
-    predicted = replace(
-        plan.predicted,
-        iteration_s=trace.iteration_time,
-        lower_bound_s=min(plan.predicted.lower_bound_s, trace.iteration_time),
-        no_offload_s=no_offload_s(profile),
-        device_peak_bytes=trace.device_peak,
-        host_peak_bytes=trace.host_peak,
-    )
-    return replace(parted, predicted=predicted)
-
-
-def two_parts(plan: Plan, profile: Profile, table: int, *, host_budget: int | None = None) -> Plan | None:
-    """Return ``plan``, made for :func:`as_head`, as one for ``profile``, checked, with the prediction of ``plan``.
+    If it fetches the table again in the iteration that updates it, before its last rows are there, the next iteration
+    does that, in the step that the simulator likes best of a few. Nothing else needs its place until it is used.
 
     Args:
-        plan: made with less RAM, see :func:`room_of_rows`; for one micro-batch per update or more.
-        profile: what it is for.
-        table: see :func:`table_of`.
-        host_budget: RAM that it may take; None: as much more than ``plan`` may as the rows take.
+        candidate: a plan for ``profile`` and one batch.
+        profile: of :func:`as_head`, with sums or without.
+        table: the table, with the profile that the result is for.
+        passes: the kinds of passes of the result.
 
-    Returns:
-        None if it does not update the table on the host, by ops of its own. If ``plan`` fetches it again in the
-        iteration that updates it, before its last rows are there, the next iteration does that, in the step that the
-        simulator likes best of a few.
+    Raises:
+        UnsupportedError: if the host does not update the table by ops of its own.
     """
-    choices = [plan]
-    if _fetches(plan, table):
-        choices = [_fetched_later(plan, table, step) for step in _starts(len(profile.blocks))]
-    plans = [parted for choice in choices if (parted := _parted(choice, profile, table, host_budget)) is not None]
-    if len(plans) < 2:
-        return plans[0] if plans else None
-    return min(plans, key=lambda parted: simulate(parted, profile).iteration_time)
+    timetable, whole, tensor = candidate.timetable, table.profile, table.tensor
+    sets = timetable.sets
+    update = sets.update_step[table.index]
+    # A forward that ran again in the backward would look rows up that have been updated.
+    again = any(run.block == 0 for runs in sets.decisions.recomputations.values() for run in runs)
+    if again or [table.index] not in sets.gradients[update]:
+        raise UnsupportedError(f"{tensor.name} is not updated in two parts")
+    early = {
+        copy
+        for copy in timetable.copies
+        if (copy.payload, copy.tensor) == ("weight", table.index) and copy.stay is not None and copy.arrival > update
+    }
+    choices = [timetable]
+    if early and "settling" not in passes:
+        choices = [_fetched(timetable, early, step) for step in _starts(len(whole.blocks))]
+    room = room_of_rows(whole, table.index, sums=len(passes) > 1)
+    plans = []
+    for choice in choices:
+        plan = candidate.written(profile, passes, choice, table)
+        plan = replace(
+            plan,
+            fingerprint=whole.fingerprint,
+            host_budget_bytes=plan.host_budget_bytes + room,
+            gradient_bytes=plan.gradient_bytes + room,
+            notes=(*plan.notes, f"{tensor.name} is updated in two parts: {_PARTS}"),
+        )
+        plans.append(timed(plan, whole))
+    plans = [plan for plan in plans if not check(plan, whole)]
+    if not plans:
+        raise UnsupportedError(f"{tensor.name} cannot be updated in two parts in {candidate.plan.planner}'s plan")
+    return min(plans, key=lambda plan: simulate(plan, whole).iteration_time)
+
+
+_PARTS = "rows that the batch does not look up as soon as the last block's gradient is there, the others at the end"
 
 
 def _starts(blocks: int) -> Iterator[int]:
@@ -132,147 +144,9 @@ def _starts(blocks: int) -> Iterator[int]:
     yield from takewhile(lambda step: step < blocks, (1 << power for power in count()))
 
 
-def _fetches(plan: Plan, table: int) -> list[int]:
-    """Return the ops that fetch the table after its update, within the iteration; none if updates wait anyway."""
-    updates = {op.id for op in plan.ops if op.updates_on_host and table in plan.tensors(op)}
-    fetches = (op for op in plan.ops if op.kind == "prefetch" and op.payload == "weight")
-    mine = (op for op in fetches if set(plan.tensors(op)) == {table} and not plan.delayed)
-    return [op.id for op in mine if any(update < op.id for update in updates.intersection(op.after))]
-
-
-def _fetched_later(plan: Plan, table: int, step: int) -> Plan:
-    """Return ``plan`` with its :func:`_fetches` in ``step`` of the next iteration.
-
-    What they wait for was an iteration ago, then. The table keeps its place in the arena, which nothing else needs
-    from where the plan fetches it to where it is used.
-    """
-    fetches = _fetches(plan, table)
-    at = next(op.id for op in plan.ops if op.step == step and op.computes)
-    order = [op.id for op in plan.ops if op.id not in fetches]
-    order[order.index(at) : order.index(at)] = fetches
-    number = {op: place for place, op in enumerate(order)}
-    moved = {group for op in fetches for group in plan.ops[op].groups}
-    ops = []
-    for old in order:
-        op = replace(plan.ops[old], id=number[old], after=tuple(sorted(number[other] for other in plan.ops[old].after)))
-        ops.append(replace(op, step=step) if old in fetches else op)
-    return replace(
-        plan,
-        ops=tuple(ops),
-        initial=tuple(copy for copy in plan.initial if copy.group not in moved),
+def _fetched(timetable: Timetable, early: set[PlacedCopy], step: int) -> Timetable:
+    """Return ``timetable`` with ``early`` in ``step``."""
+    copies = (
+        copy.placed(copy.offset, arrival=step, turn=copy.turn) if copy in early else copy for copy in timetable.copies
     )
-
-
-def _parted(plan: Plan, profile: Profile, table: int, host_budget: int | None) -> Plan | None:
-    """Return ``plan``, which does not fetch the table too early, in two parts, checked."""
-    parts = _TwoParts(plan, profile, table)
-    if not parts.possible:
-        return None
-    changed = replace(
-        plan,
-        fingerprint=profile.fingerprint,
-        host_budget_bytes=host_budget or plan.host_budget_bytes + parts.room,
-        groups=parts.groups(),
-        ops=parts.ops(),
-        gradient_bytes=plan.gradient_bytes + parts.room,
-        notes=(*plan.notes, f"{profile.tensors[table].name} is updated in two parts: {_PARTS}"),
-    )
-    changed = timed(changed, profile)
-    return None if check(changed, profile) else changed
-
-
-_PARTS = "rows that the batch does not look up as soon as the last block's gradient is there, the others at the end"
-
-
-class _TwoParts:
-    """The ops of a plan for :func:`as_head`, and those that send the rows' gradient, add it up, and update them."""
-
-    def __init__(self, plan: Plan, profile: Profile, table: int) -> None:
-        self.plan, self.profile, self.table = plan, profile, table
-        mine = [op for op in plan.ops if table in plan.tensors(op)]
-        self.sends = [op for op in mine if op.sends_gradients]
-        """One op; two in plans that add gradients up, of which the first begins a sum."""
-        self.adds = [op for op in mine if op.kind == "accumulate"]
-        self.updates = [op for op in mine if op.updates_on_host]
-        self.reads = {op.id for op in plan.ops if op.computes and op.block == 0}
-        self.backward = next((op.id for op in plan.ops if op.kind == "backward" and op.block == 0), -1)
-        step = plan.ops[self.backward].step
-        last = [op.id for op in plan.ops if op.step == step and (op.computes or op.payload == "grad" or not op.payload)]
-        self.at = max(last) + 1
-        """Position of the new ops."""
-        self.uses = range(self.at + 1, self.at + 2 + len(self.adds) - plan.delayed)
-        """The new accumulate and update ops, behind the copy. Where updates wait, one update serves all rows."""
-        self.room = room_of_rows(profile, table, sums=plan.adds_up)
-
-    @property
-    def possible(self) -> bool:
-        """True: the plan can be taken in two parts."""
-        plan, sums = self.plan, self.plan.adds_up
-        if (len(self.sends), len(self.adds), len(self.updates)) != (1 + sums, sums, 1):
-            return False
-        if any(op.block == 0 and op.save is not None for op in plan.ops):
-            return False  # a forward that ran again in the backward would look rows up that have been updated
-        named = [group for op in (*self.sends, *self.adds, *self.updates) for group in op.groups]
-        alone = all(plan.groups[group].tensors == (self.table,) for group in named)
-        update = self.updates[0].id
-        # What waits for the update within the iteration would come before the last rows are updated.
-        early = (op for op in plan.ops if update < op.id and update in op.after and not op.sends_gradients)
-        return alone and (plan.delayed or not any(early))
-
-    def groups(self) -> tuple[TensorGroup, ...]:
-        """Return the groups, that of the rows last."""
-        size = aligned(self.profile.tensors[self.table].lookup_bytes)
-        at = self.plan.gradient_bytes
-        return (*self.plan.groups, TensorGroup(payload="grad", tensors=(self.table,), sizes=(size,), host_offset=at))
-
-    def ops(self) -> tuple[Op, ...]:
-        """Return the ops."""
-        changed = [self._changed(op) for op in self.plan.ops]
-        return (*changed[: self.at], *self._new(), *changed[self.at :])
-
-    def _number(self, op: int) -> int:
-        return op + (1 + len(self.uses)) * (op >= self.at)
-
-    def _changed(self, op: Op) -> Op:
-        (weight,) = self.updates[0].groups
-        first, delayed = self._number(self.updates[0].id), self.plan.delayed
-        last = first if delayed else self.uses[-1]
-        after = {self._number(other) for other in op.after}
-        if op.id in self.reads:
-            # A backward of the first block reads nothing of the table, but the framework holds it meanwhile.
-            after |= {first} if op.id == self.backward else {first, last}
-            if self.adds and op.id != self.backward:
-                after.add(self.at)  # a pass that only adds up makes no update that has waited for it
-            read = self.profile.tensors[self.table].read(0)
-            nbytes = read.backward_bytes if op.id == self.backward else read.forward_bytes
-            op = replace(op, zero_copy=(*op.zero_copy, weight), bytes=op.bytes + nbytes)
-        elif op.kind == "update" and delayed:
-            after.update(self.uses)  # as for all gradients
-        elif op in self.sends or op in self.adds or op in self.updates:
-            after.update(self.uses)  # of the pass before
-            op = replace(op, rows="others")
-        elif first in after and op.payload == "weight":
-            after.add(last)
-        return replace(op, id=self._number(op.id), after=tuple(sorted(after)))
-
-    def _new(self) -> Iterator[Op]:
-        tensor, backward = self.profile.tensors[self.table], self.plan.ops[self.backward]
-        sends, adds, updates = ({op.id for op in ops} for ops in (self.sends, self.adds, self.updates))
-        new = partial(replace, step=backward.step, block=0, rows="looked up")
-        yield new(
-            self.sends[-1],
-            id=self.at,
-            passes=tuple(which for which in self.plan.passes if which != "settling"),
-            groups=(len(self.plan.groups),),
-            bytes=tensor.lookup_bytes,
-            after=tuple(sorted({self._number(self.backward), *self.uses})),
-            release_after=backward.step,
-        )
-        for op in self.adds:
-            # Sums have the last block's gradient, and those of the passes before.
-            after = {self.at, *sends, *adds, *self.uses}
-            if self.plan.delayed:
-                after |= {self._number(update) for update in updates}
-            yield new(op, id=self.uses[0], passes=ADDING, after=tuple(sorted(after)))
-        for op in () if self.plan.delayed else self.updates:
-            yield new(op, id=self.uses[-1], after=tuple(sorted({self.at, *updates})))
+    return replace(timetable, copies=tuple(copies))

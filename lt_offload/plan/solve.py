@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.assembly.ops import ONE_BATCH, TiedTable
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.beside import has_choice, plan_processes
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
@@ -32,12 +33,13 @@ from lt_offload.plan.planners.offmate.model import Program
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
+from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
-from lt_offload.plan.rows import as_head, room_of_rows, split, table_of
+from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import adds_up, for_one, has_windows, plan_forwards, plan_windows, without_gradients
 from lt_offload.schema.explain import OTHER_BITS
-from lt_offload.schema.plan import Plan, PlannerName, Prediction
+from lt_offload.schema.plan import ADDING, Pass, Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
 
@@ -119,7 +121,13 @@ def solve(
 
 
 def make_plan(
-    profile: Profile, settings: Settings, *, exact: bool = False, bounded: bool = True, chosen: bool = False
+    profile: Profile,
+    settings: Settings,
+    *,
+    exact: bool = False,
+    bounded: bool = True,
+    chosen: bool = False,
+    table: TiedTable | None = None,
 ) -> Plan:
     """Return the fastest plan found for ``profile``; the same as :func:`solve`, which lists the errors.
 
@@ -129,6 +137,7 @@ def make_plan(
         exact: no plan rather than one that sums in another order than plain PyTorch.
         bounded: False if nobody asks for the plan's lower bound, which may then be that of the computations alone.
         chosen: ``settings`` say whether updates of several processes wait; else the faster plan is returned.
+        table: one that the plan has to update in two parts: ``profile`` is one of a head.
     """
     if not chosen and has_choice(profile, settings):
         return plan_processes(profile, settings, partial(make_plan, exact=exact, bounded=bounded, chosen=True))
@@ -145,7 +154,7 @@ def make_plan(
     # Plain PyTorch's numbers come first: only if nothing else fits may sums be in another order.
     first = with_planned_head(profile, settings)
     try:
-        plan = _plan(first, settings, bounded=bounded)
+        plan = _plan(first, settings, bounded=bounded, table=table)
         return _chunked(plan, profile, "the run began so") if plan.chunk_tokens else plan
     except InfeasibleError as error:
         chunked = _with_chunks_only(profile)
@@ -153,7 +162,7 @@ def make_plan(
             raise
         left = max(settings.time_limit - (time.monotonic() - began), _LEAST_S)
         try:
-            plan = _plan(chunked, replace(settings, time_limit=left), bounded=bounded)
+            plan = _plan(chunked, replace(settings, time_limit=left), bounded=bounded, table=table)
         except InfeasibleError as other:
             # Where neither fits, the error that asks for less memory helps more.
             if (other.needed_bytes or math.inf) < (error.needed_bytes or math.inf):
@@ -231,14 +240,17 @@ def _fits(profile: Profile, settings: Settings) -> bool:
     return least is None or least.device_bytes <= request.budget_bytes
 
 
-def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
+def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTable | None = None) -> Plan:
     """Return the best plan, also of those that update a table of tied embeddings in two parts."""
-    table = table_of(profile) if settings.planner in ("auto", "offmate") and settings.host_update else None
-    if table is None:
+    if table is not None:
+        return _of_tensors(profile, settings, bounded=bounded, table=table)
+    index = table_of(profile) if settings.planner in ("auto", "offmate") and settings.host_update else None
+    if index is None:
         return _of_tensors(profile, settings, bounded=bounded)
     # Two plans share the user's time.
     half = replace(settings, time_limit=settings.time_limit / 2)
     whole: Plan | InfeasibleError
+    parted: Plan | None
     try:
         # What is far from its bound here is so because of the table: no second search would help.
         whole = _of_tensors(profile, half, bounded=bounded, again=False)
@@ -247,9 +259,10 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     except InfeasibleError as error:
         whole = error
     try:
-        less = replace(half, host_memory=settings.host.less(room_of_rows(profile, table)))
-        of_head = _of_tensors(as_head(profile, table), less, bounded=bounded)
-        parted = split(of_head, profile, table, host_budget=settings.host_budget(profile.hardware))
+        less = replace(half, host_memory=settings.host.less(room_of_rows(profile, index)))
+        table = TiedTable(index=index, profile=profile)
+        parted = _of_tensors(as_head(profile, index), less, bounded=bounded, table=table)
+        parted = priced(replace(parted, host_budget_bytes=settings.host_budget(profile.hardware)), profile)
     except (ConfigError, InfeasibleError, UnsupportedError):
         parted = None
     if parted is None and isinstance(whole, InfeasibleError):
@@ -262,10 +275,24 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 
-def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool, again: bool = True) -> Plan:
-    """Return the best plan whose updates are of whole tensors; ``again``: after a second search if it is far away."""
+def _of_tensors(
+    profile: Profile, settings: Settings, *, bounded: bool, again: bool = True, table: TiedTable | None = None
+) -> Plan:
+    """Return the best plan whose updates are of whole tensors.
+
+    ``again``: after a second search if it is far away. ``table``: one that the plan updates in two parts.
+    """
     config = offmate_config(profile, settings, reach=_reach(profile))
-    return _Selection(_request(profile, settings), config, settings.planner).run(bounded=bounded, again=again)
+    selection = _Selection(_request(profile, settings), config, settings.planner)
+    plan = selection.run(bounded=bounded, again=again)
+    passes: tuple[Pass, ...] = (*ADDING, "settling" if settings.delayed else "updating")
+    passes = passes if adds_up(profile) else ONE_BATCH
+    if table is None and passes == ONE_BATCH:
+        return plan
+    best = selection.candidates.best()
+    written = best.written(profile, passes) if table is None else in_two_parts(best, profile, table, passes)
+    more = plan.notes[len(best.plan.notes) :]
+    return replace(written, predicted=plan.predicted, notes=(*written.notes, *more), alternatives=plan.alternatives)
 
 
 def _reach(profile: Profile) -> int:
@@ -481,10 +508,7 @@ class _Selection:
             host_peak_bytes=best.trace.host_peak,
             proved=not (bounded and self.bounds.cut),
         )
-        plan = best.plan
-        if adds_up(self.profile):
-            plan = best.in_windows(self.profile, delayed=self.request.settings.delayed)
-        notes = list(plan.notes)
+        notes = list(best.plan.notes)
         if self.candidates.cut:
             limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
             notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
@@ -498,7 +522,7 @@ class _Selection:
                 f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
                 f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
             )
-        return replace(plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
+        return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
 
 
 def _for_several(profile: Profile, ram: int) -> str:

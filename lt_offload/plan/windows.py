@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.iteration.durations import accumulated, added, gathered, timed
+from lt_offload.plan.assembly.ops import TiedTable
+from lt_offload.plan.iteration.durations import accumulated, added, gathered
 from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
-from lt_offload.plan.planners.baselines import computing_s, fused_update_s
-from lt_offload.plan.rows import as_head, room_of_rows, table_of, two_parts
+from lt_offload.plan.planners.priced import priced
+from lt_offload.plan.rows import as_head, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import Plan
@@ -93,7 +93,7 @@ def has_windows(profile: Profile, settings: Settings) -> bool:
 
 
 def plan_windows(
-    profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan], least: Callable[[], float]
+    profile: Profile, settings: Settings, plan_one: Callable[..., Plan], least: Callable[[], float]
 ) -> Plan:
     """Return the plan for windows of ``settings.accumulate`` micro-batches.
 
@@ -134,18 +134,14 @@ def _table(profile: Profile, settings: Settings) -> int | None:
     return table_of(profile) if settings.accumulate > 1 else None
 
 
-def _by_rows(
-    profile: Profile, table: int, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]
-) -> Iterator[Plan]:
+def _by_rows(profile: Profile, table: int, settings: Settings, plan_one: Callable[..., Plan]) -> Iterator[Plan]:
     """Yield the plan that updates ``table`` in two parts, if one is found."""
     less = for_one(settings)
     less = replace(less, host_memory=less.host.less(room_of_rows(profile, table, sums=True)))
+    head = as_head(with_sums(profile, settings.accumulate), table)
     with suppress(ConfigError, InfeasibleError, UnsupportedError):
-        plan = plan_one(as_head(with_sums(profile, settings.accumulate), table), less)
-        plan = timed(replace(plan, window=settings.accumulate), as_head(profile, table))
-        parted = two_parts(plan, profile, table, host_budget=settings.host_budget(profile.hardware))
-        if parted is not None:
-            yield priced(parted, profile)
+        plan = plan_one(head, less, table=TiedTable(index=table, profile=profile))
+        yield for_windows(plan, profile, settings)
 
 
 def _bounded(plan: Plan, least_s: float) -> Plan:
@@ -221,40 +217,26 @@ def _streamed_s(profile: Profile) -> float:
 
 
 def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
-    """Return ``plan``, made for ``profile`` with sums, as a plan for windows, checked and priced."""
-    ram = settings.host_budget(profile.hardware)
-    return priced(timed(replace(plan, window=settings.accumulate, host_budget_bytes=ram), profile), profile)
-
-
-def priced(plan: Plan, profile: Profile) -> Plan:
-    """Return ``plan``, for windows, checked and with the times of a window on the machine of ``profile``.
+    """Return ``plan``, made for ``profile`` with sums, checked and with the times of a window of ``settings``.
 
     Alternatives keep the times of the mean pass that they were compared by. The lower bound is that of the
     computations alone.
     """
-    violations = check(plan, profile)
-    assert not violations, violations[:3]
-    trace, window = simulate(plan, profile), plan.window
+    ram, window = settings.host_budget(profile.hardware), settings.accumulate
     computing = sum(
         min(o.forward_s + o.backward_s * block.has_backward for o in block.options) for block in profile.blocks
     )
-    predicted = replace(
-        plan.predicted,
-        iteration_s=trace.iteration_time,
-        lower_bound_s=min(window * computing, trace.iteration_time),
-        no_offload_s=window * computing_s(profile) + fused_update_s(profile),
-        device_peak_bytes=trace.device_peak,
-        host_peak_bytes=trace.host_peak,
-    )
+    predicted = replace(plan.predicted, lower_bound_s=window * computing)
+    plan = priced(replace(plan, window=window, host_budget_bytes=ram, predicted=predicted), profile)
     notes = list(plan.notes)
     if window > 1:
         notes.append(
-            f"a window of {window} micro-batches takes {format_seconds(trace.iteration_time)}; each that only adds "
-            f"gradients up takes about {format_seconds(_alone_s(plan, profile))}"
+            f"a window of {window} micro-batches takes {format_seconds(plan.predicted.iteration_s)}; each that only "
+            f"adds gradients up takes about {format_seconds(_alone_s(plan, profile))}"
         )
     if plan.delayed:
         notes.append("updates wait until all gradients are there, so that they can be clipped by their norm")
-    return replace(plan, predicted=predicted, notes=tuple(notes))
+    return replace(plan, notes=tuple(notes))
 
 
 def _alone_s(plan: Plan, profile: Profile) -> float:

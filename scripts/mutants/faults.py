@@ -94,10 +94,10 @@ PLANNING = (
         "parity/engine/test_zero_copy_plans.py",
     ),
     mutant(
-        "an update does not wait for the sum of the last pass",
+        "gradients do not wait for the adding of the last pass",
         LINK,
-        'users = e.users if op.kind == "accumulate" else e.adds',
-        'users = e.users if op.kind == "accumulate" else lambda t: ()',
+        "                waits.update(e.adds(t))\n",
+        "                pass\n",
         PLANNED_WINDOWS,
         WINDOWS,
     ),

@@ -11,7 +11,6 @@ from lt_offload.plan.assembly.ops import Draft, Emitter
 from lt_offload.plan.iteration.memory import aligned
 from lt_offload.schema.accesses import IN_ARENA
 from lt_offload.schema.plan import InitialCopy, Op, Payload, Plan, TensorGroup
-from lt_offload.schema.profile import Profile
 
 _Key = tuple[Payload, int]
 """Payload and tensor."""
@@ -80,6 +79,8 @@ def group_tensors(
             # A group for every copy of gradients: where they arrive on the host is said by the group.
             of.update((("grad", tensor), len(groups)) for tensor in draft.tensors)
             taken = tuple(weight_bytes[tensor] for tensor in draft.tensors)
+            if draft.rows == "looked up":
+                taken = (aligned(draft.bytes),)
             groups.append(
                 TensorGroup(payload="grad", tensors=draft.tensors, sizes=taken, host_offset=draft.host_offset)
             )
@@ -110,6 +111,7 @@ def _over_groups(draft: Draft, groups: Sequence[TensorGroup], of: Mapping[tuple[
         release_after=draft.release_after,
         save=draft.save,
         passes=draft.passes,
+        rows=draft.rows,
         zero_copy=tuple(dict.fromkeys(of["weight", tensor] for tensor in draft.zero_copy)),
     )
 
@@ -157,26 +159,29 @@ def _uses(drafts: Sequence[Draft]) -> dict[_Key, list[int]]:
     return dict(uses)
 
 
-def own_slots(drafts: Sequence[Draft], profile: Profile) -> int:
-    """Give each of ``drafts`` that copies gradients to the host a place there; return the extent of all.
+def take_slots(emitted: Emitter, like: Plan | None) -> int:
+    """Give gradients that are copied to the host their places there; return the extent of all.
 
-    No two share any; see :mod:`lt_offload.plan.planners.slots` for that. What begins sums is copied to where these are.
+    Args:
+        emitted: the ops. What begins sums is copied to where these are. Rows that are looked up have a place of their
+            own, the last one.
+        like: a plan for one batch with the same timetable, whose places they take, and what they wait for because of
+            that. None: no two share any; see :mod:`lt_offload.plan.planners.slots` for that.
     """
+    drafts = [draft for draft in emitted.ops if draft.payload == "grad" and draft.lane == "d2h"]
+    drafts = [draft for draft in drafts if draft.passes != ("beginning",)]
     extent = 0
-    for draft in drafts:
-        if draft.payload == "grad" and draft.lane == "d2h" and draft.passes != ("beginning",):
-            draft.host_offset = extent
-            extent += sum(aligned(profile.tensors[t].bytes) for t in draft.tensors)
+    for draft in drafts if like is None else ():
+        draft.host_offset = extent
+        extent += sum(aligned(emitted.profile.tensors[t].bytes) for t in draft.tensors)
+    if like is not None:
+        of_rows = drafts.pop() if emitted.table is not None else None
+        for draft, op in zip(drafts, (op for op in like.ops if op.sends_gradients), strict=True):
+            draft.host_offset = like.groups[op.groups[0]].host_offset
+            updates = (like.ops[other] for other in op.after if like.ops[other].updates_on_host)
+            former = (user for update in updates for t in like.tensors(update) for user in emitted.users(t))
+            draft.after = tuple(sorted({*draft.after, *former}))
+        extent = like.gradient_bytes
+        if of_rows is not None:
+            of_rows.host_offset = extent
     return extent
-
-
-def same_slots(emitted: Emitter, plan: Plan) -> int:
-    """Let copied gradients arrive where those of ``plan`` do, for the same timetable; return the extent of all."""
-    copies = (op for op in plan.ops if op.sends_gradients)
-    drafts = (draft for draft in emitted.ops if draft.payload == "grad" and draft.lane == "d2h")
-    for draft, op in zip((d for d in drafts if d.passes != ("beginning",)), copies, strict=True):
-        draft.host_offset = plan.groups[op.groups[0]].host_offset
-        updates = (plan.ops[other] for other in op.after if plan.ops[other].updates_on_host)
-        former = (user for update in updates for t in plan.tensors(update) for user in emitted.users(t))
-        draft.after = tuple(sorted({*draft.after, *former}))
-    return plan.gradient_bytes

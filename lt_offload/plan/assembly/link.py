@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from lt_offload.plan.assembly.copies import PlacedCopy
-from lt_offload.plan.assembly.ops import Draft, Emitter
+from lt_offload.plan.assembly.ops import Draft, Emitter, Ids
 
 
 def link(emitted: Emitter) -> list[Draft]:
@@ -36,6 +36,7 @@ class _Linker:
         """Updates that wait do so for all of these: the norm is that of all gradients."""
         if e.profile.added_up_first:
             self.complete |= {*e.reduced.values()}
+        self.complete |= {*e.of_rows[1:]}
 
     def after(self, op: Draft) -> set[int]:
         """Return the ids of the ops that must have ended before ``op`` starts."""
@@ -43,11 +44,15 @@ class _Linker:
             return self._computation(op)
         if op.kind == "prefetch":
             return self._prefetch(op)
-        if op.kind in ("update", "accumulate", "reduce"):
-            return self._use_of_gradients(op)
         e = self.emitted
+        if op.rows == "looked up":
+            return self._looked_up(op)
+        # Other rows wait for the looked up ones of the pass before.
+        before = {*e.of_rows[1:]} if op.rows == "others" else set()
+        if op.kind in ("update", "accumulate", "reduce"):
+            return self._use_of_gradients(op) | before
         if op.payload == "grad":
-            return self._gradients(op)
+            return self._gradients(op) | before
         if op.kind == "drop" and op.payload == "weight":
             # Until the last computation has used it and the host has the newest value, nobody may overwrite its range.
             waits = {e.current[t] for t in op.tensors if e.decisions.tensors[t].write_back is not None}
@@ -67,12 +72,8 @@ class _Linker:
             return begun | {e.added[t] for t in op.tensors}
         waits = {e.reduced[t] for t in op.tensors if t in e.reduced}
         if op.lane == "host":
-            waits.update(out for t in op.tensors for out in e.grads_out[t])
-            if e.adds_up:
-                # The host's lane keeps no order that says so: sums must have the gradients of the last pass that added,
-                # or have been used up.
-                users = e.users if op.kind == "accumulate" else e.adds
-                waits.update(*map(users, op.tensors))
+            # These have waited for who used the sums in the pass before.
+            waits.update(*(e.grads_out[t] for t in op.tensors))
         else:
             waits.update(*(e.fetches[copy] for t in op.tensors for copy in e.copies_of["state", t]))
             waits.add(e.computations[op.step])
@@ -81,6 +82,17 @@ class _Linker:
             # No computation of the same pass has waited for these.
             waits.update(*(e.fetches[copy] for t in op.tensors for copy in e.copies_of["weight", t]))
         return waits
+
+    def _looked_up(self, op: Draft) -> set[int]:
+        """Rows that are looked up come after all others: sums have the last block's gradient already."""
+        e = self.emitted
+        out, *used = e.of_rows
+        (table,) = op.tensors
+        if op.kind == "offload":
+            return {e.computations[op.step], *used}
+        if op.kind == "update":
+            return {out, e.updated[table]}
+        return {out, *e.grads_out[table], *e.adds(table), *used, *((e.updated[table],) if e.delayed else ())}
 
     def _gradients(self, op: Draft) -> set[int]:
         """Gradients leave when they are there, and what came in the pass before has been used."""
@@ -99,6 +111,11 @@ class _Linker:
         # It allocates what offloads gave back at the end of the step before; no tensor of its own tells it to wait for
         # them.
         waits = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
+        if e.table is not None and not op.block:
+            # A backward of the first block reads nothing of the table, but the framework holds it meanwhile. A pass
+            # that only adds up makes no update that has waited for the copy of the rows' gradient.
+            waits.add(e.updated[e.table.index])
+            waits.update((*e.of_rows[:1], *self._renewed(e.table.index)) if op.kind == "forward" else ())
         if op.kind == "backward":
             # It writes gradients to the host from its begin on.
             waits.update(*(e.adds(t) for t in e.sets.written[op.step]))
@@ -115,6 +132,12 @@ class _Linker:
             waits.add(e.activations_in[op.block])
         return waits
 
+    def _renewed(self, tensor: int) -> Ids:
+        """Return the ops that make a weight's host copy current."""
+        e = self.emitted
+        by_rows = e.table is not None and e.table.index == tensor and not e.delayed
+        return (e.current[tensor], *(e.of_rows[-1:] if by_rows else ()))
+
     def _prefetch(self, op: Draft) -> set[int]:
         e = self.emitted
         if op.payload == "activation":
@@ -126,7 +149,7 @@ class _Linker:
             if op.payload != "weight":
                 waits.update(e.states_out.get(t, ()))
             elif t in e.current:
-                waits.add(e.current[t])
+                waits.update(self._renewed(t))
         # Whoever had the range may still be read, or be on its way out, although its memory counts as given back.
         for copy in e.fetched_by[op.id]:
             waits |= self._former_occupants(copy, op.id)

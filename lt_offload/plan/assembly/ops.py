@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,27 @@ from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.lanes import LaneName, OpKind
-from lt_offload.schema.plan import ADDING, Pass, Payload, Save
+from lt_offload.schema.plan import ADDING, Pass, Payload, Rows, Save
+from lt_offload.schema.profile import Profile, TensorProfile
 
 ONE_BATCH: tuple[Pass, ...] = ("updating",)
+_APART: tuple[Payload, ...] = ("state", "sum")
+_LOOKED_UP: Rows = "looked up"
 Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiedTable:
+    """A table that is updated in two parts. Decisions know it as a matrix of the last block alone."""
+
+    index: int
+    profile: Profile
+    """The profile in which it is a table."""
+
+    @property
+    def tensor(self) -> TensorProfile:
+        """The table as both blocks use it."""
+        return self.profile.tensors[self.index]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,6 +71,7 @@ class Draft:
     zero_copy: tuple[int, ...] = ()
     """For computations: the tensors that they read in host memory."""
     passes: tuple[Pass, ...] = ONE_BATCH
+    rows: Rows | None = None
 
 
 class Emitter:
@@ -62,7 +81,10 @@ class Emitter:
     all of these.
     """
 
-    def __init__(self, timetable: Timetable, passes: tuple[Pass, ...] = ONE_BATCH) -> None:
+    def __init__(
+        self, timetable: Timetable, passes: tuple[Pass, ...] = ONE_BATCH, table: TiedTable | None = None
+    ) -> None:
+        self.table = table
         self.timetable, self.sets, self.copies = timetable, timetable.sets, timetable.copies
         self.decisions, self.profile = self.sets.decisions, self.sets.profile
         profile = self.profile
@@ -94,6 +116,8 @@ class Emitter:
         self.grads_out: dict[int, Ids] = {}
         self.begins: dict[int, int] = {}
         """By tensor: the op that copies its first gradient to where the sum is."""
+        self.of_rows: Ids = ()
+        """The copy of the gradient of rows that are looked up; what adds that up; what updates them."""
         self.activations_out: dict[int, int] = {}
         self.activations_in: dict[int, int] = {}
         self.held_until: dict[int, list[int]] = defaultdict(list)
@@ -126,7 +150,8 @@ class Emitter:
             (payload, copy.tensor): self._offset(copy, payload)
             for copy in self.copies
             if copy.at_start
-            for payload in self._parts(copy)
+            for payload in (_APART if self.adds_up and copy.payload == "state" else (copy.payload,))
+            if self.room_of(payload, copy.tensor)
         }
 
     def bytes_of(self, payload: Payload, tensor: int) -> int:
@@ -136,11 +161,10 @@ class Emitter:
             return known.bytes
         return known.state_bytes - (known.sum_bytes if self.adds_up else 0)
 
-    def _parts(self, copy: PlacedCopy) -> tuple[Payload, ...]:
-        """Return what is in a copy: of states also sums, or these alone."""
-        if copy.payload == "weight" or not self.adds_up:
-            return (copy.payload,)
-        return ("state", "sum") if self._of_states([copy]) else ("sum",)
+    def room_of(self, payload: Payload, tensor: int) -> int:
+        """Return the bytes of the arena that these take."""
+        nbytes = self.bytes_of(payload, tensor)
+        return state_room(nbytes) if payload == "state" else aligned(nbytes)
 
     def _offset(self, copy: PlacedCopy, payload: Payload) -> int:
         return self._offsets.get((payload, copy.tensor), copy.offset)
@@ -151,12 +175,10 @@ class Emitter:
         groups = [*self.sets.always, *(stay.group for stay in self.sets.stays if stay.group is not None)]
         for copies in ([placed[copy] for copy in group.copies] for group in groups):
             offset = copies[0].offset
-            for copy in copies if copies[0].payload == "state" else ():
-                self._offsets["state", copy.tensor] = offset
-                offset += state_room(self.bytes_of("state", copy.tensor))
-            for copy in copies if copies[0].payload == "state" else ():
-                self._offsets["sum", copy.tensor] = offset
-                offset += aligned(self.profile.tensors[copy.tensor].bytes)
+            for payload in _APART if copies[0].payload == "state" else ():
+                for copy in copies:
+                    self._offsets[payload, copy.tensor] = offset
+                    offset += self.room_of(payload, copy.tensor)
 
     def _moved_in_settling(self) -> set[PlacedCopy]:
         """Return the stays that begin or end in a settling pass.
@@ -218,7 +240,7 @@ class Emitter:
         for (_, _, block, _, _), copies in sorted(fetches.items()):
             if not copies:
                 nbytes = self.sets.offloaded(block)
-                self.activations_in[block] = self._copy("prefetch", step, block, "activation", nbytes=nbytes)
+                self.activations_in[block] = self._copy("prefetch", step, block, "activation", bytes=nbytes)
             elif copies[0].payload == "weight" or not self.adds_up:
                 self._move("prefetch", step, copies[0].payload, copies, self.every, block)
             else:
@@ -246,15 +268,12 @@ class Emitter:
         tensors = [] if what.idle else self.of_block[what.block]
         zero_copy = [t for t in tensors if what.step in self.decisions.tensors[t].zero_copy]
         nbytes, _ = what.zero_copy(zero_copy, self.profile)
-        op = self._add(
-            what.kind,
-            what.step,
-            what.block,
-            "compute",
-            nbytes=nbytes,
-            save=what.save,
-            zero_copy=zero_copy,
-        )
+        if self.table is not None and not what.block:
+            zero_copy.append(self.table.index)
+            read = self.table.tensor.read(0)
+            nbytes += read.forward_bytes if what.kind == "forward" else read.backward_bytes
+        fields: dict[str, Any] = {"bytes": nbytes, "save": what.save, "zero_copy": tuple(zero_copy)}
+        op = self._add(what.kind, what.step, what.block, "compute", **fields)
         if what.save is None:
             self.computations.append(op)
             self.computed.append((op,))
@@ -270,19 +289,11 @@ class Emitter:
         self._write_gradients(step, written)
         block, copied = self.timeline.block(step), self.sets.gradients[step]
         for tensors in copied:
-            release_after, nbytes = self.timetable.gradients[tensors[0]], self._bytes(tensors)
+            release_after = self.timetable.gradients[tensors[0]]
             sends = [passes for passes in (self.computing[:1], self.computing[1:]) if passes]
             for passes in sends:
-                out = self._copy(
-                    "offload",
-                    step,
-                    block,
-                    "grad",
-                    tensors=tensors,
-                    nbytes=nbytes,
-                    release_after=release_after,
-                    passes=passes,
-                )
+                fields: dict[str, Any] = {"release_after": release_after, "passes": passes, "rows": self._rows(tensors)}
+                out = self._copy("offload", step, block, "grad", tensors, **fields)
                 self.held_until[release_after].append(out)
                 for t in tensors:
                     self.grads_out[t] = (*self.grads_out.get(t, ()), out)
@@ -293,21 +304,28 @@ class Emitter:
         for tensors, passes in ((written, ADDING), *((tensors, ADDING[1:]) for tensors in copied)):
             self._update(step, tensors, "host", passes)
             self.current.update({t: self.updated[t] for t in tensors})
+        if self.table is not None and step == self.timeline.backward(0):
+            self._update_rows(step, self.table)
+
+    def _update_rows(self, step: int, table: TiedTable) -> None:
+        """Rows that are looked up get the gradients of both blocks; where updates wait, that of the table is theirs."""
+        tensors, rows = (table.index,), _LOOKED_UP
+        nbytes = table.tensor.lookup_bytes
+        out = self._copy("offload", step, 0, "grad", tensors, bytes=nbytes, release_after=step, rows=rows)
+        self.of_rows = (out,)
+        if self.adds_up:
+            self.of_rows += (self._add("accumulate", step, 0, "host", tensors, passes=ADDING, rows=rows),)
+        if not self.delayed:
+            self.of_rows += (self._add("update", step, 0, "host", tensors, passes=self.updating, rows=rows),)
+
+    def _rows(self, tensors: Sequence[int]) -> Rows | None:
+        return "others" if self.table is not None and self.table.index in tensors else None
 
     def _write_gradients(self, step: int, tensors: list[int]) -> None:
         """Gradients that the backward writes to host memory itself."""
         if tensors:
-            block, nbytes = self.timeline.block(step), self._bytes(tensors)
-            out = self._add(
-                "offload",
-                step,
-                block,
-                "compute",
-                "grad",
-                tensors=tensors,
-                nbytes=nbytes,
-                release_after=step,
-            )
+            fields: dict[str, Any] = {"payload": "grad", "bytes": self._bytes(tensors), "release_after": step}
+            out = self._add("offload", step, self.timeline.block(step), "compute", tensors, **fields)
             self.grads_out.update(dict.fromkeys(tensors, (out,)))
             # Written by the backward itself, so what has to come after the step's computing comes after this.
             self.computed[step] = (out,)
@@ -319,16 +337,17 @@ class Emitter:
         block = self.timeline.block(step)
         ops: Ids = ()
         if self.adds_up:
-            adds = self._add("accumulate", step, block, lane, tensors=tensors, passes=adding)
+            adds = self._add("accumulate", step, block, lane, tensors, passes=adding, rows=self._rows(tensors))
             self.added.update(dict.fromkeys(tensors, adds))
             ops = (adds,)
-        ops += (self._add("update", step, block, lane, tensors=tensors, passes=self.updating),)
+        rows = None if self.delayed else self._rows(tensors)
+        ops += (self._add("update", step, block, lane, tensors, passes=self.updating, rows=rows),)
         self.updated.update(dict.fromkeys(tensors, ops[-1]))
         if lane == "compute":
             self.computed[step] = ops
         elif self.delayed and self.profile.machines > 1 and self.profile.common_updates:
             nbytes = self._bytes(tensors)
-            reduces = self._add("reduce", step, block, "network", tensors=tensors, nbytes=nbytes, passes=ADDING)
+            reduces = self._add("reduce", step, block, "network", tensors, bytes=nbytes, passes=ADDING)
             self.reduced.update(dict.fromkeys(tensors, reduces))
 
     def users(self, tensor: int) -> Ids:
@@ -349,7 +368,7 @@ class Emitter:
         times = None if self.timeline.is_backward(step) else self.timetable.activations.get(block)
         if times is not None:
             nbytes = self.sets.offloaded(block)
-            out = self._copy("offload", step, block, "activation", nbytes=nbytes, release_after=times.release_after)
+            out = self._copy("offload", step, block, "activation", bytes=nbytes, release_after=times.release_after)
             self.held_until[times.release_after].append(out)
             self.activations_out[block] = out
 
@@ -359,8 +378,7 @@ class Emitter:
             passes = self.updating
             if any(self.sets.update_step[t] > step for t in tensors):  # the pass before has updated them
                 passes = (*self.computing[:1], *self.computing[2:])
-            nbytes = self._bytes(tensors)
-            out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=nbytes, passes=passes)
+            out = self._copy("offload", step, block, "weight", tensors, passes=passes)
             self.current.update(dict.fromkeys(tensors, out))
 
     def _state_offloads(self, step: int) -> None:
@@ -415,84 +433,32 @@ class Emitter:
         ops = []
         for some, which, leaves in parts:
             if some and which:
-                of = self.profile.tensors[some[0].tensor].blocks[0] if block is None else block
-                ops.append(
-                    self._copy(
-                        kind,
-                        step,
-                        of,
-                        payload,
-                        tensors=[copy.tensor for copy in some],
-                        offsets=[self._offset(copy, payload) for copy in some] if kind == "prefetch" else (),
-                        release_after=step if kind == "offload" and leaves else None,
-                        passes=which,
-                    )
-                )
+                tensors = [copy.tensor for copy in some]
+                of = self.profile.tensors[tensors[0]].blocks[0] if block is None else block
+                release = step if kind == "offload" and leaves else None
+                op = self._copy(kind, step, of, payload, tensors, release_after=release, passes=which)
+                ops.append(op)
                 if kind == "prefetch":
-                    self.fetched_by[ops[-1]] = some
+                    self.ops[op].offsets = tuple(self._offset(copy, payload) for copy in some)
+                    self.fetched_by[op] = some
                     for copy in some:
-                        self.fetches[copy] += (ops[-1],)
+                        self.fetches[copy] += (op,)
         return ops
 
     def _copy(
-        self,
-        kind: OpKind,
-        step: int,
-        block: int,
-        payload: Payload,
-        *,
-        tensors: Sequence[int] = (),
-        offsets: Iterable[int] = (),
-        nbytes: int | None = None,
-        release_after: int | None = None,
-        passes: tuple[Pass, ...] | None = None,
+        self, kind: OpKind, step: int, block: int, payload: Payload, tensors: Sequence[int] = (), **fields: Any
     ) -> int:
-        """Write a copy or a drop."""
+        """Write a copy or a drop; ``fields`` are further ones of its :class:`Draft`."""
         lanes: Mapping[OpKind, LaneName] = {"prefetch": "h2d", "offload": "d2h"}
-        return self._add(
-            kind,
-            step,
-            block,
-            lanes.get(kind, "none"),
-            payload,
-            tensors=tensors,
-            offsets=offsets,
-            nbytes=sum(self.bytes_of(payload, t) for t in tensors) if nbytes is None else nbytes,
-            release_after=release_after,
-            passes=passes,
-        )
+        fields.setdefault("bytes", sum(self.bytes_of(payload, t) for t in tensors))
+        return self._add(kind, step, block, lanes.get(kind, "none"), tensors, payload=payload, **fields)
 
     def _add(
-        self,
-        kind: OpKind,
-        step: int,
-        block: int,
-        lane: LaneName,
-        payload: Payload | None = None,
-        *,
-        tensors: Iterable[int] = (),
-        offsets: Iterable[int] = (),
-        nbytes: int = 0,
-        release_after: int | None = None,
-        save: Save | None = None,
-        zero_copy: Iterable[int] = (),
-        passes: tuple[Pass, ...] | None = None,
+        self, kind: OpKind, step: int, block: int, lane: LaneName, tensors: Iterable[int] = (), **fields: Any
     ) -> int:
-        op = Draft(
-            id=len(self.ops),
-            kind=kind,
-            step=step,
-            block=block,
-            lane=lane,
-            payload=payload,
-            tensors=tuple(tensors),
-            offsets=tuple(offsets),
-            bytes=nbytes,
-            release_after=release_after,
-            save=save,
-            zero_copy=tuple(zero_copy),
-            passes=passes or self.computing,
-        )
+        """Write an op, by default one of every pass of a micro-batch."""
+        fields.setdefault("passes", self.computing)
+        op = Draft(id=len(self.ops), kind=kind, step=step, block=block, lane=lane, tensors=tuple(tensors), **fields)
         self.ops.append(op)
         return op.id
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lt_offload.plan.assembly.copies import PlacedCopy
-from lt_offload.plan.assembly.groups import group_tensors, own_slots, same_slots
+from lt_offload.plan.assembly.groups import group_tensors, take_slots
 from lt_offload.plan.assembly.link import link
-from lt_offload.plan.assembly.ops import ONE_BATCH, Emitter
+from lt_offload.plan.assembly.ops import ONE_BATCH, Emitter, TiedTable
 from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.durations import timed
-from lt_offload.plan.iteration.memory import aligned, state_room
+from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import Pass, Plan, Prediction
 from lt_offload.schema.profile import Profile
@@ -33,6 +33,7 @@ def build(
     host_budget_bytes: int,
     passes: tuple[Pass, ...] = ONE_BATCH,
     like: Plan | None = None,
+    table: TiedTable | None = None,
 ) -> Plan:
     """Return the plan that carries out ``timetable``; its prediction is ``UNKNOWN``.
 
@@ -46,17 +47,18 @@ def build(
             the plan one for two passes or, where updates wait, one pass per update; it suits any number.
         like: a plan for one batch with the same timetable, whose gradients arrive at the same addresses. Without it,
             they share no memory.
+        table: one that is updated in two parts, if ``like`` is given: its rows arrive behind all other gradients.
     """
     decisions = timetable.sets.decisions
-    emitter = Emitter(timetable, passes)
+    emitter = Emitter(timetable, passes, table)
     emitter.emit()
     drafts = link(emitter)
-    gradient_bytes = own_slots(drafts, profile) if like is None else same_slots(emitter, like)
+    gradient_bytes = take_slots(emitter, like)
     grouped = group_tensors(
         drafts,
         emitter.initial,
         weight_bytes=[aligned(tensor.bytes) for tensor in profile.tensors],
-        state_bytes=[state_room(emitter.bytes_of("state", t)) for t in range(len(profile.tensors))],
+        state_bytes=[emitter.room_of("state", t) for t in range(len(profile.tensors))],
         sum_bytes=[aligned(tensor.bytes) * tensor.trainable for tensor in profile.tensors] if emitter.adds_up else (),
         first_block=[tensor.blocks[0] for tensor in profile.tensors],
     )
@@ -91,7 +93,8 @@ def build(
         window=2 if emitter.adds_up and not emitter.delayed else 1,
         delayed=emitter.delayed,
     )
-    return timed(plan, profile)
+    # What it takes to read a table is known to the profile in which it is one.
+    return timed(plan, profile) if table is None else plan
 
 
 def _notes(copies: Sequence[PlacedCopy], profile: Profile) -> Iterator[str]:

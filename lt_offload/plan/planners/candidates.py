@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
+from lt_offload.plan.assembly.ops import TiedTable
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.timetable import Timetable
@@ -13,7 +14,7 @@ from lt_offload.plan.planners.request import Proposal, Request, far_behind
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.planners.timed_plan import PlanScheduler, TimedPlan
 from lt_offload.plan.verify.check import check
-from lt_offload.schema.plan import ADDING, Alternative, Plan
+from lt_offload.schema.plan import Alternative, Pass, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
@@ -33,19 +34,23 @@ class Candidate:
         """Simulated time of an iteration."""
         return self.trace.iteration_time
 
-    def in_windows(self, profile: Profile, *, delayed: bool) -> Plan:
-        """Return the plan for windows of the mean pass that this one is for, with ``profile``.
-
-        ``delayed``: its updates wait until all gradients are there.
-        """
+    def written(
+        self,
+        profile: Profile,
+        passes: tuple[Pass, ...],
+        timetable: Timetable | None = None,
+        table: TiedTable | None = None,
+    ) -> Plan:
+        """Return the plan with other kinds of passes, or a table in two parts; ``timetable``: also at other times."""
         return build(
-            self.timetable,
+            timetable or self.timetable,
             profile.with_host_threads(self.plan.host_threads),
             planner=self.plan.planner,
             budget_bytes=self.plan.budget_bytes,
             host_budget_bytes=self.plan.host_budget_bytes,
-            passes=(*ADDING, "settling" if delayed else "updating"),
+            passes=passes,
             like=self.plan,
+            table=table,
         )
 
 

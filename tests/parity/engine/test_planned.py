@@ -11,7 +11,11 @@ import torch
 import lt_offload
 from lt_offload.errors import InfeasibleError, OverBudget
 from lt_offload.execute.engine import Engine
-from lt_offload.plan.rows import as_head, split, table_of
+from lt_offload.plan.assembly.ops import TiedTable
+from lt_offload.plan.planners.priced import priced
+from lt_offload.plan.rows import as_head, table_of
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import make_plan
 from lt_offload.profiling import measure
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.plan import Plan, PlannerName
@@ -143,9 +147,10 @@ def test_the_smallest_budget_is_what_the_planner_says(case: str) -> None:
     if by_rows:
         table = table_of(profile)
         assert table is not None
-        found = split(lt_offload.solve(as_head(profile, table), memory=smallest, planner=planner), profile, table)
-        assert found is not None
-        plan = found
+        settings = Settings(memory=smallest, planner=planner)
+        plan = priced(
+            make_plan(as_head(profile, table), settings, table=TiedTable(index=table, profile=profile)), profile
+        )
     else:
         plan = lt_offload.solve(profile, memory=smallest, planner=planner)
     batch = profiled(family)[1]

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from lt_offload.optim import AdamW
-from lt_offload.plan.iteration.durations import timed
-from lt_offload.plan.rows import as_head, split, table_of
+from lt_offload.plan.assembly.ops import TiedTable
+from lt_offload.plan.planners.priced import priced
+from lt_offload.plan.rows import as_head, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
 from lt_offload.plan.verify.check import check
-from lt_offload.plan.windows import for_one, with_sums
+from lt_offload.plan.windows import for_one, for_windows, with_sums
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import Op, Plan
@@ -80,10 +81,8 @@ def planned(
     low = make_plan(head, Settings(planner="stream")).predicted.device_peak_bytes
     high = make_plan(head, Settings()).predicted.device_peak_bytes
     budget = int(low + part_of_budget * (high - low))
-    plan = split(make_plan(head, Settings(memory=budget)), found, table)
-    assert plan is not None
-    assert not check(plan, found)
-    return plan, budget
+    plan = make_plan(head, Settings(memory=budget), table=TiedTable(index=table, profile=found))
+    return priced(plan, found), budget
 
 
 def in_two_parts(case: Case, window: int = 1) -> Plan:
@@ -103,10 +102,9 @@ def in_two_parts(case: Case, window: int = 1) -> Plan:
     assert table is not None
     head = as_head(with_sums(found, window) if window > 1 else found, table)
     low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
-    made = make_plan(head, for_one(Settings(planner="greedy", memory=int(1.1 * low))))
-    plan = split(timed(replace(made, window=window), as_head(found, table)), found, table)
-    assert plan is not None
-    return plan
+    settings = Settings(planner="greedy", memory=int(1.1 * low), accumulate=window)
+    made = make_plan(head, for_one(settings), table=TiedTable(index=table, profile=found))
+    return for_windows(made, found, settings)
 
 
 def plain(maker: str, family: str = "llama-tied", rows: int = VOCABULARY) -> Result:

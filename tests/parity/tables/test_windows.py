@@ -16,12 +16,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.updates.window import CarriedWindow
-from lt_offload.plan.iteration.durations import timed
-from lt_offload.plan.rows import as_head, table_of, two_parts
+from lt_offload.plan.assembly.ops import TiedTable
+from lt_offload.plan.rows import as_head, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
 from lt_offload.plan.verify.check import check
-from lt_offload.plan.windows import for_one, priced, with_sums
+from lt_offload.plan.windows import for_one, for_windows, with_sums
 from lt_offload.schema.plan import Op, Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests.parity.tables.test_tables import MAKERS, VOCABULARY, build, measured, optimizer_of
@@ -72,10 +72,9 @@ def planned(
     low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
     high = make_plan(head, for_one(Settings())).predicted.device_peak_bytes
     budget = int(low + part_of_budget * (high - low))
-    made = make_plan(head, for_one(Settings(memory=budget, planner=planner, delayed=delayed)))
-    plan = two_parts(timed(replace(made, window=window), as_head(found, table)), found, table)
-    assert plan is not None
-    return priced(plan, found), budget
+    settings = Settings(memory=budget, planner=planner, accumulate=window, delayed=delayed)
+    made = make_plan(head, for_one(settings), table=TiedTable(index=table, profile=found))
+    return for_windows(made, found, settings), budget
 
 
 def plain(

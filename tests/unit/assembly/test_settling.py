@@ -105,11 +105,11 @@ def test_whatever_is_decided_makes_a_sound_plan_for_windows(seed: int, delayed: 
     rng = np.random.default_rng(seed)
     read = ReadProfile(forward_s=2.0, backward_s=3.0, forward_bytes=100, backward_bytes=200)
     states = int(rng.integers(3))
-    profile = small_profile(int(rng.integers(2, 6)), states=states, tied=bool(rng.integers(2)), frozen=(1,))
+    profile = small_profile(int(rng.integers(2, 6)), states=states, tied=bool(rng.integers(2)), frozen=(2,))
     profile = replace(with_zero_copy(chained(profile), read), machines=int(rng.integers(1, 3)), common_updates=True)
     decisions = random_decisions(rng, profile)
     summed = with_sums(profile, 2)
-    made = timetable(decisions, summed, lead=int(rng.integers(3)), lag=int(rng.integers(3)))
+    made = timetable(decisions, summed, lead=int(rng.integers(5)), lag=int(rng.integers(3)))
     plan = timed(windows_of(made, summed, delayed=delayed), profile)
     assert check(plan, profile) == []
     if delayed:
