@@ -7,13 +7,14 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lt_offload import Plan, Profile, simulate
+from lt_offload import Plan, Profile, Trace, simulate
 from lt_offload.plan import check
 from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import streaming_decisions
+from lt_offload.schema.lanes import MACHINE_LANES
 
 NO_LIMIT_S = 1e5
 """A time limit that never ends a search, so that a busy machine finds the same plans."""
@@ -34,6 +35,11 @@ class Stopwatch:
 def model_bytes(profile: Profile) -> int:
     """Return the bytes of weights, gradients and optimizer states."""
     return sum(t.bytes * (2 if t.trainable else 1) + t.state_bytes for t in profile.tensors)
+
+
+def busy(trace: Trace) -> dict[str, float]:
+    """Return the seconds of an iteration for which each lane is busy."""
+    return {lane.name: trace.busy(lane.name) for lane in MACHINE_LANES}
 
 
 def gap(plan: Plan) -> float | None:

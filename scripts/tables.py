@@ -19,7 +19,7 @@ from lt_offload import limits
 from scripts.bench.contenders import tables as contender_tables
 from scripts.breadth import tables as breadth_tables
 from scripts.common import ROOT
-from scripts.docs import figures, gpu_runs
+from scripts.docs import figures
 
 Result = dict[str, Any]
 Rows = list[list[str]]
@@ -50,11 +50,11 @@ def read(folder: Path) -> dict[str, list[Result]]:
 
 def pages(root: Path) -> dict[Path, str]:
     """Return what the files below ``root`` should hold that have blocks of figures."""
-    results = read(root / "results")
+    results, gpu = read(root / "results"), read(root / "results/gpu").get("gpu", [])
     blocks = {
         "README.md": {"numbers": figures.headline(results)},
         "docs/faq.md": {"home": figures.home(results.get("recipes", []))},
-        "docs/gpu.md": {"bench": bench(results.get("bench", [])), "budgets": gpu_runs.budgets(root)},
+        "docs/gpu.md": {"bench": bench(results.get("bench", [])), "budgets": figures.budgets(gpu)},
         "docs/limits.md": {
             "limits": limits.markdown(),
             "optimizers": breadth_tables.optimizers(results.get(breadth_tables.NAME, [])),

@@ -14,8 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.heap import keep_freed_memory
-from lt_offload.schema.lanes import MACHINE_LANES
-from scripts.planning import describe
+from scripts.planning import busy, describe
 
 COUNTED_STEP = 1
 """The first step that begins with optimizer states; without a GPU, plain training's tensors are counted during it."""
@@ -92,8 +91,7 @@ class Recorder(Callback):
             figures["predicted_s"] = self.predicted
             figures["host_peak_bytes"] = engine.stats.host_peak_bytes
             figures["plan"] = describe(engine.plan, trainer.strategy.profile)
-            trace = engine.trace()
-            figures["busy_s"] = {lane.name: trace.busy(lane.name) for lane in MACHINE_LANES}
+            figures["busy_s"] = busy(engine.trace())
         if self.checkpoint:
             trainer.save_checkpoint(self.folder / "end.ckpt")
         (self.folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")

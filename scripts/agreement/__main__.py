@@ -65,7 +65,7 @@ def compare(file: str, name: str, count: int) -> Iterator[Comparison]:
 def described(result: Comparison) -> Iterator[str]:
     """Yield the lines that show a comparison."""
     where = f"{result.file:30} {result.tokenizer:24} {result.against:28}"
-    yield f"{where} {result.same:>5} of {result.rows:>5} {result.note}"
+    yield f"{where} {result.same:>5} of {result.rows:>5}"
     for reason, count in (result.documented | {"undocumented": result.undocumented}).items():
         if count:
             yield f"    {count} rows: {reason} ({result.examples.get(reason, 'sequences differ')})"

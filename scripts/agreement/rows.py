@@ -85,7 +85,6 @@ class Comparison:
         documented: how many differ for a documented reason; a row may have several.
         undocumented: how many differ for no known reason.
         examples: the first rows that differ, by reason.
-        note: what else is to be said.
     """
 
     file: str
@@ -96,7 +95,6 @@ class Comparison:
     documented: dict[str, int] = field(default_factory=dict)
     undocumented: int = 0
     examples: dict[str, str] = field(default_factory=dict)
-    note: str = ""
 
     def add(self, number: int, ours: Example, theirs: Example | None, why: Callable[[], Sequence[str]]) -> None:
         """Count a row.

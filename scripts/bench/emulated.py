@@ -52,6 +52,8 @@ SETTLED = 20
 CLIPPING_GOALS = {1: 1.10, 2: 1.03, 4: 1.03}
 """By micro-batches per update: a step with clipping, by one without."""
 WARM_UP = 3
+SHAPE = [2, 128]
+"""Samples and tokens of a batch."""
 BUDGET_SHARE = 0.5
 SMALL = {
     "model_type": "llama",
@@ -70,17 +72,16 @@ PHI = SMALL | {"model_type": "phi", "tie_word_embeddings": False}
 
 
 def make_plans(model: str, shape: list[int], folder: str, links: list[int]) -> dict[str, Any]:
-    """Profile ``model`` and save the profile and the plans of the cases."""
+    """Profile ``model`` and save the plans of the cases."""
     import lt_offload
 
     profile, budget = profiled(model, shape, folder)
-    profile.save(Path(folder) / "profile.json")
     stream_all(profile).save(Path(folder) / "streamed.json")
     for link in links:
         machine = replace(profile.hardware, h2d_bytes_per_s=float(link), d2h_bytes_per_s=float(link))
         plan = lt_offload.solve(replace(profile, hardware=machine), memory=budget)
         plan.save(Path(folder) / f"{_case(link)}.json")
-    return {"model": profile.model, "blocks": len(profile.blocks)}
+    return {"model": profile.model, "half": budget}
 
 
 def train(
@@ -148,11 +149,6 @@ def profiled(model: str, shape: list[int], folder: str) -> tuple[Any, int]:
     profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
     resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
     return profile, int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
-
-
-def half(model: str, shape: list[int], folder: str) -> dict[str, Any]:
-    """Return the budget of :func:`profiled`."""
-    return {"bytes": profiled(model, shape, folder)[1]}
 
 
 def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
@@ -226,10 +222,10 @@ def measure(model: str, shape: list[int], *, steps: int, rounds: int, links: lis
             for case, link in cases.items():
                 ran[case] = in_child("scripts.bench.emulated", "train", **common, case=case, steps=steps, link=link)
                 times[case].append(statistics.median(ran[case]["steps_s"]))
-    return {**planned, "cases": [_row(case, times, ran[case], cases[case]) for case in cases]}
+    return {**planned, "cases": [_row(case, times, ran[case]) for case in cases]}
 
 
-def _row(case: str, times: dict[str, list[float]], ran: dict[str, Any], link: int | None) -> dict[str, Any]:
+def _row(case: str, times: dict[str, list[float]], ran: dict[str, Any]) -> dict[str, Any]:
     # The ratio of each round first: what slows the machine for a while then slows both sides.
     ratio = statistics.median(s / p for s, p in zip(times[case], times["plain"], strict=True))
     return {
@@ -237,7 +233,6 @@ def _row(case: str, times: dict[str, list[float]], ran: dict[str, Any], link: in
         "step_s": statistics.median(times[case]),
         "ratio": ratio,
         "goal": GOALS.get(case),
-        "link_bytes_per_s": link,
         "device_peak_bytes": ran["device_peak_bytes"],
         "plan": ran.get("plan"),
         "busy_s": ran.get("busy_s"),
@@ -269,7 +264,7 @@ def clipping(folder: Path, rounds: int, updates: int) -> Path:
     times: dict[tuple[int, str, float | None], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as place:
         common = {"model": "small", "shape": shape, "folder": place}
-        memory = in_child("scripts.bench.emulated", "half", **common)["bytes"]
+        memory = in_child("scripts.bench.emulated", "make_plans", **common, links=[])["half"]
         for window in [window for _ in range(rounds) for window in CLIPPING_GOALS]:
             for case, clip in kinds:
                 timed = {"steps": updates * window, "window": window}
@@ -309,8 +304,6 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a small model and few steps: about two minutes")
     parser.add_argument("--steps", type=int, default=None, help="timed steps per round (default 8; small: 12)")
     parser.add_argument("--rounds", type=int, default=None, help="rounds (default 3; small: 1)")
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument(
         "--links", metavar="SIZES", default=None, help='bytes per second, "1GB,4GB" (default; small: 1GB)'
     )
@@ -327,9 +320,8 @@ def main() -> int:
     links = [parse_bytes(link, setting="--links") for link in given]
     steps = options.steps or (12 if options.small else 8)
     rounds = options.rounds or (1 if options.small else 3)
-    shape = [options.batch_size, options.sequence_length]
     began = time.monotonic()
-    found = measure("small" if options.small else "smollm2", shape, steps=steps, rounds=rounds, links=links)
+    found = measure("small" if options.small else "smollm2", SHAPE, steps=steps, rounds=rounds, links=links)
     for case in found["cases"]:
         goal = f"   goal {case['goal']:.2f}" if case["goal"] else ""
         peak = format_bytes(case["device_peak_bytes"])
@@ -341,8 +333,8 @@ def main() -> int:
     settings = {
         "model": found["model"],
         "small": options.small,
-        "batch_size": shape[0],
-        "sequence_length": shape[1],
+        "batch_size": SHAPE[0],
+        "sequence_length": SHAPE[1],
         "steps": steps,
         "rounds": rounds,
         "links": links,
@@ -354,5 +346,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    serve_child(make_plans, train, half, predict)
+    serve_child(make_plans, train, predict)
     raise SystemExit(main())

@@ -1,6 +1,6 @@
 """How long planning takes, and how good the plans are: Llama-2-7B with more or fewer layers, from its configuration.
 
-Beside it what else people wait for: the import, a simulation (goal for 40 layers: 0.1 s), a report (80 layers: 2 s).
+Beside it what else people wait for: a simulation (goal for 40 layers: 0.1 s), a report (80 layers: 2 s).
 
 python -m scripts.bench.planner [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB]
 python -m scripts.bench.planner --gaps [tight|recipes] [--seconds 60]
@@ -15,8 +15,6 @@ is timed by the clock and in seconds of the processor; a busy machine needs more
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,17 +33,6 @@ from scripts.recipes.headers import hardware_of, plan_of, with_plans
 
 GOALS = {40: 5.0, 80: 15.0}
 """Seconds of the processor, by number of layers."""
-
-
-IMPORT_GOAL = 0.1
-_IMPORT = "import time; began = time.perf_counter(); import lt_offload; print(time.perf_counter() - began)"
-
-
-def import_seconds() -> float:
-    """Return how long ``import lt_offload`` takes in a new process, the best of five."""
-    command = [sys.executable, "-c", _IMPORT]
-    return min(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(5))
-
 
 # -- gaps ------------------------------------------------------------------------------------------------------------
 
@@ -201,9 +188,7 @@ def main() -> int:
         "host_memory_bytes": parse_bytes(options.host_memory),
         **shape,
     }
-    figures = {"cases": cases, "import_s": import_seconds(), "import_goal_s": IMPORT_GOAL}
-    print(f"import lt_offload: {format_seconds(figures['import_s'])}")
-    print(save("bench-planner", "bench-planner", what, figures, options.results))
+    print(save("bench-planner", "bench-planner", what, {"cases": cases}, options.results))
     return 0
 
 

@@ -209,32 +209,6 @@ def _ratio(cases: list[Case], times: dict[int, list[float]], mine: int, name: st
     return statistics.median(b / a for a, b in zip(times[mine], times[other], strict=True))
 
 
-def measure_small(tensors: int, elements: int, rounds: int) -> dict[str, float]:
-    """Return the seconds of an update of many small fp32 tensors (adapters, norms) by all of torch's threads."""
-    import torch
-
-    from lt_offload import AdamW
-
-    seconds: dict[str, list[float]] = {}
-    made: dict[str, Callable[[Any], Any]] = {
-        "torch fused": lambda found: torch.optim.AdamW(found, fused=True),
-        "lt_offload": AdamW,
-    }
-    optimizers = {}
-    for name, make in made.items():
-        found = [torch.nn.Parameter(torch.randn(elements)) for _ in range(tensors)]
-        for parameter in found:
-            parameter.grad = torch.randn(elements)
-        optimizers[name] = make(found)
-    for turn in range(rounds + 2):
-        for name, optimizer in optimizers.items():
-            began = time.perf_counter()
-            optimizer.step()
-            if turn > 1:
-                seconds.setdefault(name, []).append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
 def main() -> int:
     """Measure, print and save."""
     options = _parser().parse_args()
@@ -245,7 +219,6 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     counts = sorted({*(1 << k for k in range(cores.bit_length()) if 1 << k <= cores), cores})
     threads = [int(n) for n in options.threads.split(",")] if options.threads else counts[: 1 if options.tiny else None]
-    small = measure_small(512, 4096, rounds)
     tensors = Tensors(elements)
     if options.moments:
         cases = [*memory_cases(tensors), *moments_cases(tensors), *bitsandbytes_cases(tensors)]
@@ -260,11 +233,9 @@ def main() -> int:
         speed = f"{row['bytes_per_s'] / 1e9:6.1f} GB/s ({worst:.1f} to {best:.1f})"
         count = f"{row['weights_per_s'] / 1e9:5.2f} G weights/s"
         print(f"{row['threads']:3d} threads  {row['name']:26s} {row['scheme']:30s} {speed} {count} {share}{more}")
-    print("512 small tensors: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in small.items()))
     settings = {"elements": elements, "rounds": rounds, "threads": threads}
     figures = {
         "cases": rows,
-        "small_s": small,
         "load": [load, os.getloadavg()[0]],
         "capability": torch.backends.cpu.get_cpu_capability(),
     }

@@ -167,3 +167,27 @@ def by_ram(results: Sequence[Result]) -> str:
 
 BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by_ram}
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
+
+
+PEAK, TIME = "test_the_peak_is_within_the_budget", "test_the_time_is_what_was_predicted"
+
+
+def budgets(results: Sequence[Result]) -> str:
+    """Return the table of budgets on a real GPU: what was planned beside what its driver showed."""
+    rows = [
+        "| budget | planned peak | peak, by the driver | planned step | measured step |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    made: list[dict[str, Any]] = []
+    for result in results:
+        for part in result["figures"]["parts"]:
+            figures = (part.get("figures") or {}) if part["name"] == "memory" else {}
+            for test, peak in figures.items():
+                if test.startswith(PEAK):
+                    seconds = figures[test.replace(PEAK, TIME)]
+                    sizes = (format_bytes(peak[key]) for key in ("budget", "predicted", "peak"))
+                    times = (format_seconds(seconds[key]) for key in ("predicted_s", "measured_s"))
+                    rows.append(f"| {' | '.join((*sizes, *times))} |")
+                    made.append(result)
+    said = f"160 million parameters in fp32, 4 x 512 tokens ({origins(made)})."
+    return "\n".join([*rows, "", said]) if made else ""

@@ -9,59 +9,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import lt_offload
-from lt_offload.profiling.from_config import load_model_config
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.units import format_bytes, format_seconds
 from scripts.common import ROOT
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Picture:
-    """A plan to draw."""
-
-    name: str
-    title: str
-    config: str
-    memory: str
-    dtype: str = "float32"
-    planner: str = "auto"
-    hardware: str = "rtx-3060-12gb"
-
-
-PICTURES = (
-    Picture(
-        name="llama2-7b-12gb",
-        title="Llama-2-7B, every weight in fp32, 4 x 512 tokens, 12 GB",
-        config="llama2-7b",
-        memory="12GB",
-    ),
-    Picture(
-        name="llama2-7b-6gb",
-        title="Llama-2-7B, every weight in fp32, 4 x 512 tokens, 6 GB",
-        config="llama2-7b",
-        memory="6GB",
-    ),
-    Picture(
-        name="tinyllama-l2l",
-        title="TinyLlama-1.1B in fp32, 4 x 512 tokens, 4 GB, planner l2l",
-        config="tinyllama-1.1b",
-        memory="4GB",
-        planner="l2l",
-    ),
-    Picture(
-        name="tinyllama-auto",
-        title="TinyLlama-1.1B in fp32, 4 x 512 tokens, 4 GB, planner auto",
-        config="tinyllama-1.1b",
-        memory="4GB",
-    ),
-)
+PICTURES = {
+    "llama2-7b-12gb": ("Llama-2-7B, every weight in fp32, 4 x 512 tokens, 12 GB", "llama2-7b", "12GB", "auto"),
+    "llama2-7b-6gb": ("Llama-2-7B, every weight in fp32, 4 x 512 tokens, 6 GB", "llama2-7b", "6GB", "auto"),
+    "tinyllama-l2l": ("TinyLlama-1.1B in fp32, 4 x 512 tokens, 4 GB, planner l2l", "tinyllama-1.1b", "4GB", "l2l"),
+    "tinyllama-auto": ("TinyLlama-1.1B in fp32, 4 x 512 tokens, 4 GB, planner auto", "tinyllama-1.1b", "4GB", "auto"),
+}
+"""Title, configuration, memory and planner of each, on an RTX 3060."""
 LANES: dict[LaneName, str] = {
     "compute": "computations",
     "h2d": "copies to the device",
@@ -203,16 +168,12 @@ def _text(
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
-def plan_of(picture: Picture) -> tuple[Plan, Trace]:
+def plan_of(config: str, memory: str, planner: Any) -> tuple[Plan, Trace]:
     """Return the plan to draw and what it would do."""
     profile = lt_offload.profile_config(
-        load_model_config(picture.config),
-        batch_size=4,
-        sequence_length=512,
-        dtype=picture.dtype,
-        hardware=picture.hardware,
+        config, batch_size=4, sequence_length=512, dtype="float32", hardware="rtx-3060-12gb"
     )
-    plan = lt_offload.solve(profile, memory=parse_bytes(picture.memory), planner=picture.planner)
+    plan = lt_offload.solve(profile, memory=memory, planner=planner)
     return plan, lt_offload.simulate(plan, profile)
 
 
@@ -220,14 +181,14 @@ def main() -> None:
     """Draw what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures", metavar="FOLDER")
-    parser.add_argument("--only", nargs="+", choices=[picture.name for picture in PICTURES])
+    parser.add_argument("--only", nargs="+", choices=list(PICTURES))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    for picture in PICTURES:
-        if not options.only or picture.name in options.only:
-            path = options.out / f"{picture.name}.svg"
-            path.write_text(draw(*plan_of(picture), picture.title), encoding="utf-8")
-            print(path)
+    for name in options.only or PICTURES:
+        title, *what = PICTURES[name]
+        path = options.out / f"{name}.svg"
+        path.write_text(draw(*plan_of(*what), title), encoding="utf-8")
+        print(path)
 
 
 if __name__ == "__main__":

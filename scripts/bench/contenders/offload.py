@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import lt_offload
 from lt_offload import Plan, Profile
-from lt_offload.schema.lanes import MACHINE_LANES
-from lt_offload.schema.trace import Trace
 from scripts.bench.contenders.case import Case, Training
-from scripts.planning import describe
+from scripts.planning import busy, describe
 
 
 @contextmanager
@@ -47,13 +46,13 @@ def training(case: Case) -> Iterator[Training]:
             trace.save(case.folder / "trace.json")
             return {
                 "plan": _figures(plan, profile) | times,
-                "busy_s": _busy(trace),
-                "predicted_busy_s": _busy(lt_offload.simulate(plan, profile)),
+                "busy_s": busy(trace),
+                "predicted_busy_s": busy(lt_offload.simulate(plan, profile)),
                 "engine_peak_bytes": engine.stats.device_peak_bytes,
                 "engine_host_bytes": engine.stats.host_peak_bytes,
             }
 
-        yield Training(step=case.step(model, optimizer), figures=figures, notes=_notes(plan), own_limit=True)
+        yield Training(step=case.step(model, optimizer), figures=figures, own_limit=True)
 
 
 def _plan(case: Case, profile: Profile, times: dict[str, float]) -> Plan:
@@ -70,21 +69,9 @@ def _figures(plan: Plan, profile: Profile) -> dict[str, Any]:
     return describe(plan, profile) | {
         "lower_bound_s": predicted.lower_bound_s,
         "no_offload_s": predicted.no_offload_s,
-        "predicted_host_bytes": predicted.host_peak_bytes,
         "options": {name: plan.options.count(name) for name in dict.fromkeys(plan.options)},
         "update_places": {name: plan.update_places.count(name) for name in dict.fromkeys(plan.update_places)},
-        "h2d_bytes_per_s": profile.hardware.h2d_bytes_per_s,
-        "d2h_bytes_per_s": profile.hardware.d2h_bytes_per_s,
-        "host_update_bytes_per_s": profile.optimizer.host_bytes_per_s,
-        "device_update_bytes_per_s": profile.optimizer.device_bytes_per_s,
+        "hardware": asdict(profile.hardware),
+        "optimizer": asdict(profile.optimizer),
         "notes": list(plan.notes),
     }
-
-
-def _busy(trace: Trace) -> dict[str, float]:
-    """Return the seconds of an iteration for which each lane is busy."""
-    return {lane.name: trace.busy(lane.name) for lane in MACHINE_LANES}
-
-
-def _notes(plan: Plan) -> tuple[str, ...]:
-    return ("some updates run on the host, in the host's AdamW",) if "host" in plan.update_places else ()

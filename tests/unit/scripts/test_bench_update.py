@@ -15,7 +15,6 @@ from scripts.bench import update
 
 
 def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "measure_small", lambda *_: {"torch fused": 1.0, "lt_offload": 1.0})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["bench_update.py", "--tiny", "--threads", "1", "--results", str(tmp_path)])
     before = torch.get_num_threads()
@@ -36,7 +35,6 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_moments_of_fewer_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "measure_small", lambda *_: {"torch fused": 1.0, "lt_offload": 1.0})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     flags = ["--moments", "--tiny", "--threads", "1", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_update.py", *flags])
@@ -49,7 +47,3 @@ def test_moments_of_fewer_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     moved = {case["scheme"]: case["bytes_per_weight"] for case in cases if case["name"].startswith("lt_offload")}
     assert native.kernel() is None or len(moved) == 9
     assert moved["rounded, moments 8 bits"] == 10
-
-
-def test_small_tensors_are_measured() -> None:
-    assert min(update.measure_small(3, 40, 1).values()) > 0
