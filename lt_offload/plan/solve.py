@@ -239,20 +239,25 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
         return _of_tensors(profile, settings, bounded=bounded)
     # Two plans share the user's time.
     half = replace(settings, time_limit=settings.time_limit / 2)
-    whole: Plan | InfeasibleError
-    try:
-        # What is far from its bound here is so because of the table: no second search would help.
-        whole = _of_tensors(profile, half, bounded=bounded, again=False)
-        if whole.predicted.gap <= GOOD_GAP:
-            return whole
-    except InfeasibleError as error:
-        whole = error
-    try:
-        less = replace(half, host_memory=settings.host.less(room_of_rows(profile, table)))
-        of_head = _of_tensors(as_head(profile, table), less, bounded=bounded)
-        parted = split(of_head, profile, table, host_budget=settings.host_budget(profile.hardware))
-    except (ConfigError, InfeasibleError, UnsupportedError):
-        parted = None
+
+    def plan_whole() -> Plan | InfeasibleError:
+        try:
+            # What is far from its bound here is so because of the table: no second search would help.
+            return _of_tensors(profile, half, bounded=bounded, again=False)
+        except InfeasibleError as error:
+            return error
+
+    whole = plan_whole() if _all_fits(profile, settings) else None
+    if isinstance(whole, Plan) and whole.predicted.gap <= GOOD_GAP:
+        return whole
+    parted = _in_two_parts(profile, half, table, bounded=bounded)
+    if whole is None and parted is not None:
+        # Where no plan with a whole table can be faster by much, none is looked for.
+        bounds, predicted = _selection(profile, half).bounds, parted.predicted
+        least = bounds.below(predicted.iteration_s)
+        if not bounds.cut and predicted.iteration_s <= least * (1 + GOOD_GAP):
+            return replace(parted, predicted=replace(predicted, lower_bound_s=min(least, predicted.lower_bound_s)))
+    whole = whole or plan_whole()
     if parted is None and isinstance(whole, InfeasibleError):
         raise whole
     plans = [plan for plan in (whole, parted) if isinstance(plan, Plan)]
@@ -263,10 +268,30 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 
+def _all_fits(profile: Profile, settings: Settings) -> bool:
+    """Return whether weights and optimizer states may stay on the device, as far as their sizes tell."""
+    sizes = (tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    return sum(sizes) <= settings.device_budget(profile.hardware)
+
+
+def _in_two_parts(profile: Profile, settings: Settings, table: int, *, bounded: bool) -> Plan | None:
+    """Return the plan that updates ``table`` in two parts, None if none is found."""
+    less = replace(settings, host_memory=settings.host.less(room_of_rows(profile, table)))
+    try:
+        of_head = _of_tensors(as_head(profile, table), less, bounded=bounded)
+        return split(of_head, profile, table, host_budget=settings.host_budget(profile.hardware))
+    except (ConfigError, InfeasibleError, UnsupportedError):
+        return None
+
+
 def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool, again: bool = True) -> Plan:
     """Return the best plan whose updates are of whole tensors; ``again``: after a second search if it is far away."""
+    return _selection(profile, settings).run(bounded=bounded, again=again)
+
+
+def _selection(profile: Profile, settings: Settings) -> _Selection:
     config = offmate_config(profile, settings, reach=_reach(profile))
-    return _Selection(_request(profile, settings), config, settings.planner).run(bounded=bounded, again=again)
+    return _Selection(_request(profile, settings), config, settings.planner)
 
 
 def _reach(profile: Profile) -> int:

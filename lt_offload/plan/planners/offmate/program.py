@@ -75,8 +75,11 @@ class RelaxedPrograms:
         return search.solution()
 
     def needed_bytes(self) -> int | None:
-        """Return the smallest device budget with which the last program would have a solution, None if none would."""
-        with suppress(InfeasibleError):
+        """Return the smallest device budget with which the last program would have a solution.
+
+        None if none would, or if there is no time to find it.
+        """
+        with suppress(ConfigError, InfeasibleError):
             return smallest_budget(self._search.program.profile, self._search.config)
         return None
 

@@ -14,6 +14,7 @@ from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
+from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.units import format_bytes
 
@@ -33,6 +34,8 @@ _OTHER_PHIS = (1.0, 0.5)
 """``OffmateConfig.phi`` of second searches."""
 _MANY_BLOCKS = 20
 """Of fewer blocks, the tensors are so large that rounding decides, whatever is rounded."""
+_WAITING = 2
+"""Number of groups whose gradients have room on the host beside those of one step, if anything else may leave it."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
@@ -139,12 +142,18 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
 def _within_ram(decisions: Decisions, request: Request) -> Decisions:
     """Return ``decisions`` with so much less on the host that they fit there; as they are if they do, or never would.
 
-    Whole options may send more to the host than the fractions do that they were rounded from.
+    Whole options may send more to the host than the fractions do that they were rounded from. Some room is left, too:
+    with the least RAM each copy of gradients waits for the updates before.
     """
-    excess = decisions.least_host_bytes(request.profile) - request.host_budget_bytes
-    if excess <= 0:
-        return decisions
-    return with_less_ram(decisions, request.profile, self_contained(request.allowed), excess) or decisions
+    allowed, profile = self_contained(request.allowed), request.profile
+    excess = decisions.least_host_bytes(profile) - request.host_budget_bytes
+    sizes = sorted(group.trainable_bytes for group in groups(profile) if group.trainable_bytes)
+    spare = _WAITING * sizes[len(sizes) // 2] if sizes else 0
+    for more in (excess + spare, excess):
+        less = with_less_ram(decisions, profile, allowed, more) if more > 0 else None
+        if less is not None:
+            return less
+    return decisions
 
 
 class _RamSearch:
