@@ -35,7 +35,7 @@ _OTHER_PHIS = (1.0, 0.5)
 _MANY_BLOCKS = 20
 """Of fewer blocks, the tensors are so large that rounding decides, whatever is rounded."""
 _WAITING = 2
-"""Number of groups whose gradients have room on the host beside those of one step, if anything else may leave it."""
+"""Number of groups whose gradients have room on the host where a plan fills the RAM and a second one does not."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
@@ -133,27 +133,37 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
             break
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-    for _, proposal in sorted(estimated, key=lambda item: item[0])[:_SCHEDULED]:
+    best = [proposal for _, proposal in sorted(estimated, key=lambda item: item[0])]
+    best[1:1] = _with_more_room(best[0], request) if best else ()
+    for proposal in best[:_SCHEDULED]:
         candidates.add(proposal)
         if enough(candidates.fastest_s):
             return
 
 
-def _within_ram(decisions: Decisions, request: Request) -> Decisions:
-    """Return ``decisions`` with so much less on the host that they fit there; as they are if they do, or never would.
+def _within_ram(decisions: Decisions, request: Request, *, spare: int = 0) -> Decisions:
+    """Return ``decisions`` with so much less on the host that they leave ``spare`` bytes there.
 
-    Whole options may send more to the host than the fractions do that they were rounded from. Some room is left, too:
-    with the least RAM each copy of gradients waits for the updates before.
+    They are as they were if they do, or never would. Whole options may send more to the host than the fractions do that
+    they were rounded from.
     """
-    allowed, profile = self_contained(request.allowed), request.profile
-    excess = decisions.least_host_bytes(profile) - request.host_budget_bytes
-    sizes = sorted(group.trainable_bytes for group in groups(profile) if group.trainable_bytes)
-    spare = _WAITING * sizes[len(sizes) // 2] if sizes else 0
-    for more in (excess + spare, excess):
-        less = with_less_ram(decisions, profile, allowed, more) if more > 0 else None
-        if less is not None:
-            return less
-    return decisions
+    excess = decisions.least_host_bytes(request.profile) + spare - request.host_budget_bytes
+    if excess <= 0:
+        return decisions
+    return with_less_ram(decisions, request.profile, self_contained(request.allowed), excess) or decisions
+
+
+def _with_more_room(best: Proposal, request: Request) -> list[Proposal]:
+    """Return the proposal ``best`` with less in the RAM, if it fills that; else nothing.
+
+    A plan for which the RAM just suffices has room for the gradients of one step, so that each copy of them waits for
+    the updates before. Estimates do not see that.
+    """
+    sizes = sorted(group.trainable_bytes for group in groups(request.profile) if group.trainable_bytes)
+    less = _within_ram(best.decisions, request, spare=_WAITING * sizes[len(sizes) // 2] if sizes else 0)
+    if less == best.decisions:
+        return []
+    return [Proposal(name=f"{best.name}, with room for gradients", sets=Sets(less, request.profile))]
 
 
 class _RamSearch:
