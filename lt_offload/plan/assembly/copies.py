@@ -128,7 +128,8 @@ def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashab
     waits = decision.place == "host"  # those that wait for an update on the host are fetched apart
     # Neighbours are one group only if they are so in every op of the iteration (groups.py), so all of this has to
     # agree.
-    return copy.payload, copy.stay, blocks, waits, decision.stays, decision.zero_copy, decision.write_back
+    apart = decision.apart, decision.zero_copy, decision.write_back
+    return copy.payload, copy.stay, blocks, waits, decision.stays, apart
 
 
 def _cut(copies: Sequence[DeviceCopy]) -> Iterator[tuple[DeviceCopy, ...]]:

@@ -38,6 +38,8 @@ class TensorDecision:
     """Step after whose computation the updated weight is copied to the host; None: never. Until then it takes room."""
     grad_zero_copy: bool = False
     """Host update: the backward writes the gradient to host memory itself."""
+    apart: tuple[int, ...] = ()
+    """Weights of a block that differ in this travel in copies of their own, though they be small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

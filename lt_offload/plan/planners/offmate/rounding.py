@@ -7,8 +7,8 @@ the blocks never exceed those of the relaxed solution.
 
 Tensors: per parameter group the host's share, what stays through each gap between two uses, and the resident states
 become sets of tensors whose sizes come nearest to the fractions, with the error carried to the next group. The program
-moves a tensor in the step in which the cumulative curve of its flow passes the middle of the tensor. Of these times one
-is kept: when an updated weight is written back, as it takes room until then.
+moves a tensor in the step in which the cumulative curve of its flow passes the middle of the tensor. Of these times two
+things are kept: when an updated weight is written back, as it takes room until then, and which tensors move together.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class _Rounding:
 
     def decisions(self) -> dict[int, TensorDecision]:
         """Return one decision per tensor of the group."""
-        write_back = self._write_backs(self._releases())
+        moves = self._moves()
+        write_back = self._write_backs({t: taus[0] for t, taus in moves.items()})
         decided = {}
         for t in self.group.tensors:
             if not self._trainable(t):
@@ -173,7 +174,7 @@ class _Rounding:
                 place = "host"
             else:
                 place = "paged" if self._states(t) and t not in self.resident_states else "device"
-            decided[t] = self._decision(t, place, write_back.get(t))
+            decided[t] = replace(self._decision(t, place, write_back.get(t)), apart=tuple(moves.get(t, ())))
         return decided
 
     def _decision(self, tensor: int, place: UpdatePlace, write_back: int | None) -> TensorDecision:
@@ -199,19 +200,27 @@ class _Rounding:
         # A copy that runs during a tau is queued after the computation before.
         return {t: max(min(middle, release[t]) - 1, 0) for t, middle in zip(leaving, middles, strict=True)}
 
-    def _releases(self) -> dict[int, int]:
-        """Return, per tensor that leaves while the host has no newer one, when the program lets it go the first time.
+    def _moves(self) -> dict[int, list[int]]:
+        """Return, per tensor that leaves, the taus in which the program lets it go and brings it, gap by gap.
 
-        That is a tau.
+        Tensors that move at different times travel in different copies.
         """
-        releases: dict[int, int] = {}
+        moves: dict[int, list[int]] = defaultdict(list)
         for (use, following), staying in zip(self.gaps, self.staying, strict=True):
+            stale = self._stale(use)
             inside = self.flows.resident.take(range(use + 1, following), mode="wrap")
             gone = np.clip(-np.diff(np.concatenate([[1.0], np.minimum.accumulate(inside)])), 0, None)
-            leaving = [t for t in self.group.tensors if t not in staying and t not in self._stale(use)]
-            for t, middle in zip(leaving, _midpoints(self._sizes(leaving), gone), strict=True):
-                releases.setdefault(t, min(use + middle, max(following - 2, use)))
-        return releases
+            arrives = self.flows.prefetch.take(range(use, following), mode="wrap")
+            arrives[0] = 0.0
+            # What the host updates is stale at once; its copy waits for the update and comes last.
+            leaving = [t for t in self.group.tensors if t not in staying and t not in stale]
+            moving = [*leaving, *(t for t in self.group.tensors if t not in staying and t in stale)]
+            first = dict(zip(leaving, _midpoints(self._sizes(leaving), gone), strict=True))
+            back = _midpoints(self._sizes(moving), arrives, default=following - use - 1)
+            for t, later in zip(moving, back, strict=True):
+                release = min(use + first[t], max(following - 2, use)) if t in first else use
+                moves[t] += [release, max(min(use + later, following - 1), release + 1)]
+        return moves
 
     # -- sets --------------------------------------------------------------------------------------------------------
 
@@ -305,11 +314,11 @@ class _Rounding:
         return sum(self.profile.tensors[t].bytes for t in tensors)
 
 
-def _midpoints(sizes: Sequence[int], flow: NDArray[np.float64]) -> list[int]:
+def _midpoints(sizes: Sequence[int], flow: NDArray[np.float64], default: int = 0) -> list[int]:
     """Return, per size in order, the index at which the cumulative ``flow`` passes the middle of the size's share."""
     total = float(flow.sum())
     if total <= _NOTHING:
-        return [0] * len(sizes)
+        return [default] * len(sizes)
     ends = np.cumsum(np.asarray(sizes, dtype=np.float64))
     middles = (ends - np.asarray(sizes) / 2) / max(float(ends[-1]) if len(ends) else 1.0, 1.0)
     curve = np.cumsum(flow) / total
