@@ -249,22 +249,25 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
         return _of_tensors(profile, settings, bounded=bounded)
     # Two plans share the user's time.
     half = replace(settings, time_limit=settings.time_limit / 2)
-    whole: Plan | InfeasibleError
-    parted: Plan | None
-    try:
-        # What is far from its bound here is so because of the table: no second search would help.
-        whole = _of_tensors(profile, half, bounded=bounded, again=False)
-        if whole.predicted.gap <= GOOD_GAP:
-            return whole
-    except InfeasibleError as error:
-        whole = error
-    try:
-        less = replace(half, host_memory=settings.host.less(room_of_rows(profile, index)))
-        table = TiedTable(index=index, profile=profile)
-        parted = _of_tensors(as_head(profile, index), less, bounded=bounded, table=table)
-        parted = priced(replace(parted, host_budget_bytes=settings.host_budget(profile.hardware)), profile)
-    except (ConfigError, InfeasibleError, UnsupportedError):
-        parted = None
+
+    def plan_whole() -> Plan | InfeasibleError:
+        try:
+            # What is far from its bound here is so because of the table: no second search would help.
+            return _of_tensors(profile, half, bounded=bounded, again=False)
+        except InfeasibleError as error:
+            return error
+
+    whole = plan_whole() if _all_fits(profile, settings) else None
+    if isinstance(whole, Plan) and whole.predicted.gap <= GOOD_GAP:
+        return whole
+    parted = _parted(profile, half, index, bounded=bounded)
+    if whole is None and parted is not None:
+        # Where no plan with a whole table can be faster by much, none is looked for.
+        bounds, predicted = _selection(profile, half).bounds, parted.predicted
+        least = bounds.below(predicted.iteration_s)
+        if not bounds.cut and predicted.iteration_s <= least * (1 + GOOD_GAP):
+            return replace(parted, predicted=replace(predicted, lower_bound_s=min(least, predicted.lower_bound_s)))
+    whole = whole or plan_whole()
     if parted is None and isinstance(whole, InfeasibleError):
         raise whole
     plans = [plan for plan in (whole, parted) if isinstance(plan, Plan)]
@@ -275,6 +278,23 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 
+def _all_fits(profile: Profile, settings: Settings) -> bool:
+    """Return whether weights and optimizer states may stay on the device, as far as their sizes tell."""
+    sizes = (tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    return sum(sizes) <= settings.device_budget(profile.hardware)
+
+
+def _parted(profile: Profile, settings: Settings, index: int, *, bounded: bool) -> Plan | None:
+    """Return the plan that updates the table ``index`` in two parts, None if none is found."""
+    less = replace(settings, host_memory=settings.host.less(room_of_rows(profile, index)))
+    try:
+        table = TiedTable(index=index, profile=profile)
+        plan = _of_tensors(as_head(profile, index), less, bounded=bounded, table=table)
+    except (ConfigError, InfeasibleError, UnsupportedError):
+        return None
+    return priced(replace(plan, host_budget_bytes=settings.host_budget(profile.hardware)), profile)
+
+
 def _of_tensors(
     profile: Profile, settings: Settings, *, bounded: bool, again: bool = True, table: TiedTable | None = None
 ) -> Plan:
@@ -282,8 +302,7 @@ def _of_tensors(
 
     ``again``: after a second search if it is far away. ``table``: one that the plan updates in two parts.
     """
-    config = offmate_config(profile, settings, reach=_reach(profile))
-    selection = _Selection(_request(profile, settings), config, settings.planner)
+    selection = _selection(profile, settings)
     plan = selection.run(bounded=bounded, again=again)
     passes: tuple[Pass, ...] = (*ADDING, "settling" if settings.delayed else "updating")
     passes = passes if adds_up(profile) else ONE_BATCH
@@ -293,6 +312,11 @@ def _of_tensors(
     written = best.written(profile, passes) if table is None else in_two_parts(best, profile, table, passes)
     more = plan.notes[len(best.plan.notes) :]
     return replace(written, predicted=plan.predicted, notes=(*written.notes, *more), alternatives=plan.alternatives)
+
+
+def _selection(profile: Profile, settings: Settings) -> _Selection:
+    config = offmate_config(profile, settings, reach=_reach(profile))
+    return _Selection(_request(profile, settings), config, settings.planner)
 
 
 def _reach(profile: Profile) -> int:

@@ -23,7 +23,7 @@ from lt_offload.plan.assembly.placement import place
 from lt_offload.plan.assembly.ranges import ArenaRanges, Key, Policy, Reserved
 from lt_offload.plan.assembly.sets import Stay
 from lt_offload.plan.assembly.timetable import ActivationTimes, Timetable
-from lt_offload.plan.assembly.work import LaneWork
+from lt_offload.plan.assembly.work import HostUpdate, LaneWork
 from lt_offload.schema.plan import ALIGNMENT
 
 _ITERATIONS = 2
@@ -141,7 +141,7 @@ class _ScheduleRun:
         """The tensors of these updates."""
         self.departures: list[_Departure] = []
         self.left: dict[tuple[str, int, int], float] = {}
-        """By payload, tensor or block, and step: when it had left the device."""
+        """By payload, block or first tensor of a copy, and step: when it had left the device."""
         self.issued: dict[Key, tuple[int, float, int]] = {}
         """By stay and the step of its need: the step in which it was queued, its arrival and its turn."""
         self.offsets: dict[Key, int] = {}
@@ -310,8 +310,10 @@ class _ScheduleRun:
         if stay.group is None:
             return self.activations_out.get(stay.block, 0.0)
         if stay.is_state:
-            return max(self.states_out.get(copy.tensor, 0.0) for copy in stay.group.copies)
-        return max(self._updated(copy.tensor, latest) for copy in stay.group.copies)
+            return max([self.states_out.get(t, 0.0) for t in stay.tensors])
+        if self.waiting.isdisjoint(stay.tensors):
+            return max([self.current.get(t, 0.0) for t in stay.tensors])
+        return max([self._updated(t, latest) for t in stay.tensors])
 
     def _updated(self, tensor: int, latest: float | None = None) -> float:
         """Return when the host copy of a weight is current; the host works until then, or until ``latest``.
@@ -381,60 +383,46 @@ class _ScheduleRun:
         sets, profile, position, end = self.sets, self.profile, step % self.steps, self.ends[step]
         rate = profile.hardware.d2h_bytes_per_s
         # The lane to the host is filled in the order in which ops.py issues: gradients, activations, weights, states.
-        for tensors in sets.gradients[position]:
-            nbytes = sum(profile.tensors[t].bytes for t in tensors)
-            self.back = max(self.back, end) + nbytes / rate
-            self.departures.append(_Departure(self.back, nbytes, step))
-            self.left.update((("grad", t, step), self.back) for t in tensors)
-            self._update_on_host(tensors, self.back, step)
-        if sets.written[position]:
+        for sent in self.work.gradients[position]:
+            self.back = max(self.back, end) + sent.copy_s
+            self.departures.append(_Departure(self.back, sent.bytes, step))
+            self.left["grad", sent.tensors[0], step] = self.back
+            self._update_on_host(sent, self.back, step)
+        written = self.work.written[position]
+        if written is not None:
             # The backward writes them from its begin on, and is done when they are there.
-            seconds = sum(profile.tensors[t].bytes for t in sets.written[position]) / rate
-            self.back = max(self.back, self.starts[step]) + seconds
-            self.ends[step] = end = max(end, self.starts[step] + seconds)
-            self._update_on_host(sets.written[position], end, step)
+            self.back = max(self.back, self.starts[step]) + written.copy_s
+            self.ends[step] = end = max(end, self.starts[step] + written.copy_s)
+            self._update_on_host(written, end, step)
         block = sets.timeline.block(position)
         nbytes = sets.offloaded(block)
         if nbytes and not sets.timeline.is_backward(position):
             self.back = self.activations_out[block] = max(self.back, end) + nbytes / rate
             self.departures.append(_Departure(self.back, nbytes, step))
             self.left["activation", block, step] = self.back
-        gone: dict[tuple[str, int], float] = {}
+        gone: dict[int, float] = {}
         for tensors in sets.write_backs[position]:
             self.back = max(self.back, end) + sum(profile.tensors[t].bytes for t in tensors) / rate
-            for t in tensors:
-                self.current[t] = gone["weight", t] = self.back
+            self.current.update(dict.fromkeys(tensors, self.back))
         for tensors in sets.state_offloads[position]:
             self.back = max(self.back, end) + sum(profile.tensors[t].state_bytes for t in tensors) / rate
-            for t in tensors:
-                self.states_out[t] = gone["state", t] = self.back
+            gone.update(dict.fromkeys(tensors, self.back))
+        self.states_out.update(gone)
         for stay in sets.ending[position]:
-            assert stay.group is not None
             key = stay.number, step - stay.length
             if key not in self.offsets:
                 continue  # it came before the first iteration
-            until = max(self._gone(copy, gone) for copy in stay.group.copies)
-            self.ranges.leave(self.offsets[key], stay.room, max(until, end))
+            # Until the host has the newest contents.
+            times = [gone.get(t, 0.0) for t in stay.tensors] if stay.is_state else []
+            until = max([end, *times, *[self.current.get(t, 0.0) for t in stay.written]])
+            self.ranges.leave(self.offsets[key], stay.room, until)
 
-    def _gone(self, copy: DeviceCopy, now: dict[tuple[str, int], float]) -> float:
-        """Return when the host has the newest contents of a copy that ends its stay."""
-        if (copy.payload, copy.tensor) in now:
-            return now[copy.payload, copy.tensor]
-        written = copy.payload == "weight" and self.sets.decisions.tensors[copy.tensor].write_back is not None
-        return self.current.get(copy.tensor, 0.0) if written else 0.0
-
-    def _update_on_host(self, tensors: list[int], ready: float, step: int) -> None:
-        waits = [
-            (stay.need - step) % self.steps or self.steps
-            for t in tensors
-            for stay in self.sets.of_tensor.get(("weight", t), ())
-        ]
-        seconds = sum(self.profile.tensors[t].bytes for t in tensors) / self.profile.optimizer.host_bytes_per_s
-        for t in tensors:
+    def _update_on_host(self, sent: HostUpdate, ready: float, step: int) -> None:
+        for t in sent.tensors:
             if t in self.waiting:
                 self._updated(t)  # that of the iteration before, for which nobody has waited
-        self.waiting.update(tensors)
-        self.updates.append(_WaitingUpdate(ready, step + min(waits, default=self.steps), seconds, tensors))
+        self.waiting.update(sent.tensors)
+        self.updates.append(_WaitingUpdate(ready, step + sent.wait, sent.update_s, sent.tensors))
 
     # -- the result --------------------------------------------------------------------------------------------------
 
@@ -462,9 +450,10 @@ class _ScheduleRun:
                 if stay.group is None
             },
             gradients={
-                t: self._released("grad", t, first + step) - first
+                t: released
                 for step, parts in enumerate(self.sets.gradients)
                 for tensors in parts
+                for released in [self._released("grad", tensors[0], first + step) - first]
                 for t in tensors
             },
             # An iteration that leaves more work behind than it found looks shorter than it is in a row.

@@ -44,11 +44,11 @@ class Stay:
     """Steps by which it may come before its first use."""
     on_host: bool = False
     """True: it waits for an update on the host."""
-
-    @property
-    def is_state(self) -> bool:
-        """True: only the update needs it."""
-        return self.group is not None and self.group.copies[0].payload == "state"
+    is_state: bool = False
+    """True: only the update needs it."""
+    tensors: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    """Those of ``tensors`` whose weights are copied back to the host."""
 
     def lifetime(self, steps: int, *, early: bool) -> Lifetime:
         """Return the steps in which it takes room: from its first use on, or ``early``, one step before."""
@@ -173,6 +173,7 @@ class Sets:
                 self.always.append(group)
                 continue
             copy, need = group.copies[0], group.stay.start
+            is_state, tensors = copy.payload == "state", tuple(copy.tensor for copy in group.copies)
             stay = Stay(
                 number=len(self.stays),
                 group=group,
@@ -181,7 +182,10 @@ class Sets:
                 bytes=sum(copy.bytes for copy in group.copies),
                 need=need,
                 length=(group.stay.end - need) % self.steps,
-                on_host=copy.payload == "weight" and decisions.tensors[copy.tensor].place == "host",
+                on_host=not is_state and decisions.tensors[copy.tensor].place == "host",
+                is_state=is_state,
+                tensors=tensors,
+                written=() if is_state else tuple(t for t in tensors if decisions.tensors[t].write_back is not None),
             )
             self.stays.append(stay)
             for copy in group.copies:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import accumulate
+from typing import NamedTuple
 
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.schema.lanes import MACHINE_LANES, LaneName
 from lt_offload.schema.profile import Profile
+
+
+class HostUpdate(NamedTuple):
+    """Gradients that arrive together, and the update on the host that they are for."""
+
+    tensors: list[int]
+    bytes: int
+    copy_s: float
+    update_s: float
+    wait: int
+    """Steps until the first use of what is updated."""
 
 
 class LaneWork:
@@ -22,8 +34,28 @@ class LaneWork:
         self.reads = [0.0] * sets.steps
         """Per step: seconds for which direct reads of host memory occupy the link."""
         self._add_computations()
+        self.gradients = [
+            [self._host_update(tensors, step) for tensors in parts] for step, parts in enumerate(sets.gradients)
+        ]
+        """Per step: gradients that are copied behind it."""
+        self.written = [
+            self._host_update(tensors, step) if tensors else None for step, tensors in enumerate(sets.written)
+        ]
+        """Per step: gradients that its backward writes to the host."""
         self.seconds_after = [*accumulate(reversed(self.seconds[1:]), initial=0.0)][::-1]
         """Per step: of all steps behind it."""
+
+    def _host_update(self, tensors: list[int], step: int) -> HostUpdate:
+        sets, profile = self.sets, self.profile
+        nbytes = sum(profile.tensors[t].bytes for t in tensors)
+        uses = [stay.need for t in tensors for stay in sets.of_tensor.get(("weight", t), ())]
+        return HostUpdate(
+            tensors=tensors,
+            bytes=nbytes,
+            copy_s=nbytes / profile.hardware.d2h_bytes_per_s,
+            update_s=nbytes / profile.optimizer.host_bytes_per_s,
+            wait=min(((need - step) % sets.steps or sets.steps for need in uses), default=sets.steps),
+        )
 
     @property
     def least_s(self) -> float:

@@ -1,8 +1,7 @@
 """From a proposal's sets to a plan with times: scheduled, built and simulated, with care only where it may win.
 
 A schedule's clock knows each lane by itself. Where lanes slow each other down, a plan is simulated, and scheduled again
-with lanes as slow as they were on average. Updates on the host that leave no bandwidth to copies may run on fewer
-threads: there is a whole iteration for them.
+with lanes as slow as they were on average.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from lt_offload.plan.planners.request import Request, cannot_win
 from lt_offload.plan.planners.slowdown import LaneSlowdown, at_worst, expected, slower
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 
 _CORRECTIONS = 2
 """Corrections of the clock, at most."""
 _AS_SLOW = 0.02
 """Part of a lane's time up to which it counts as expected."""
-_SPARE = 1.1
-"""An iteration lasts at least so many times as long as the host's updates with fewer threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +46,6 @@ class PlanScheduler:
 
     def __init__(self, planner: str, sets: Sets, request: Request) -> None:
         self._planner, self._request, self._profile = planner, request, request.profile
-        self._sets = sets
         self._slower = expected(request.profile, LaneWork(sets, request.profile).busy_s)
         work = LaneWork(sets, self._slower.applied_to(self._profile))
         self._search = Scheduler(work, request.capacity_bytes, request.deadline)
@@ -74,7 +69,7 @@ class PlanScheduler:
     def simulated(self) -> TimedPlan:
         """Return the plan of the best schedule so far."""
         assert self._search.best is not None
-        return self.best or self._build(self._search.best, self._profile)
+        return self.best or self._build(self._search.best)
 
     def finish(self, beat_s: float = math.inf) -> TimedPlan:
         """Return the fastest plan found; with less care if one that takes ``beat_s`` is out of reach."""
@@ -86,9 +81,7 @@ class PlanScheduler:
         # The careful search costs the most time, and what is so much slower will not win by it.
         if cannot_win(self.best.seconds, beat_s):
             return self.best
-        self._build(self._search.finish(), self._profile)
-        if self._shares:
-            self._use_fewer_threads()
+        self._build(self._search.finish())
         return self.best
 
     @property
@@ -96,7 +89,8 @@ class PlanScheduler:
         """True if lanes can slow each other down."""
         return at_worst(self._profile) != LaneSlowdown()
 
-    def _build(self, timetable: Timetable, profile: Profile) -> TimedPlan:
+    def _build(self, timetable: Timetable) -> TimedPlan:
+        profile = self._profile
         plan = build(
             timetable,
             profile,
@@ -120,30 +114,7 @@ class PlanScheduler:
             timetable = self._search.again(shown.applied_to(self._profile))
             if timetable is None:
                 return
-            last = self._build(timetable, self._profile)
-
-    def _use_fewer_threads(self) -> None:
-        """Take the fewest threads with which updates do not last longer than the iteration, if that is faster."""
-        assert self.best is not None
-        work = sum(op.seconds for op in self.best.plan.ops if op.updates_on_host)
-        speeds = self._profile.optimizer.host_speeds
-        for threads in sorted(speeds):
-            slowed = self._profile.with_host_threads(threads)
-            factor = self._profile.optimizer.host_bytes_per_s / slowed.optimizer.host_bytes_per_s
-            # Updates that would last longer than the iteration with so few threads would set its pace.
-            if not work or factor <= 1 or _SPARE * factor * work > self.best.seconds:
-                continue
-            busy = LaneWork(self._sets, slowed).busy_s
-            timetable = self._search.again(expected(slowed, busy).applied_to(slowed))
-            if timetable is not None:
-                timed = self._build(timetable, slowed)
-                # Once more with what this simulation has shown: so far the clock
-                # has only expected how lanes slow each other down.
-                shown = slower(timed.plan, timed.trace)
-                timetable = self._search.again(shown.applied_to(slowed))
-                if timetable is not None:
-                    self._build(timetable, slowed)
-            return
+            last = self._build(timetable)
 
 
 def timed_plan(planner: str, decisions: Decisions, request: Request) -> TimedPlan | Misfit:

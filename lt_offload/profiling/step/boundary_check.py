@@ -72,7 +72,7 @@ class BoundaryCheck:
         self._kinds: dict[int, int] = {}
         """By block: the identity of the call that it had."""
         self._compared: dict[int, Call] = {}
-        """Calls that have run without a graph and with one, by their identity."""
+        """Calls that have run without a graph and with one, with nothing to be said of further ones, by identity."""
         names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
         self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
         """Weights of several blocks."""
@@ -179,6 +179,8 @@ class BoundaryCheck:
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any], arguments: _Versions) -> Any:
         """Run a block without a graph, and once more with one from the state that it had; return the second output.
 
+        Of blocks of one kind the first that runs twice shows what holds for all, unless it draws or leaves a trace.
+
         One that has hooks of users inside, or that fails without a graph, has to run once. One whose numbers are others
         without a graph (torch chooses kernels by that) always has to run with one. Bits alone would not tell: two
         kernels may agree on one batch, or on one device, and differ by the last bits on the next. So both runs also
@@ -187,19 +189,19 @@ class BoundaryCheck:
         Raises:
             UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
         """
-        block, self._rest = self._blocks[index], Rest([])
-        known = not has_values(call) and id(call) in self._compared
-        if call.compiled or known or isinstance(call.module, HeadLoss):
+        block, self._rest, known = self._blocks[index], Rest([]), id(call) in self._compared
+        if call.compiled or (known and not has_values(call)) or isinstance(call.module, HeadLoss):
             return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
-        self._compared[id(call)] = call
         hook = InnerHooks(block.name, block.module).find()
         if hook is not None:
             return self._run_only_once(index, call, forward, hook)
         if call.contexts.modes:
             return self._run_only_once(index, call, forward, f"it runs within {call.contexts.modes[-1]}")
+        effects = Effects(block.module, watched=3 if has_values(call) else 0)
+        if known:
+            return self._run_as_kind(index, call, forward, effects)
         # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
         before_draws = call.draws()
-        effects = Effects(block.module, watched=3 if has_values(call) else 0)
         with effects.first_run() as before, self._aside(), torch.no_grad(), OperationLog() as operations:
             try:
                 first, failed = forward(), None
@@ -237,6 +239,19 @@ class BoundaryCheck:
             why = "what its autograd.Function keeps for the backward changes from run to run"
             _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
             self.once.setdefault(index, f"as {why}")
+        # What draws may have been left out this time, and what has changed itself is another block the next time.
+        alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
+        if alike and index not in self.once:
+            self._compared[id(call)] = call
+        return out
+
+    def _run_as_kind(self, index: int, call: Call, forward: Callable[[], Any], effects: Effects) -> Any:
+        """Run a block once, with a graph: two runs of another one of its kind have left no trace and were compared."""
+        with effects.first_run() as before:
+            out = self._run_kept(index, call, forward)
+        self._rest = before.rest
+        if before.changed:
+            self.once.setdefault(index, "as its forward changes it, unlike others of its kind")
         return out
 
     def _repeat(self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,3 +160,46 @@ def test_blocks_that_are_left_out_at_random_are_measured_when_they_are_there() -
         for layer in (Layer, LeftOut)
     ]
     assert saved[0] == saved[1]
+
+
+class Counting(Layer):
+    """Counts its runs in a file, as a profile puts back what it finds in memory, and ``here``, if that is a number."""
+
+    def __init__(self, file: Path, here: int = 0) -> None:
+        super().__init__()
+        self.file, self.here, self.runs = str(file), here, 0
+
+    def inner(self, x: Tensor) -> Tensor:
+        with open(self.file, "a") as file:
+            file.write("x")
+        self.runs += self.here
+        return super().inner(x)
+
+
+class Dropping(Counting):
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(super().inner(x), 0.5)
+
+
+def runs_of(layer: Callable[[Path], nn.Module], folder: Path) -> list[int]:
+    """Return the number of runs of each layer of a model, while it is profiled."""
+    files = [folder / str(number) for number in range(4)]
+    left = iter(files)
+    profiled(lambda: layer(next(left)), nullcontext)
+    return [len(file.read_text()) for file in files]
+
+
+def test_of_blocks_of_a_kind_the_first_alone_runs_twice_in_the_step(tmp_path: Path) -> None:
+    first, *others = runs_of(Counting, tmp_path)
+    assert first > 2  # its costs are measured, too
+    assert others == [1] * len(others)
+
+
+def test_blocks_that_draw_are_all_compared(tmp_path: Path) -> None:
+    assert all(runs > 1 for runs in runs_of(Dropping, tmp_path))
+
+
+def test_a_block_that_changes_itself_unlike_others_of_its_kind_runs_once(tmp_path: Path) -> None:
+    changes = iter((0, 0, 7, 0))
+    blocks = profiled(lambda: Counting(tmp_path / "runs", next(changes)), nullcontext).blocks[1:-1]
+    assert [names(block) == {"keep", "offload"} for block in blocks] == [False, False, True, False]

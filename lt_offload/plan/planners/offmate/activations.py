@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import pulp
-
-from lt_offload.plan.planners.lp import Pair, add, require
+from lt_offload.plan.planners.lp import Pair, Problem, Row, add, require
 from lt_offload.schema.plan import Timeline
 
-Rows = Sequence[pulp.LpAffineExpression]
+Rows = Sequence[Row]
 """One per step."""
 
 
 def pool_copies(
-    problem: pulp.LpProblem,
+    problem: Problem,
     timeline: Timeline,
     offloaded: Mapping[int, list[Pair]],
     lanes: tuple[tuple[Rows, float], tuple[Rows, float]],
@@ -82,7 +80,7 @@ def _less(pairs: Sequence[Pair]) -> list[Pair]:
     return [(-factor, term) for factor, term in pairs]
 
 
-def total(problem: pulp.LpProblem, name: str, pairs: list[Pair]) -> list[Pair]:
+def total(problem: Problem, name: str, pairs: list[Pair]) -> list[Pair]:
     """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
     if len(pairs) <= 1:
         return pairs

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import pulp
-
-from lt_offload.plan.planners.lp import Pair, Term, require
+from lt_offload.plan.planners.lp import Pair, Problem, Term, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group
 
@@ -48,7 +46,7 @@ class GroupBuilder:
 
     def __init__(
         self,
-        problem: pulp.LpProblem,
+        problem: Problem,
         name: str,
         group: Group,
         uses: tuple[int, ...],

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
-import pulp
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.iteration.memory import budget_for
@@ -76,8 +75,11 @@ class RelaxedPrograms:
         return search.solution()
 
     def needed_bytes(self) -> int | None:
-        """Return the smallest device budget with which the last program would have a solution, None if none would."""
-        with suppress(InfeasibleError):
+        """Return the smallest device budget with which the last program would have a solution.
+
+        None if none would, or if there is no time to find it.
+        """
+        with suppress(ConfigError, InfeasibleError):
             return smallest_budget(self._search.program.profile, self._search.config)
         return None
 
@@ -181,7 +183,7 @@ class _ProgramSearch:
         # The traffic term of a solution is at most twice its time per unit of weight, because every step lasts at least
         # as long as its copies in each direction; so this is a bound of the time alone.
         weight = self.config.traffic_weight if self.program.objective == "time" else 0.0
-        self.bound = min(pulp.value(self.program.problem.objective) / (1 + 2 * weight), self._objective())
+        self.bound = min(self.program.problem.objective.value / (1 + 2 * weight), self._objective())
         return True
 
     def solution(self) -> Solution:
@@ -205,15 +207,15 @@ class _ProgramSearch:
     def _device_bytes(self) -> int:
         """Return the peak of the counted device bytes."""
         program = self.program
-        arena, other = ([row.value() or 0.0 for row in rows] for rows in (program.arena, program.other))
+        arena, other = ([row.value for row in rows] for rows in (program.arena, program.other))
         capacity_bytes = math.ceil(max(a + o for a, o in zip(arena, other, strict=True)) * program.bytes_unit)
         return budget_for(capacity_bytes, program.profile)
 
     def _objective(self) -> float:
         program = self.program
         if program.objective == "time":
-            return float(sum(step.varValue for step in program.times))
-        return float(pulp.value(program.problem.objective))
+            return sum(step.value for step in program.times)
+        return program.problem.objective.value
 
     def _solve(self, gap: float | None, method: Method = "interior") -> Outcome:
         remaining = self.deadline - time.monotonic()
@@ -242,13 +244,13 @@ class _ProgramSearch:
             for position, weight in enumerate(weights):
                 if not isinstance(weight, float):
                     # Options are fixed by bounds, which branching sets free again.
-                    weight.lowBound = weight.upBound = float(position == index)
+                    weight.low = weight.high = float(position == index)
         return self._objective() if self._solved(self._solve(None)) else math.inf
 
     def _branch(self, rounded: float) -> bool:
         """Solve with branching; keep the better of its options and the rounded ones, whose objective is ``rounded``."""
         for weight in (weight for weights in self.program.comp for weight in weights if not isinstance(weight, float)):
-            weight.lowBound, weight.upBound = 0, 1
+            weight.low, weight.high = 0, 1
         outcome = self._solve(self.config.gap)
         branched = math.inf
         if outcome == "solved":
@@ -269,7 +271,7 @@ def _value(term: Term, high: float = 1.0) -> float:
     """Return the value of a variable or constant, without the solver's rounding errors."""
     if isinstance(term, float):
         return term
-    value = float(term.varValue)
+    value = term.value
     if value < _SNAP:
         return 0.0
     return high if value > high - _SNAP else value

@@ -14,6 +14,7 @@ from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
+from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.units import format_bytes
 
@@ -33,6 +34,8 @@ _OTHER_PHIS = (1.0, 0.5)
 """``OffmateConfig.phi`` of second searches."""
 _MANY_BLOCKS = 20
 """Of fewer blocks, the tensors are so large that rounding decides, whatever is rounded."""
+_WAITING = 2
+"""Number of groups whose gradients have room on the host where a plan fills the RAM and a second one does not."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
@@ -130,21 +133,37 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
             break
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-    for _, proposal in sorted(estimated, key=lambda item: item[0])[:_SCHEDULED]:
+    best = [proposal for _, proposal in sorted(estimated, key=lambda item: item[0])]
+    best[1:1] = _with_more_room(best[0], request) if best else ()
+    for proposal in best[:_SCHEDULED]:
         candidates.add(proposal)
         if enough(candidates.fastest_s):
             return
 
 
-def _within_ram(decisions: Decisions, request: Request) -> Decisions:
-    """Return ``decisions`` with so much less on the host that they fit there; as they are if they do, or never would.
+def _within_ram(decisions: Decisions, request: Request, *, spare: int = 0) -> Decisions:
+    """Return ``decisions`` with so much less on the host that they leave ``spare`` bytes there.
 
-    Whole options may send more to the host than the fractions do that they were rounded from.
+    They are as they were if they do, or never would. Whole options may send more to the host than the fractions do that
+    they were rounded from.
     """
-    excess = decisions.least_host_bytes(request.profile) - request.host_budget_bytes
+    excess = decisions.least_host_bytes(request.profile) + spare - request.host_budget_bytes
     if excess <= 0:
         return decisions
     return with_less_ram(decisions, request.profile, self_contained(request.allowed), excess) or decisions
+
+
+def _with_more_room(best: Proposal, request: Request) -> list[Proposal]:
+    """Return the proposal ``best`` with less in the RAM, if it fills that; else nothing.
+
+    A plan for which the RAM just suffices has room for the gradients of one step, so that each copy of them waits for
+    the updates before. Estimates do not see that.
+    """
+    sizes = sorted(group.trainable_bytes for group in groups(request.profile) if group.trainable_bytes)
+    less = _within_ram(best.decisions, request, spare=_WAITING * sizes[len(sizes) // 2] if sizes else 0)
+    if less == best.decisions:
+        return []
+    return [Proposal(name=f"{best.name}, with room for gradients", sets=Sets(less, request.profile))]
 
 
 class _RamSearch:
