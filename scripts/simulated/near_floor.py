@@ -92,15 +92,14 @@ def whole_bound(profile: Profile, config: OffmateConfig) -> float:
         parts = [
             (
                 profile.tensors[index].bytes / group.trainable_bytes,
-                program.problem.add_variable(f"whole_{number:03d}_{index:03d}", 0, 1, whole=True),
+                program.problem.add_variable(f"whole_{number:03d}_{index:03d}", 0, 1, cat="Integer"),
             )
             for index in group.tensors
             if profile.tensors[index].trainable
         ]
         require(program.problem, [*parts, (-1, terms.host_share)], "==")
     run(program.problem, time_limit=BRANCHING_S, gap=GAP)
-    assert program.problem.solver is not None
-    proved = float(program.problem.solver.getInfo().mip_dual_bound)
+    proved = float(program.problem.solverModel.getInfo().mip_dual_bound)
     return proved * program.seconds_unit if math.isfinite(proved) else 0.0
 
 
