@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import highspy
+import numpy as np
 import pulp
+from numpy.typing import NDArray
 
 from lt_offload.errors import PlanError
 
@@ -104,10 +106,58 @@ class Problem(pulp.LpProblem):  # type: ignore[misc]
 
 
 class _Solver(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, to which a program is handed over as arrays: row by row that takes as long as it is solved."""
+
     def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
         lp.solverModel = _Silent()  # type: ignore[no-untyped-call]
         for name, value in {"time_limit": self.timeLimit, **self.optionsDict}.items():
             lp.solverModel.setOptionValue(name, value)
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        variables, rows, infinity = lp.variables(), list(lp.constraints.values()), highspy.kHighsInf
+        for index, variable in enumerate(variables):
+            variable.index = index
+        entries = [[(x.index, factor) for x, factor in row.items() if factor] for row in rows]
+        flat = [entry for row in entries for entry in row]
+        lows, highs = [row.getLb() for row in rows], [row.getUb() for row in rows]
+        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        whole = [bool(self.mip and variable.cat == pulp.LpInteger) for variable in variables]
+        status = lp.solverModel.passModel(
+            len(variables),
+            len(rows),
+            len(flat),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            0.0,
+            np.array([lp.objective.get(variable, 0.0) for variable in variables]),
+            *_limits(variables),
+            np.array([-infinity if low is None else low for low in lows]),
+            np.array([infinity if high is None else high for high in highs]),
+            np.cumsum([0, *map(len, entries)], dtype=np.int32),
+            np.array([column for column, _ in flat], dtype=np.int32),
+            np.array([factor for _, factor in flat], dtype=np.float64),
+            np.array([int(kinds[one]) for one in whole], dtype=np.int32),
+        )
+        if status == highspy.HighsStatus.kError:
+            raise PlanError(
+                "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "
+                "measure or estimate it again"
+            )
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
+        for variable, value in zip(lp.variables(), lp.solverModel.getSolution().col_value, strict=False):
+            variable.varValue = value
+        return pulp.LpStatusOptimal, pulp.LpSolutionOptimal  # `run` asks HiGHS
+
+
+def _limits(variables: Sequence[pulp.LpVariable]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the least and the most of ``variables``."""
+    infinity = highspy.kHighsInf
+    lows, highs = [variable.lowBound for variable in variables], [variable.upBound for variable in variables]
+    return (
+        np.array([-infinity if low is None else low for low in lows]),
+        np.array([infinity if high is None else high for high in highs]),
+    )
 
 
 class _Again(_Solver):
@@ -123,11 +173,8 @@ class _Again(_Solver):
         model.setOptionValue("time_limit", model.getRunTime() + self.timeLimit)
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
-        infinity = highspy.kHighsInf
-        for variable in lp.variables():
-            low = -infinity if variable.lowBound is None else variable.lowBound
-            high = infinity if variable.upBound is None else variable.upBound
-            lp.solverModel.changeColBounds(variable.index, low, high)
+        variables = lp.variables()
+        lp.solverModel.changeColsBounds(len(variables), np.arange(len(variables)), *_limits(variables))
 
 
 def run(
@@ -155,13 +202,7 @@ def run(
         solver = _Solver(mip=False, timeLimit=time_limit, solver="ipm", run_crossover=crossover)
     else:
         solver = _Solver(mip=True, timeLimit=time_limit, mip_rel_gap=gap)
-    try:
-        problem.solve(solver)
-    except IndexError as error:  # HiGHS has refused the matrix, and PuLP looks for its rows
-        raise PlanError(
-            "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "
-            "measure or estimate it again"
-        ) from error
+    problem.solve(solver)
     status = problem.solverModel.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return "infeasible"
