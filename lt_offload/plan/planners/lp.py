@@ -1,154 +1,59 @@
-"""Linear programs: variables and rows, and a run of HiGHS that says in one word how it ended.
-
-Rows go to HiGHS as arrays: a modelling language in between would take as long as the solver.
-"""
+"""Linear programs: rows in PuLP's terms, and a run of HiGHS that says in one word how it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import highspy
 import numpy as np
+import pulp
 from numpy.typing import NDArray
 
 from lt_offload.errors import PlanError
 
-
-class Variable:
-    """A variable of a program, with the value that the last run has given it."""
-
-    __slots__ = ("high", "index", "low", "name", "value", "whole")
-
-    def __init__(self, name: str, low: float | None, high: float | None, *, whole: bool) -> None:
-        self.name, self.low, self.high, self.whole = name, low, high, whole
-        self.index, self.value = -1, 0.0
-
-
-class Row(dict[Variable, float]):
-    """A sum of variables times numbers, and of ``constant``."""
-
-    __slots__ = ("constant",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.constant = 0.0
-
-    @property
-    def value(self) -> float:
-        """The sum with the values of the last run."""
-        return sum((variable.value * factor for variable, factor in self.items()), self.constant)
-
-
-Term: TypeAlias = Variable | float
+Term: TypeAlias = pulp.LpVariable | float
 Pair: TypeAlias = tuple[float, Term]
+NameRows: TypeAlias = Callable[[pulp.LpProblem, str, Sequence[pulp.LpAffineExpression]], list[list[Pair]]]
+"""Adds variables, with a name, that equal rows; returns them."""
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
 Method = Literal["interior", "value", "again"]
+
+_SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
 
 _CANCELLED = 1e-12
 """Differences of coefficients below this are rounding errors."""
 
 
-class Problem:
-    """A program whose objective is to be as small as possible."""
-
-    def __init__(self) -> None:
-        self.variables: list[Variable] = []
-        self.objective = Row()
-        self.rows: list[tuple[Row, float, float]] = []
-        """Rows, their constants left out, with the least and the most that they may be."""
-        self.solver: _Silent | None = None
-        """Holds the program as it was last solved."""
-
-    def add_variable(
-        self, name: str, low: float | None = None, high: float | None = None, *, whole: bool = False
-    ) -> Variable:
-        """Return a new variable between ``low`` and ``high``; None: without that limit."""
-        variable = Variable(name, low, high, whole=whole)
-        self.variables.append(variable)
-        return variable
-
-    @property
-    def limits(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The least and the most of all variables."""
-        infinity = highspy.kHighsInf
-        return (
-            np.array([-infinity if variable.low is None else variable.low for variable in self.variables]),
-            np.array([infinity if variable.high is None else variable.high for variable in self.variables]),
-        )
-
-    def load(self, *, relaxed: bool) -> _Silent:
-        """Return a new solver that holds the program; no variable may be added afterwards.
-
-        ``relaxed``: without the rule that variables are whole numbers.
-        """
-        # Of several solutions the solver takes one by the order of columns, which names say, not the way of building.
-        self.variables.sort(key=lambda variable: variable.name)
-        for index, variable in enumerate(self.variables):
-            variable.index = index
-        starts = [0]
-        columns: list[int] = []
-        factors: list[float] = []
-        for row, _, _ in self.rows:
-            entries = [(variable.index, factor) for variable, factor in row.items() if factor]
-            columns += [column for column, _ in entries]
-            factors += [factor for _, factor in entries]
-            starts.append(len(columns))
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        self.solver = _Silent()  # type: ignore[no-untyped-call]
-        status = self.solver.passModel(
-            len(self.variables),
-            len(self.rows),
-            len(columns),
-            int(highspy.MatrixFormat.kRowwise),
-            int(highspy.ObjSense.kMinimize),
-            0.0,
-            np.array([self.objective.get(variable, 0.0) for variable in self.variables]),
-            *self.limits,
-            np.array([low for _, low, _ in self.rows]),
-            np.array([high for _, _, high in self.rows]),
-            np.array(starts, dtype=np.int32),
-            np.array(columns, dtype=np.int32),
-            np.array(factors),
-            np.array([int(kinds[variable.whole and not relaxed]) for variable in self.variables], dtype=np.int32),
-        )
-        if status == highspy.HighsStatus.kError:
-            raise PlanError(
-                "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "
-                "measure or estimate it again"
-            )
-        return self.solver
-
-
-NameRows: TypeAlias = Callable[[Problem, str, Sequence[Row]], list[list[Pair]]]
-"""Adds variables, with a name, that equal rows; returns them."""
-
-
-def add(row: Row, pairs: Iterable[Pair]) -> None:
+def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
     """Add products of a number and a variable (or constant) to ``row``."""
     for factor, term in pairs:
         # A number may stand for a variable where nothing is to be decided, and rows stay the same.
         if isinstance(term, float):
             row.constant += factor * term
         elif factor:
-            row[term] = row.get(term, 0.0) + factor
+            row.addterm(term, factor)
 
 
-def require(problem: Problem, pairs: Iterable[Pair], relation: Literal["<=", ">=", "=="], right: float = 0.0) -> None:
+def require(
+    problem: pulp.LpProblem,
+    pairs: Iterable[Pair],
+    relation: Literal["<=", ">=", "=="],
+    right: float = 0.0,
+) -> None:
     """Add the row ``sum(pairs) relation right`` to ``problem``."""
-    row, infinity = Row(), highspy.kHighsInf
+    row = pulp.LpAffineExpression()
     add(row, pairs)
-    right -= row.constant
-    problem.rows.append((row, -infinity if relation == "<=" else right, infinity if relation == ">=" else right))
+    problem.addConstraint(pulp.LpConstraint(row, sense=_SENSE[relation], rhs=right))
 
 
-def pairs(row: Row) -> list[Pair]:
+def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
     """Return the terms of ``row``, its constant included."""
     return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
 
 
-def totals(problem: Problem, name: str, rows: Sequence[Row]) -> list[list[Pair]]:
+def totals(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, which is never negative: for rows that others name."""
     named = []
     for step, row in enumerate(rows):
@@ -161,13 +66,13 @@ def totals(problem: Problem, name: str, rows: Sequence[Row]) -> list[list[Pair]]
     return named
 
 
-def levels(problem: Problem, name: str, rows: Sequence[Row]) -> list[list[Pair]]:
+def levels(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, for rows that are alike.
 
     Each is the one before and what has changed since, so that a term is named where it begins and where it ends only.
     """
     named: list[list[Pair]] = []
-    before = Row()
+    before = pulp.LpAffineExpression()
     for step, row in enumerate(rows):
         level = problem.add_variable(f"{name}_{step:03d}")
         changes = [(row.get(x, 0.0) - before.get(x, 0.0), x) for x in {**row, **before}]
@@ -187,7 +92,94 @@ class _Silent(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
-def run(problem: Problem, *, time_limit: float, gap: float | None = None, method: Method = "interior") -> Outcome:
+class Problem(pulp.LpProblem):  # type: ignore[misc]
+    """A program that collects its variables once: PuLP does so from all rows, several times in every run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, pulp.LpMinimize)
+        self._collected: list[pulp.LpVariable] = []
+
+    def variables(self) -> list[pulp.LpVariable]:
+        """Return the variables, ordered by name; no row may be added afterwards."""
+        self._collected = self._collected or super().variables()
+        return self._collected
+
+
+class _Solver(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, to which a program is handed over as arrays: row by row that takes as long as it is solved."""
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        lp.solverModel = _Silent()  # type: ignore[no-untyped-call]
+        for name, value in {"time_limit": self.timeLimit, **self.optionsDict}.items():
+            lp.solverModel.setOptionValue(name, value)
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        variables, rows, infinity = lp.variables(), list(lp.constraints.values()), highspy.kHighsInf
+        for index, variable in enumerate(variables):
+            variable.index = index
+        entries = [[(x.index, factor) for x, factor in row.items() if factor] for row in rows]
+        flat = [entry for row in entries for entry in row]
+        lows, highs = [row.getLb() for row in rows], [row.getUb() for row in rows]
+        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        whole = [bool(self.mip and variable.cat == pulp.LpInteger) for variable in variables]
+        status = lp.solverModel.passModel(
+            len(variables),
+            len(rows),
+            len(flat),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            0.0,
+            np.array([lp.objective.get(variable, 0.0) for variable in variables]),
+            *_limits(variables),
+            np.array([-infinity if low is None else low for low in lows]),
+            np.array([infinity if high is None else high for high in highs]),
+            np.cumsum([0, *map(len, entries)], dtype=np.int32),
+            np.array([column for column, _ in flat], dtype=np.int32),
+            np.array([factor for _, factor in flat], dtype=np.float64),
+            np.array([int(kinds[one]) for one in whole], dtype=np.int32),
+        )
+        if status == highspy.HighsStatus.kError:
+            raise PlanError(
+                "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "
+                "measure or estimate it again"
+            )
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
+        for variable, value in zip(lp.variables(), lp.solverModel.getSolution().col_value, strict=False):
+            variable.varValue = value
+        return pulp.LpStatusOptimal, pulp.LpSolutionOptimal  # `run` asks HiGHS
+
+
+def _limits(variables: Sequence[pulp.LpVariable]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the least and the most of ``variables``."""
+    infinity = highspy.kHighsInf
+    lows, highs = [variable.lowBound for variable in variables], [variable.upBound for variable in variables]
+    return (
+        np.array([-infinity if low is None else low for low in lows]),
+        np.array([infinity if high is None else high for high in highs]),
+    )
+
+
+class _Again(_Solver):
+    """HiGHS, going on from the basis in which the last run of the same rows has ended.
+
+    Bounds of variables may have changed since. The dual simplex method has little to do then, see Koberstein, "The dual
+    simplex method, techniques for a fast and stable implementation" (2005).
+    """
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        model = lp.solverModel
+        model.setOptionValue("solver", "simplex")
+        model.setOptionValue("time_limit", model.getRunTime() + self.timeLimit)
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        variables = lp.variables()
+        lp.solverModel.changeColsBounds(len(variables), np.arange(len(variables)), *_limits(variables))
+
+
+def run(
+    problem: pulp.LpProblem, *, time_limit: float, gap: float | None = None, method: Method = "interior"
+) -> Outcome:
     """Solve ``problem`` in place.
 
     Args:
@@ -195,37 +187,28 @@ def run(problem: Problem, *, time_limit: float, gap: float | None = None, method
         time_limit: seconds.
         gap: relative gap at which branching may stop; None solves the continuous relaxation, to optimality.
         method: for the relaxation: the interior point method; ``value``: without a basis in the end, where only the
-            objective matters; ``again``: the dual simplex method, which goes on from the basis in which the last run
-            has ended, for a problem with the same rows but other limits of variables. It has little to do then, see
-            Koberstein, "The dual simplex method, techniques for a fast and stable implementation" (2005).
+            objective matters; ``again``: the dual simplex method, for a problem that has been solved before and has the
+            same rows, but other bounds of variables.
     """
     if time_limit <= 0:
         return "stopped"
     # The number of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another
     # number.
-    options: dict[str, Any]
     if method == "again" and gap is None:
-        assert problem.solver is not None
-        solver = problem.solver
-        solver.changeColsBounds(len(problem.variables), np.arange(len(problem.variables)), *problem.limits)
-        options = {"solver": "simplex", "time_limit": solver.getRunTime() + time_limit}
+        solver: _Solver = _Again(mip=False, timeLimit=time_limit)
+    elif gap is None:
+        # The search for a basis, "crossover", may take longer than the method itself.
+        crossover = "off" if method == "value" else "on"
+        solver = _Solver(mip=False, timeLimit=time_limit, solver="ipm", run_crossover=crossover)
     else:
-        solver = problem.load(relaxed=gap is None)
-        options = {"time_limit": float(time_limit), "mip_rel_gap": gap}
-        if gap is None:
-            # The search for a basis, "crossover", may take longer than the method itself.
-            crossover = "off" if method == "value" else "on"
-            options = {"time_limit": float(time_limit), "solver": "ipm", "run_crossover": crossover}
-    for name, value in options.items():
-        solver.setOptionValue(name, value)
-    solver.run()
-    status = solver.getModelStatus()
+        solver = _Solver(mip=True, timeLimit=time_limit, mip_rel_gap=gap)
+    problem.solve(solver)
+    status = problem.solverModel.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return "infeasible"
-    feasible = solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    # Of a relaxation that was stopped a solution is useless; of a branching it may hold a whole one.
-    if status != highspy.HighsModelStatus.kOptimal and (gap is None or not feasible):
-        return "stopped"
-    for variable, value in zip(problem.variables, solver.getSolution().col_value, strict=True):
-        variable.value = value
-    return "solved"
+    if status == highspy.HighsModelStatus.kOptimal:
+        return "solved"
+    # PuLP reports a stopped run as optimal. Of a relaxation that is useless; of a branching it may hold a whole
+    # solution.
+    feasible = problem.solverModel.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return "solved" if gap is not None and feasible else "stopped"

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lt_offload.plan.planners.lp import Pair, Problem, Row, add, require
+import pulp
+
+from lt_offload.plan.planners.lp import Pair, add, require
 from lt_offload.schema.plan import Timeline
 
-Rows = Sequence[Row]
+Rows = Sequence[pulp.LpAffineExpression]
 """One per step."""
 
 
 def pool_copies(
-    problem: Problem,
+    problem: pulp.LpProblem,
     timeline: Timeline,
     offloaded: Mapping[int, list[Pair]],
     lanes: tuple[tuple[Rows, float], tuple[Rows, float]],
@@ -80,7 +82,7 @@ def _less(pairs: Sequence[Pair]) -> list[Pair]:
     return [(-factor, term) for factor, term in pairs]
 
 
-def total(problem: Problem, name: str, pairs: list[Pair]) -> list[Pair]:
+def total(problem: pulp.LpProblem, name: str, pairs: list[Pair]) -> list[Pair]:
     """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
     if len(pairs) <= 1:
         return pairs

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lt_offload.plan.planners.lp import Pair, Problem, Term, require
+import pulp
+
+from lt_offload.plan.planners.lp import Pair, Term, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group
 
@@ -46,7 +48,7 @@ class GroupBuilder:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: pulp.LpProblem,
         name: str,
         group: Group,
         uses: tuple[int, ...],

@@ -58,22 +58,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import pulp
+
 from lt_offload.plan.iteration.computations import SAVED
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.timeline import Pace, timeline
-from lt_offload.plan.planners.lp import (
-    NameRows,
-    Pair,
-    Problem,
-    Row,
-    Term,
-    Variable,
-    add,
-    levels,
-    pairs,
-    require,
-    totals,
-)
+from lt_offload.plan.planners.lp import NameRows, Pair, Problem, Term, add, levels, pairs, require, totals
 from lt_offload.plan.planners.offmate.activations import pool_copies
 from lt_offload.plan.planners.offmate.between import Between
 from lt_offload.plan.planners.offmate.config import OffmateConfig
@@ -115,17 +105,17 @@ class Program:
         self.host_rate = profile.optimizer.host_bytes_per_s * per_second
         self.device_rate = profile.optimizer.device_bytes_per_s * per_second
 
-        self.problem = Problem()
+        self.problem = Problem("offmate")
         self.comp: list[list[Term]] = []
         self.terms: list[GroupTerms] = []
         # Left-hand sides per step: two pools of device memory, four resources, and what computations have to wait for.
         self.arena, self.other, self.compute, self.h2d, self.d2h, self.host, self.exposed = (
-            [Row() for _ in range(self.steps)] for _ in range(7)
+            [pulp.LpAffineExpression() for _ in range(self.steps)] for _ in range(7)
         )
-        self.host_memory = Row()
-        self.arriving: defaultdict[int, Row] = defaultdict(Row)
+        self.host_memory = pulp.LpAffineExpression()
+        self.arriving: defaultdict[int, pulp.LpAffineExpression] = defaultdict(pulp.LpAffineExpression)
         """By step: bytes of its gradients that the host updates with."""
-        self.launched = Row()
+        self.launched = pulp.LpAffineExpression()
         self.work: dict[str, list[list[Pair]]] = {}
         """By lane and step: what it has to do, once all of it is known."""
         self.offloaded: dict[int, list[Pair]] = {}
@@ -168,7 +158,7 @@ class Program:
         )
         for objective, budget, count in fixed:
             if budget is not None and count is not None and objective != self.objective:
-                budget.low = budget.high = self._size(count)
+                budget.lowBound = budget.upBound = self._size(count)
 
     def _size(self, count: float) -> float:
         return count / self.bytes_unit
@@ -184,7 +174,7 @@ class Program:
             weights: list[Term] = [1.0]
             if len(options) > 1:
                 names = [f"b{index:03d}_{option.name}" for option in options]
-                weights = [self.problem.add_variable(name, 0, 1, whole=True) for name in names]
+                weights = [self.problem.add_variable(name, 0, 1, cat=pulp.LpBinary) for name in names]
                 require(self.problem, [(1, weight) for weight in weights], "==", 1)  # C1
             self.comp.append(weights)
             self._count_block(index, block, options, weights, held)
@@ -433,9 +423,9 @@ class Program:
                     works.append(PooledWork((amount, term), made + reach, made + last))
             pool_work(self.problem, f"pooled_{lane}", works, [*rows[backward:], *rows[:backward]])
 
-    def _limit_device(self) -> Variable | None:
+    def _limit_device(self) -> pulp.LpVariable | None:
         """Add C9; return what the budget leaves a plan, None without limit."""
-        budget: Variable | None = None
+        budget: pulp.LpVariable | None = None
         if self.objective == "device":
             budget = self.problem.add_variable("budget", 0)
         elif self.config.budget_bytes is not None:
@@ -455,14 +445,14 @@ class Program:
             self.between.limit_arena(others, extent if split else budget)
         return budget
 
-    def _named(self, name: str, rows: Sequence[Row], way: NameRows) -> list[list[Pair]]:
+    def _named(self, name: str, rows: Sequence[pulp.LpAffineExpression], way: NameRows) -> list[list[Pair]]:
         """Return what equals ``rows``: in compact programs, as for bounds, variables that keep the matrix small."""
         compact = self.config.optimistic or self.config.compact
         return way(self.problem, name, rows) if compact else [pairs(row) for row in rows]
 
-    def _limit_host(self) -> Variable | None:
+    def _limit_host(self) -> pulp.LpVariable | None:
         """Add C10; return the budget like :meth:`_limit_device`."""
-        budget: Variable | None = None
+        budget: pulp.LpVariable | None = None
         if self.objective == "host":
             budget = self.problem.add_variable("budget", 0)
         elif self.config.host_budget_bytes is not None:
@@ -479,7 +469,7 @@ class Program:
             require(self.problem, [*pairs(row), (-1, most)], "<=")
         return [(1, most)]
 
-    def _limit_times(self) -> list[Variable]:
+    def _limit_times(self) -> list[pulp.LpVariable]:
         if self.objective != "time":
             return []
         times = [self.problem.add_variable(f"t{step:03d}", 0) for step in range(self.steps)]
@@ -500,7 +490,7 @@ class Program:
         return times
 
     def _set_objective(self) -> None:
-        goal = Row()
+        goal = pulp.LpAffineExpression()
         if self.objective == "time":
             add(goal, [(1, time) for time in self.times])
             for row in (*self.work["h2d"], *self.work["d2h"]):
@@ -509,7 +499,7 @@ class Program:
             budget = self.device_budget if self.objective == "device" else self.host_budget
             assert budget is not None
             add(goal, [(1, budget)])
-        self.problem.objective = goal
+        self.problem.setObjective(goal)
 
 
 def _hardly_read(tensor: TensorProfile) -> bool:

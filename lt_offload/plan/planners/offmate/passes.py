@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import pulp
+
 from lt_offload.plan.iteration.durations import accumulated, added
-from lt_offload.plan.planners.lp import Pair, Variable, add, require
+from lt_offload.plan.planners.lp import Pair, add, require
 from lt_offload.plan.planners.offmate.model import Program
 from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.lanes import LaneName
@@ -38,7 +40,7 @@ class PassProgram(Program):
         """By lane: work that may be done in any step."""
         super().__init__(*args, **kwargs)
 
-    def _limit_device(self) -> Variable | None:
+    def _limit_device(self) -> pulp.LpVariable | None:
         trained: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, tensor in enumerate(self._whole.tensors):
             if tensor.trainable and tensor.bytes:
@@ -50,7 +52,7 @@ class PassProgram(Program):
             self._count_group(f"g{number:03d}", blocks[0], tensors, arriving)
         return super()._limit_device()
 
-    def _count_group(self, name: str, block: int, tensors: list[int], arriving: Variable) -> None:
+    def _count_group(self, name: str, block: int, tensors: list[int], arriving: pulp.LpVariable) -> None:
         """Count the gradients of ``tensors``.
 
         Args:
@@ -74,7 +76,7 @@ class PassProgram(Program):
         arena = self.arena if self.between is None else self.between.arena
         add(arena[self.timeline.backward(block)], [(room, 1.0), (-room, share)])
 
-    def _limit_times(self) -> list[Variable]:
+    def _limit_times(self) -> list[pulp.LpVariable]:
         times = super()._limit_times()
         direct = any(tensor.zero_copy for tensor in self.profile.tensors)
         alone = [{lane: 1.0} for lane in self._free]

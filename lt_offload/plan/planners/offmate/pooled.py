@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lt_offload.plan.planners.lp import Pair, Problem, Row, Term, add, require
+import pulp
+
+from lt_offload.plan.planners.lp import Pair, Term, add, require
 from lt_offload.plan.planners.offmate.activations import Rows, total
 
 
@@ -31,7 +33,9 @@ class PooledWork:
     """Steps, counted from the first backward on."""
 
 
-def pool_work(problem: Problem, name: str, works: Sequence[PooledWork], rows: Sequence[Row]) -> None:
+def pool_work(
+    problem: pulp.LpProblem, name: str, works: Sequence[PooledWork], rows: Sequence[pulp.LpAffineExpression]
+) -> None:
     """Count ``works`` in a lane's ``rows``, one per step from the first backward on."""
     if not works:
         return
@@ -63,7 +67,7 @@ class Rerun:
 
 
 def pool_reruns(
-    problem: Problem, reruns: Mapping[int, Sequence[Rerun]], compute: Rows, own: Rows, memory: Rows
+    problem: pulp.LpProblem, reruns: Mapping[int, Sequence[Rerun]], compute: Rows, own: Rows, memory: Rows
 ) -> None:
     """Count ``reruns`` in rows, one per step.
 
