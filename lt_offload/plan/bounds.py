@@ -9,7 +9,7 @@ from dataclasses import replace
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Request
@@ -38,7 +38,7 @@ class Bounds:
     """
 
     def __init__(
-        self, request: Request, config: OffmateConfig, candidates: Candidates, program: MakeProgram = Program
+        self, request: Request, config: OffmateConfig, candidates: Candidates, program: MakeProgram = LinearProgram
     ) -> None:
         """``candidates``: are told of bounds that were cut short; ``program``: the program to solve."""
         self._program = program

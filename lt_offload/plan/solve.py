@@ -29,7 +29,7 @@ from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.collection import collection_paused
 from lt_offload.plan.planners.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
@@ -201,7 +201,7 @@ def least_s(profile: Profile, settings: Settings) -> float:
     passes = settings.accumulate * profile.forwards
     if settings.chunked_loss:
         profile = with_planned_head(profile, settings)
-    program: MakeProgram = Program
+    program: MakeProgram = LinearProgram
     if profile.forwards > 1 or has_windows(profile, settings):
         program = partial(PassProgram, whole=profile, window=passes)
         ram = settings.host_budget(profile.hardware) - kept_in_ram(profile, passes)
@@ -352,7 +352,7 @@ class _Selection:
     """One search for the best plan: cheap methods first, and better ones while there is time."""
 
     def __init__(
-        self, request: Request, config: OffmateConfig, planner: PlannerName, program: MakeProgram = Program
+        self, request: Request, config: OffmateConfig, planner: PlannerName, program: MakeProgram = LinearProgram
     ) -> None:
         self.request, self.config, self.planner = request, config, planner
         self.candidates = Candidates(request)

@@ -11,7 +11,7 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Plan
 from lt_offload.plan.planners.lp import Pair, add, pairs
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.program import solve_offmate
 from lt_offload.plan.planners.offmate.solution import Group
 from lt_offload.schema.profile import BlockProfile, Profile
@@ -56,7 +56,7 @@ PAPER: dict[str, Any] = {"phi": 1.0, "lag": 0, "lookahead": 0, "pools": "shared"
 """How the paper's runtime copies and allocates, as arguments of OffmateConfig."""
 
 
-class PaperProgram(Program):
+class PaperProgram(LinearProgram):
     """The program of the paper's runtime, which differs from the engine's in what it does on the host."""
 
     late_update = False

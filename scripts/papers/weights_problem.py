@@ -34,7 +34,7 @@ import pulp
 
 from lt_offload.errors import ConfigError
 from lt_offload.plan.papers.weights.model import Gap, WeightChain, require_room
-from lt_offload.plan.planners.lp import Pair, require, run
+from lt_offload.plan.planners.lp import Pair, Problem, require, run
 
 _ITERATIONS = 24
 _AVERAGED = 6
@@ -115,7 +115,7 @@ class _Program:
         self.chain, self.whole = chain, whole
         self.bytes_unit = float(chain.largest or 1)
         self.seconds_unit = chain.compute_s / chain.steps or self.bytes_unit / chain.h2d
-        self.problem = pulp.LpProblem("weights", pulp.LpMinimize)
+        self.problem = Problem("weights")
         steps = range(chain.steps)
         self.idle = [self.problem.add_variable(f"idle_{step:03d}", 0) for step in steps]
         self.h2d: list[list[Pair]] = [[] for _ in steps]

@@ -14,7 +14,7 @@ from lt_offload.errors import PlanError
 
 Term: TypeAlias = pulp.LpVariable | float
 Pair: TypeAlias = tuple[float, Term]
-NameRows: TypeAlias = Callable[[pulp.LpProblem, str, Sequence[pulp.LpAffineExpression]], list[list[Pair]]]
+NameRows: TypeAlias = Callable[["Problem", str, Sequence[pulp.LpAffineExpression]], list[list[Pair]]]
 """Adds variables, with a name, that equal rows; returns them."""
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
@@ -37,7 +37,7 @@ def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
 
 
 def require(
-    problem: pulp.LpProblem,
+    problem: Problem,
     pairs: Iterable[Pair],
     relation: Literal["<=", ">=", "=="],
     right: float = 0.0,
@@ -53,7 +53,7 @@ def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
     return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
 
 
-def totals(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
+def totals(problem: Problem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, which is never negative: for rows that others name."""
     named = []
     for step, row in enumerate(rows):
@@ -66,7 +66,7 @@ def totals(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpre
     return named
 
 
-def levels(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
+def levels(problem: Problem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, for rows that are alike.
 
     Each is the one before and what has changed since, so that a term is named where it begins and where it ends only.
@@ -98,6 +98,12 @@ class Problem(pulp.LpProblem):  # type: ignore[misc]
     def __init__(self, name: str) -> None:
         super().__init__(name, pulp.LpMinimize)
         self._collected: list[pulp.LpVariable] = []
+        self.rows: list[pulp.LpConstraint] = []
+
+    def addConstraint(self, constraint: pulp.LpConstraint, name: str | None = None) -> None:
+        """Add a row; PuLP has several forms to ask for them, by version."""
+        super().addConstraint(constraint, name)
+        self.rows.append(constraint)
 
     def variables(self) -> list[pulp.LpVariable]:
         """Return the variables, ordered by name; no row may be added afterwards."""
@@ -113,8 +119,8 @@ class _Solver(pulp.HiGHS):  # type: ignore[misc]
         for name, value in {"time_limit": self.timeLimit, **self.optionsDict}.items():
             lp.solverModel.setOptionValue(name, value)
 
-    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
-        variables, rows, infinity = lp.variables(), list(lp.constraints.values()), highspy.kHighsInf
+    def buildSolverModel(self, lp: Problem) -> None:
+        variables, rows, infinity = lp.variables(), lp.rows, highspy.kHighsInf
         for index, variable in enumerate(variables):
             variable.index = index
         entries = [[(x.index, factor) for x, factor in row.items() if factor] for row in rows]
@@ -177,9 +183,7 @@ class _Again(_Solver):
         lp.solverModel.changeColsBounds(len(variables), np.arange(len(variables)), *_limits(variables))
 
 
-def run(
-    problem: pulp.LpProblem, *, time_limit: float, gap: float | None = None, method: Method = "interior"
-) -> Outcome:
+def run(problem: Problem, *, time_limit: float, gap: float | None = None, method: Method = "interior") -> Outcome:
     """Solve ``problem`` in place.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 from scripts.papers.offmate import PaperProgram
@@ -82,7 +82,7 @@ def chosen_options(profile: Profile, solution: Solution) -> list[OptionProfile]:
     return [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
 
 
-def host_bytes(profile: Profile, solution: Solution, program: type[Program] = Program) -> float:
+def host_bytes(profile: Profile, solution: Solution, program: type[LinearProgram] = LinearProgram) -> float:
     """All parameters and states (of the paper those that travel), the host's gradients, offloaded activations."""
     total = 0.0
     gradients: dict[int, float] = defaultdict(float)
@@ -96,13 +96,15 @@ def host_bytes(profile: Profile, solution: Solution, program: type[Program] = Pr
     return total
 
 
-def peak_bytes(profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program] = Program) -> float:
+def peak_bytes(
+    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram] = LinearProgram
+) -> float:
     arena, other = device_bytes(profile, config, solution, program)
     return float(arena.max() + other.max() if config.pools == "split" else (arena + other).max())
 
 
 def violations(
-    profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program] = Program
+    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram] = LinearProgram
 ) -> list[str]:
     """Return the broken rules, in words."""
     found: list[str] = []
@@ -186,7 +188,7 @@ def broken_states(group: Group, flows: GroupFlows) -> list[str]:
 
 
 def device_bytes(
-    profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program]
+    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Weights and states, and everything else, per step."""
     number = len(profile.blocks)
@@ -214,7 +216,9 @@ def device_bytes(
     return arena, other
 
 
-def gradient_bytes(profile: Profile, group: Group, flows: GroupFlows, program: type[Program]) -> NDArray[np.float64]:
+def gradient_bytes(
+    profile: Profile, group: Group, flows: GroupFlows, program: type[LinearProgram]
+) -> NDArray[np.float64]:
     steps = 2 * len(profile.blocks)
     total = np.zeros(steps)
     largest = max(profile.tensors[index].bytes for index in group.tensors if profile.tensors[index].trainable)
@@ -234,7 +238,7 @@ def gradient_bytes(profile: Profile, group: Group, flows: GroupFlows, program: t
 
 
 def least_step_s(
-    profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program]
+    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram]
 ) -> NDArray[np.float64]:
     """What every step needs; copies of activations that may run in several steps are left out."""
     number = len(profile.blocks)

@@ -15,7 +15,7 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.program import (
     RelaxedPrograms,
     lower_bound,
@@ -98,7 +98,7 @@ def test_random_models_obey_the_rules(seed: int, model: str) -> None:
         gradient_reach=int(rng.integers(1, 4)),
         host_update=bool(rng.random() < 0.8),
     )
-    program = PaperProgram if rng.random() < 0.5 else Program
+    program = PaperProgram if rng.random() < 0.5 else LinearProgram
     config = replace(config, budget_bytes=max(config.budget_bytes or 0, smallest_budget(profile, config, program)))
     solution = solve_offmate(profile, config, program)
     assert violations(profile, config, solution, program) == []
@@ -272,7 +272,7 @@ def test_the_host_may_update_the_embedding_while_its_forward_waits() -> None:
     profile = llama7b_b4(layers=4)
     config = OffmateConfig(budget_bytes=None)
 
-    class WithoutWaits(Program):
+    class WithoutWaits(LinearProgram):
         late_update = False
 
     states = profile.tensors[0].state_bytes
@@ -306,9 +306,9 @@ ALL_WAYS_TO_SOLVE = """
 import pulp
 from lt_offload.plan.planners import lp
 
-problem = pulp.LpProblem("x", pulp.LpMaximize)
+problem = lp.Problem("x")
 variable = problem.add_variable("x", 0, 1.5, cat=pulp.LpInteger)
-problem += variable
+problem.setObjective(-1 * variable)
 ways = {}, {"method": "value"}, {"method": "again"}, {"gap": 0.1}
 found = [(lp.run(problem, time_limit=60, **way), variable.value()) for way in ways]
 assert found == [("solved", 1.5)] * 3 + [("solved", 1.0)], found

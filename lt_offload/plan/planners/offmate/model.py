@@ -78,7 +78,7 @@ from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, Tens
 Objective = Literal["time", "device", "host"]
 
 
-class Program:
+class LinearProgram:
     """The program for one profile and configuration.
 
     With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter. The methods

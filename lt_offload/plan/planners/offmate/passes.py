@@ -9,13 +9,13 @@ import pulp
 
 from lt_offload.plan.iteration.durations import accumulated, added
 from lt_offload.plan.planners.lp import Pair, add, require
-from lt_offload.plan.planners.offmate.model import Program
+from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.profile import Profile
 
 
-class PassProgram(Program):
+class PassProgram(LinearProgram):
     """A program of frozen tensors, with what every plan for windows does for their gradients besides.
 
     A window of ``A`` passes makes one update of each tensor, on the host or on the device. ``x``, one variable per

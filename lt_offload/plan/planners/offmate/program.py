@@ -20,21 +20,21 @@ from lt_offload.plan.iteration.memory import budget_for
 from lt_offload.plan.planners.lp import Method, Outcome, Term, run
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.group import GroupTerms
-from lt_offload.plan.planners.offmate.model import Objective, Program
+from lt_offload.plan.planners.offmate.model import LinearProgram, Objective
 from lt_offload.plan.planners.offmate.rounding import round_options
 from lt_offload.plan.planners.offmate.solution import Flow, GroupFlows, Solution
 from lt_offload.plan.planners.request import held_bytes
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
-MakeProgram = Callable[[Profile, OffmateConfig, Objective], Program]
+MakeProgram = Callable[[Profile, OffmateConfig, Objective], LinearProgram]
 """A model of the runtime."""
 _BRANCHING_S = 20.0
 _SNAP = 1e-6
 _HEADROOM = 1e-6
 
 
-def solve_offmate(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> Solution:
+def solve_offmate(profile: Profile, config: OffmateConfig, program: MakeProgram = LinearProgram) -> Solution:
     """Return the best solution found of the program for ``profile``, with its bound.
 
     ``program`` is the model of the runtime, here and below.
@@ -56,7 +56,7 @@ class RelaxedPrograms:
     """
 
     def __init__(self, profile: Profile, config: OffmateConfig) -> None:
-        self._search = _ProgramSearch(profile, config, Program)
+        self._search = _ProgramSearch(profile, config, LinearProgram)
         self._method: Method = "interior"
 
     def solution(self, budget_bytes: int, host_budget_bytes: int | None, time_limit: float) -> Solution:
@@ -85,7 +85,7 @@ class RelaxedPrograms:
         return None
 
 
-def lower_bound(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> float:
+def lower_bound(profile: Profile, config: OffmateConfig, program: MakeProgram = LinearProgram) -> float:
     """Return the seconds that no iteration can beat within the budgets, with transfers within reach of the uses.
 
     Solves the relaxation only.
@@ -100,7 +100,7 @@ def lower_bound(profile: Profile, config: OffmateConfig, program: MakeProgram = 
     return search.bound * search.program.seconds_unit
 
 
-def smallest_budget(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> int:
+def smallest_budget(profile: Profile, config: OffmateConfig, program: MakeProgram = LinearProgram) -> int:
     """Return the smallest device budget in bytes with which the program has a solution.
 
     ``config.budget_bytes`` is ignored.
@@ -118,7 +118,7 @@ def smallest_budget(profile: Profile, config: OffmateConfig, program: MakeProgra
     return budget_for(search.budget(), profile)
 
 
-def smallest_host_budget(profile: Profile, config: OffmateConfig, program: MakeProgram = Program) -> int:
+def smallest_host_budget(profile: Profile, config: OffmateConfig, program: MakeProgram = LinearProgram) -> int:
     """Return the smallest host budget in bytes with which the program has a solution.
 
     ``config.host_budget_bytes`` is ignored.
