@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_a_recipe_trains_in_two_processes(
     for said in ("starting PyTorch", "1 rows as text", "held-out loss before training", "step 4/4"):
         assert err.count(said) == 1
     assert out.count("done") == 1
-    assert "  processes      2; " in out
+    assert re.search(r"  processes +2; ", out)
     [folder] = (tmp_path / "runs").iterdir()
     found, expected = read_run(folder), read_run("alone")
     weights, others = (
@@ -103,7 +104,7 @@ def test_a_recipe_trains_in_two_processes(
     expected_times = [(rank, socket.gethostname()) for rank in range(2)] if strategy else []
     assert [(one.rank, one.host) for one in part.processes] == expected_times
     assert all(0 < one.waited_s < one.step_s for one in part.processes)
-    assert ("  waiting        " in out) == bool(strategy)
+    assert bool(re.search(r"  waiting +", out)) == bool(strategy)
     assert ("waiting for others" in (folder / "report.html").read_text()) == bool(strategy)
 
     capsys.readouterr()
