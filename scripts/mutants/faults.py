@@ -224,6 +224,8 @@ UPDATES = (
         "total.view.copy_(grad)",
         LOOPS,
         WINDOWS,
+        "parity/lightning/test_windows.py",
+        "parity/test_beside_backward.py",
     ),
     mutant(
         "an update that settles does not wait for who reads the weight",
