@@ -149,7 +149,7 @@ def make_plan(
         one = partial(make_plan, exact=exact, bounded=False, chosen=True)
         return plan_windows(profile, settings, one, partial(least_s, profile, settings))
     if settings.chunked_loss:
-        return _as_asked(profile, settings, bounded=bounded)
+        return _as_asked(profile, settings, bounded=bounded, table=table)
     began = time.monotonic()
     # Plain PyTorch's numbers come first: only if nothing else fits may sums be in another order.
     first = with_planned_head(profile, settings)
@@ -171,9 +171,9 @@ def make_plan(
     return _chunked(plan, profile, "nothing else fits")
 
 
-def _as_asked(profile: Profile, settings: Settings, *, bounded: bool) -> Plan:
+def _as_asked(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTable | None) -> Plan:
     """Return the plan whose last block is ``chunked``, as ``chunked_loss`` asks; if it cannot be, a note says so."""
-    plan = _plan(with_planned_head(profile, settings), settings, bounded=bounded)
+    plan = _plan(with_planned_head(profile, settings), settings, bounded=bounded, table=table)
     if plan.chunk_tokens:
         return _chunked(plan, profile, "chunked_loss=True")
     note = (
