@@ -99,23 +99,27 @@ def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> Mu
     mine = {_PREFIX + key: tensor for key, tensor in model.state_dict().items()}
     has = f"the checkpoint holds adapters without the model under them, model.name={base!r}"
     another = f"set model.name to the model that they were trained on ({base!r})"
-    for key, (dtype, shape, digest) in tensors.items():
-        here, why = mine.get(key), ""
-        if here is None:
-            why = (
-                f"model.name={name!r} has no {key} with the present settings of model; use the config.yaml of its run "
+    # Names and shapes first, which say more than numbers.
+    for key, (_, shape, _) in tensors.items():
+        if key not in mine:
+            raise ConfigError(
+                f"{has}; model.name={name!r} has no {key} with the present settings of model; use the config.yaml of "
+                "its run folder as the recipe"
             )
-            why += "folder as the recipe"
-        elif here.shape != tuple(shape):
-            why = f"{key} has shape {tuple(shape)} there and {tuple(here.shape)} in model.name={name!r}; {another}"
-        elif not here.is_meta:  # some models have tensors in float32 whatever is asked for, which meta knows not
-            my_dtype, _, my_digest = describe(here)
-            if my_dtype != dtype:
-                why = f"{key} is {dtype} there and {my_dtype} here; set model.dtype and model.quantize as in that run"
-            elif digest != my_digest:
-                why = f"{key} has other numbers there than in model.name={name!r}; {another}"
-        if why:
-            raise ConfigError(f"{has}; {why}")
+        if (here := tuple(mine[key].shape)) != tuple(shape):
+            raise ConfigError(
+                f"{has}; {key} has shape {tuple(shape)} there and {here} in model.name={name!r}; {another}"
+            )
+    for key, (dtype, _, digest) in tensors.items():
+        if mine[key].is_meta:  # some models have tensors in float32 whatever is asked for, which meta knows not
+            continue
+        my_dtype, _, my_digest = describe(mine[key])
+        if my_dtype != dtype:
+            raise ConfigError(
+                f"{has}; {key} is {dtype} there and {my_dtype} here; set model.dtype and model.quantize as in that run"
+            )
+        if digest != my_digest:
+            raise ConfigError(f"{has}; {key} has other numbers there than in model.name={name!r}; {another}")
     missing = {key: tensor for key, tensor in mine.items() if key not in state and _belongs(key, tensors)}
     whole = copy(state)  # with its attributes, which torch reads
     whole.update(missing)
