@@ -20,7 +20,7 @@ from lt_offload.plan.rows import as_head, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.explain import OTHER_BITS
-from lt_offload.schema.plan import Plan
+from lt_offload.schema.plan import ADDING, Plan
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_seconds
 
@@ -107,6 +107,12 @@ def plan_windows(
         plan_one: plans for one micro-batch per update; its errors are passed on.
         least: returns the seconds that no plan for windows can beat; asked when there is one.
     """
+    if not any(tensor.trainable for tensor in profile.tensors):
+        # Nothing is added up: every pass is like the only one of a plan for one batch.
+        plan = plan_one(profile, replace(settings, accumulate=1, delayed=False))
+        passes = ADDING if settings.delayed else (*ADDING, "updating")
+        plan = replace(plan, delayed=settings.delayed, ops=tuple(replace(op, passes=passes) for op in plan.ops))
+        return _bounded(for_windows(plan, profile, settings), least())
     # Two plans share the user's time, or three.
     table = _table(profile, settings)
     window = settings.accumulate

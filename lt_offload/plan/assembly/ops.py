@@ -151,7 +151,8 @@ class Emitter:
             for copy in self.copies
             if copy.at_start
             for payload in (_APART if self.adds_up and copy.payload == "state" else (copy.payload,))
-            if self.room_of(payload, copy.tensor)
+            # A weight may be empty, and is used all the same.
+            if payload == "weight" or self.room_of(payload, copy.tensor)
         }
 
     def bytes_of(self, payload: Payload, tensor: int) -> int:
