@@ -143,6 +143,9 @@ class RunSummary(Callback):
         """Return the figures of the finished run, as its page has them, by their titles."""
         assert self.folder is not None
         facts = described(read_run(self.folder))
+        if self.losses:  # also of a run without a logger
+            ends = [self.losses[0], *self.losses[1:][-1:]]
+            facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in ends)
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
             if self.processes:

@@ -160,11 +160,12 @@ def test_a_message_that_is_too_long_does_not_end_the_conversation(
     assert captured.out == f"{one}\n{two}\n"
 
 
-def test_what_chat_cannot_do(recipe: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_chat_cannot_do(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_new_tokens=0 is too small" in fails(capsys, "chat", recipe, "--max_new_tokens", "0")
     line = fails(capsys, "chat", recipe, "--temperature", "0", "--top_p", "0.5")
     assert "top_p=0.5 changes nothing with temperature=0" in line
-    assert "needs a chat template" in fails(capsys, "chat", recipe, "--model.name", str(model))
+    without = tiny.model(tmp_path / "without")
+    assert "needs a chat template" in fails(capsys, "chat", recipe, "--model.name", str(without))
 
 
 def test_generate_draws(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
