@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -17,9 +17,6 @@ from lt_offload.replacing import replacing
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy.replay import Before
-
-if TYPE_CHECKING:
-    pass
 
 FOLDER = "lt_offload"
 """The folder of reports in the Trainer's ``output_dir``."""

@@ -21,6 +21,7 @@ from lt_offload.hf.step import at_backward, trial, without_backward
 from lt_offload.machine.dispatch import DISPATCH_MODES
 from lt_offload.machine.driver import current
 from lt_offload.model.batch import Size
+from lt_offload.model.blocks import find_blocks
 from lt_offload.model.calls import plainly
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.profiling.hardware import check_host_memory, check_memory
@@ -55,8 +56,8 @@ class Run(Planning):
         """Models beside the one that is trained."""
         self.trace: Trace | None = None
         """The last iteration of the engine before the present one."""
-        self._evaluated: dict[int, tuple[Any, int]] = {}
-        """Data that were evaluated, with the bytes of the device that this took, by their identity."""
+        self._evaluated: dict[Any, tuple[Any, int]] = {}
+        """Data that were evaluated, with the bytes of the device that this took, by what tells them and the way."""
         self._speed = report.Speed()
         self._beside_open = False
         self._around = ExitStack()
@@ -243,6 +244,10 @@ class Run(Planning):
     def _replayed(self, path: str | Path, profile: Profile, budget: int) -> Plan:
         return load_plan(path, budget)  # the first batch may be smaller than the one that it was made for
 
+    def _begin(self) -> None:
+        self._replanning = None  # nothing corrects a plan under transformers' Trainer, and nothing must promise that
+        super()._begin()
+
     def _install(self, plan: Plan | None, budget: int) -> None:
         assert plan is not None
         first, structure = self._watched, self._structure()
@@ -284,12 +289,15 @@ class Run(Planning):
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def streamed(self, data: Any = None) -> Iterator[None]:
-        """Enclose an evaluation of ``data``: by the engine of the training, or by one for it alone.
+    def streamed(self, data: Any = None, *way: Any) -> Iterator[None]:
+        """Enclose an evaluation of ``data`` in one ``way``: by the engine of the training, or by one for it alone.
 
         An engine of a plan makes way and comes back afterwards, unless it has room for what the data were seen to take.
         """
-        if self.engine is not None and (self.engine.plan is None or self._has_room(data)):
+        # A Trainer makes new ``datasets`` of columns that the model takes each time: their fingerprint tells them.
+        named = getattr(data, "_fingerprint", None)
+        key = named or id(data), *way, self.trainer.args.eval_batch_size
+        if self.engine is not None and (self.engine.plan is None or self._has_room(key)):
             yield
             return
         plan, window = self.plan, None
@@ -300,27 +308,31 @@ class Run(Planning):
         elif self._watched is not None:  # its step is over, and has trained without a plan
             self._close_engine()
         model = self.model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        with self._beside(model), streamed(model, self._budget, self._structure(), self.root_device) as self.engine:
-            device = self.engine.device
-            device.reset_peak()
-            before = device.memory()
-            try:
-                yield
-            finally:
-                self._evaluated[id(data)] = data, int(device.peak_memory() - before)
-                self.engine = None
-        if window is not None:
-            assert plan is not None
-            self._install(plan, plan.budget_bytes)
-            self._training_engine().handover.enter_window(window)
+        structure = find_blocks(model, self.blocks)
+        try:
+            with self._beside(model), streamed(model, self._budget, structure, self.root_device) as self.engine:
+                device = self.engine.device
+                device.reset_peak()
+                before = device.memory()
+                try:
+                    yield
+                    # Kept alive where its identity tells it, which another could have.
+                    self._evaluated[key] = None if named else data, int(device.peak_memory() - before)
+                finally:
+                    self.engine = None
+        finally:  # of one that fails, too: a callback may catch the error, and the training goes on
+            if window is not None:
+                assert plan is not None
+                self._install(plan, plan.budget_bytes)
+                self._training_engine().handover.enter_window(window)
 
     def _training_engine(self) -> Engine:
         assert self.engine is not None
         return self.engine
 
-    def _has_room(self, data: Any) -> bool:
-        """Return whether the plan leaves the memory that an evaluation of ``data`` has taken before."""
-        _, took = self._evaluated.get(id(data), (None, None))
+    def _has_room(self, key: Any) -> bool:
+        """Return whether the plan leaves the memory that such an evaluation has taken before."""
+        _, took = self._evaluated.get(key, (None, None))
         assert self.plan is not None and self.profile is not None
         return took is not None and took <= room_within(self.plan.budget_bytes, self.profile) - self.plan.arena_bytes
 

@@ -108,7 +108,7 @@ class Offloaded:
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Stream the model, also where nothing is trained."""
-        with self.offmate.streamed(getattr(dataloader, "dataset", None)):
+        with self.offmate.streamed(getattr(dataloader, "dataset", None), kwargs.get("prediction_loss_only")):
             return self._theirs.evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

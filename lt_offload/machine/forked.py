@@ -30,8 +30,8 @@ PATIENCE = 300.0
 def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
     """Return what ``work`` returns in a forked process; objects, generators and files of this process do not notice.
 
-    Errors of ``work`` are raised here, too. Its result has to be pickled, without tensors on a GPU. ``what`` is done,
-    and the way out, are for errors.
+    Errors of ``work`` are raised here, too. Its result has to be pickled, without tensors on a GPU. ``what`` is done
+    and the ``way_out`` are for errors.
 
     Raises:
         ConfigError: if there is no fork here, or the process ends or hangs without a result.

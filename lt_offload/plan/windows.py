@@ -110,8 +110,6 @@ def plan_windows(
     if not any(tensor.trainable for tensor in profile.tensors):
         # Nothing is added up: every pass is like the only one of a plan for one batch.
         plan = plan_one(profile, replace(settings, accumulate=1, delayed=False))
-        passes = ADDING if settings.delayed else (*ADDING, "updating")
-        plan = replace(plan, delayed=settings.delayed, ops=tuple(replace(op, passes=passes) for op in plan.ops))
         return _bounded(for_windows(plan, profile, settings), least())
     # Two plans share the user's time, or three.
     table = _table(profile, settings)
@@ -233,6 +231,9 @@ def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
         min(o.forward_s + o.backward_s * block.has_backward for o in block.options) for block in profile.blocks
     )
     predicted = replace(plan.predicted, lower_bound_s=window * computing)
+    if not any(tensor.trainable for tensor in profile.tensors):
+        passes = ADDING if settings.delayed else (*ADDING, "updating")
+        plan = replace(plan, delayed=settings.delayed, ops=tuple(replace(op, passes=passes) for op in plan.ops))
     plan = priced(replace(plan, window=window, host_budget_bytes=ram, predicted=predicted), profile)
     notes = list(plan.notes)
     if window > 1:

@@ -21,7 +21,8 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     """Return the floating point operations that training on one token takes, with attention scores.
 
     Scores of tokens that a causal mask hides are counted, as PaLM does. Of a model whose configuration does not name
-    its layers and heads, the products with weights alone are counted.; None: see below.
+    its layers and heads, the products with weights alone are counted. None for mixtures of experts, where a token meets
+    an unknown part of the weights.
     """
     products = product_flops_per_token(model)
     if products is None:

@@ -6,7 +6,8 @@ The device needs room for one block, its activations and one batch; the model ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ def profile(
     with ExitStack() as stack:
         if any(map(is_compiled, model.modules())):
             stack.callback(reset_dynamo)  # training compiles for the shapes that it sees, not for the sample's
-        batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
+        trial = partial(_trial, model, sample_batch, target, optimizer=optimizer, run=run)
         say("running the model once")
-        step = stack.enter_context(ran(made, structure, batch, run or call_with_batch(model)))
+        step = stack.enter_context(ran(made, structure, trial, run or call_with_batch(model)))
         return step.profile(micro_batches)
 
 
@@ -109,8 +110,8 @@ def check_use(
     def made(structure: Structure) -> FirstStep:
         return FirstStep(model, structure, optimizer, device, parts=micro_batches, code=uncompiled)
 
-    trial = _trial(model, sample_batch, device, optimizer=optimizer, run=run)
-    with trial as batch, ran(made, structure, batch, run or call_with_batch(model)) as step:
+    trial = partial(_trial, model, sample_batch, device, optimizer=optimizer, run=run)
+    with ran(made, structure, trial, run or call_with_batch(model)) as step:
         return step.structure
 
 
@@ -125,15 +126,22 @@ def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: 
 
 
 @contextmanager
-def ran(make: Callable[[Structure], FirstStep], structure: Structure, batch: Any, run: Run) -> Iterator[FirstStep]:
+def ran(
+    make: Callable[[Structure], FirstStep],
+    structure: Structure,
+    trial: Callable[[], AbstractContextManager[Any]],
+    run: Run,
+) -> Iterator[FirstStep]:
     """Run a step, whose blocks may be measured within the context: each ran apart, and nothing has trained.
 
-    Another ``structure`` is tried where the step calls none of its layers. What ``run`` returns is taken to stay.
+    Another ``structure`` is tried where the step calls none of its layers, in another ``trial``, which encloses a run
+    and yields its batch: a step may take out of that. What ``run`` returns is taken to stay.
     """
     step = make(structure)
     model, device = step.model, step.device
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
+        batch = stack.enter_context(trial())
         for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
             stack.enter_context(context)
         stack.enter_context(torch.enable_grad())
@@ -149,7 +157,7 @@ def ran(make: Callable[[Structure], FirstStep], structure: Structure, batch: Any
             step.reached()
             yield step
             return
-    with ran(make, other, batch, run) as step:
+    with ran(make, other, trial, run) as step:
         yield step
 
 
@@ -170,7 +178,7 @@ def measure_blocks(
         return FirstStep(model, structure, None, device, meter=meter, parts=micro_batches, code=uncompiled, say=say)
 
     say("running the model once")
-    with ran(made, structure, batch, run) as step:
+    with ran(made, structure, lambda: nullcontext(dict(batch)), run) as step:
         return step.costs(micro_batches)
 
 

@@ -67,7 +67,8 @@ class Samples(Callback):
             return
         before = self.clock.enter("samples")
         what = "writing a sample" if len(wanted) == 1 else f"writing {len(wanted)} samples"
-        status(what)
+        if trainer.is_global_zero:
+            status(what)
         # Modes are put back one by one: train() on the whole would wake up dropout in
         # what a user keeps in evaluation mode.
         modes = [(module, module.training) for module in pl_module.modules()]

@@ -24,13 +24,14 @@ class _Linker:
     def __init__(self, emitted: Emitter) -> None:
         self.emitted = e = emitted
         self.moving = [copy for copy in e.copies if copy.stay is not None]
-        self.releases = [e.releases[copy] for copy in self.moving]
+        self.releases: list[Ids] = [
+            tuple(release for one in e.beside.get(copy, [copy]) for release in e.releases[one]) for copy in self.moving
+        ]
         for at, copy in enumerate(self.moving):
             if copy.payload == "state" and copy.stay is not None:
                 # Given back at the end of a step, after everything that has been computed until then.
                 self.releases[at] += e.computed[copy.stay.end]
-        self.low = np.array([copy.offset for copy in self.moving], dtype=np.int64)
-        self.high = np.array([copy.offset + copy.room for copy in self.moving], dtype=np.int64)
+        self.low, self.high = np.array([e.range_of(copy) for copy in self.moving], dtype=np.int64).reshape(-1, 2).T
         self.released = np.array([max(releases) for releases in self.releases], dtype=np.int64)
         self.complete = {*e.begins.values(), *e.added.values()} if e.delayed else set()
         """Updates that wait do so for all of these: the norm is that of all gradients."""
@@ -157,7 +158,7 @@ class _Linker:
 
     def _former_occupants(self, copy: PlacedCopy, fetch: int) -> set[int]:
         """Return the releases of the last occupants of the range of ``copy``; these have awaited the earlier ones."""
-        low, high = copy.offset, copy.offset + copy.room
+        low, high = self.emitted.range_of(copy)
         others = np.flatnonzero((self.low < high) & (self.high > low))
         if self.emitted.delayed:  # the last one was not there, perhaps, in a settling pass
             return {release for at in others for release in self.releases[at]}

@@ -139,9 +139,11 @@ class Emitter:
                 self._released_at[copy.stay.end].append(copy)
         self._offsets: dict[tuple[Payload, int], int] = {}
         """Offsets of states and sums, by tensor, where these are apart."""
-        self._settled = self._moved_in_settling() if self.delayed else set()
+        self.beside: dict[PlacedCopy, list[PlacedCopy]] = {}
+        """By copy of states: those that lie side by side with it, in whose range its states and its sum are apart."""
         if self.adds_up:
             self._divide_states()
+        self._settled = self._moved_in_settling() if self.delayed else set()
 
     @property
     def initial(self) -> dict[tuple[Payload, int], int]:
@@ -170,13 +172,21 @@ class Emitter:
     def _offset(self, copy: PlacedCopy, payload: Payload) -> int:
         return self._offsets.get((payload, copy.tensor), copy.offset)
 
+    def range_of(self, copy: PlacedCopy) -> tuple[int, int]:
+        """Return the range of the arena in which ``copy`` lies, with those beside it if states and sums are apart."""
+        copies = self.beside.get(copy, [copy])
+        return min(one.offset for one in copies), max(one.offset + one.room for one in copies)
+
     def _divide_states(self) -> None:
         """Give states and sums their places: where several lie side by side, all states, and then all sums."""
         placed = dict(zip(self.sets.copies, self.copies, strict=True))
         groups = [*self.sets.always, *(stay.group for stay in self.sets.stays if stay.group is not None)]
         for copies in ([placed[copy] for copy in group.copies] for group in groups):
+            if copies[0].payload != "state":
+                continue
+            self.beside.update(dict.fromkeys(copies, copies))
             offset = copies[0].offset
-            for payload in _APART if copies[0].payload == "state" else ():
+            for payload in _APART:
                 for copy in copies:
                     self._offsets[payload, copy.tensor] = offset
                     offset += self.room_of(payload, copy.tensor)
@@ -200,12 +210,13 @@ class Emitter:
         moved = {copy for copy in staying.values() if places[copy.tensor] == "host"}
         while True:
             moved.update(copy for copy in used if staying.get((copy.payload, copy.tensor)) in (None, *moved))
-            low = np.array([copy.offset for copy in moved], dtype=np.int64)
-            high = np.array([copy.offset + copy.room for copy in moved], dtype=np.int64)
+            low, high = np.array([self.range_of(copy) for copy in moved], dtype=np.int64).reshape(-1, 2).T
             displaced = {
                 copy
                 for copy in staying.values()
-                if copy not in moved and np.any((low < copy.offset + copy.room) & (high > copy.offset))
+                if copy not in moved
+                for start, end in [self.range_of(copy)]
+                if np.any((low < end) & (high > start))
             }
             if not displaced:
                 return moved

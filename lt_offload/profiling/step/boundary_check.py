@@ -71,8 +71,9 @@ class BoundaryCheck:
         """Calls of which a run has kept no graph, by their identity."""
         self._kinds: dict[int, int] = {}
         """By block: the identity of the call that it had."""
-        self._compared: dict[int, Call] = {}
-        """Calls that have run without a graph and with one, with nothing to be said of further ones, by identity."""
+        self._compared: dict[int, tuple[Call, list[str]]] = {}
+        """Calls that have run without a graph and with one, with nothing to be said of further ones that call the same
+        operations, by identity."""
         names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
         self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
         """Weights of several blocks."""
@@ -242,23 +243,44 @@ class BoundaryCheck:
         # What draws may have been left out this time, and what has changed itself is another block the next time.
         alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
         if alike and index not in self.once:
-            self._compared[id(call)] = call
+            self._compared[id(call)] = call, with_graph.called
         return out
 
     def _run_as_kind(self, index: int, call: Call, forward: Callable[[], Any], effects: Effects) -> Any:
-        """Run a block once, with a graph: two runs of another one of its kind have left no trace and were compared."""
-        with effects.first_run() as before:
+        """Run a block with a graph: two runs of another one of its kind have left no trace and were compared.
+
+        One that calls other operations, as a number among its attributes may tell it to, is compared, too.
+        """
+        before_draws = call.draws()
+        with effects.first_run() as before, OperationLog() as operations:
             out = self._run_kept(index, call, forward)
         self._rest = before.rest
         if before.changed:
             self.once.setdefault(index, "as its forward changes it, unlike others of its kind")
+        elif operations.called != self._compared[id(call)][1]:
+            try:
+                with OperationLog() as without_graph:
+                    again = self._repeat(call, forward, before, before_draws, graph=False)
+            except Exception as error:  # whatever users' code raises where there is no graph
+                self.once.setdefault(index, f"as without gradients it raises {error!r}")
+                return out
+            if without_graph.called != operations.called or not _equal(again, out):
+                call.other_kernels = True
         return out
 
-    def _repeat(self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor]) -> Any:
-        """Run a block with a graph once more, from the state that it had and with the same draws."""
+    def _repeat(
+        self,
+        call: Call,
+        forward: Callable[[], Any],
+        before: Snapshot,
+        before_draws: list[Tensor],
+        *,
+        graph: bool = True,
+    ) -> Any:
+        """Run a block once more, from the state that it had and with the same draws."""
         after_draws = call.draws()
         call.draw_from(before_draws)
-        with before.restored(graph=True), self._aside(), torch.enable_grad():
+        with before.restored(graph=graph), self._aside(), torch.set_grad_enabled(graph):
             again = forward()
         call.draw_from(after_draws)
         return again

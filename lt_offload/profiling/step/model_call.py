@@ -201,6 +201,7 @@ class ModelCall:
         self.let_go()
         self.calls.clear()
         self.ends.clear()
+        self.last_ends = {}
         self._leaves.clear()
 
     def input_bytes_of(self, at: int) -> int:

@@ -194,7 +194,9 @@ class Planning(Processes):
         adds_up = self.is_distributed or self.settings.accumulate > 1
         structure = self._structure()
         one_list = structure.other is None or structure.other() is None
-        return (one_list or not adds_up) and (bool(self.growth.sizes) or not self._wants_larger(self._coming))
+        # A step of a run that goes on elsewhere does not show what larger batches take: nobody has a profile of them.
+        followed = self.profile is not None and bool(self.growth.sizes)
+        return (one_list or not adds_up) and (followed or not self._wants_larger(self._coming))
 
     def _outdated(self, batch: Any, padded: bool | None) -> str | None:
         """Return the reason why the present plan may not serve ``batch``; None if it should."""
@@ -451,7 +453,8 @@ class Planning(Processes):
             self._module,
             None if plan is None else self._optimizer,
             plan,
-            self._structure(),
+            # Another module than the one that was trained may be evaluated.
+            find_blocks(self._module, self.blocks) if plan is None else self._structure(),
             self.root_device,
             budget=budget,
             first=self._watched,

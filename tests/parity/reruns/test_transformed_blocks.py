@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from lt_offload.execute.blocks import runs
+from lt_offload.execute.program import Program
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
 from tests.support.engines import Result, differences, installed
@@ -198,7 +198,7 @@ class Checkpointed(Net):
 @pytest.mark.parametrize("steady", [(), (0,), (1,), (2, 3), (5,), range(6)], ids=str)
 def test_own_checkpointing_of_blocks(steady: Collection[int], monkeypatch: pytest.MonkeyPatch) -> None:
     # Plans decide by measured times whose weights stay in their places: no set of such blocks may matter.
-    monkeypatch.setattr(runs, "_steady", lambda structure, plan: {*steady})
+    monkeypatch.setattr(Program, "_steady", lambda program: {*steady})
     model = Checkpointed()
     optimizer = adamw(model)
     layout = {"options": ("keep", "keep", "recompute"), "places": ("device",), "resident": True}
