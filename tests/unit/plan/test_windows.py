@@ -17,9 +17,10 @@ from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import least_s, make_plan, offmate_config
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
-from lt_offload.schema.plan import Pass
+from lt_offload.schema.plan import Pass, PlannerName
 from lt_offload.schema.profile import Contention, Profile
 from tests import sampling
+from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.program_rules import KINDS, random_profile
 from tests.support.profiles.small import small_profile, with_op
 
@@ -215,3 +216,21 @@ def test_no_room_says_what_would_do() -> None:
         solve(small_profile(), memory=1, accumulate=2)
     needed = caught.value.needed_bytes  # type: ignore[union-attr]
     assert check(solve(small_profile(), memory=needed, accumulate=2), small_profile()) == []
+
+
+@pytest.mark.parametrize("planner", ["stream", "greedy"])
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"delayed": True}], ids=str)
+def test_states_and_sums_of_large_blocks_travel_apart(planner: PlannerName, settings: dict[str, Any]) -> None:
+    """States of a block leave in several copies, and stand beside all its sums: whoever comes next waits for all."""
+    profile = llama7b_b4(8)
+    plan = solve(profile, memory=9 * 10**9, planner=planner, time_limit=3, **settings)
+    assert check(plan, profile) == []
+
+
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"delayed": True}], ids=str)
+def test_windows_of_models_in_whose_blocks_nothing_is_trained(settings: dict[str, Any]) -> None:
+    profile = small_profile(4, frozen=(0, 1, 2, 3), no_backward=4)
+    plan = solve(profile, memory="1GB", time_limit=3, **settings)
+    assert check(plan, profile) == []
+    assert plan.adds_up
+    assert plan.accumulate == settings.get("accumulate", 1)
