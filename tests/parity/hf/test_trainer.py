@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 import lt_offload
@@ -105,6 +106,41 @@ class Noting(cases.OwnLoss):  # type: ignore[misc]
     def prediction_step(self, *args: Any, **options: Any) -> Any:
         self.steps += 1
         return super().prediction_step(*args, **options)
+
+
+class BrokenRows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, at: int) -> Any:
+        raise ValueError("a broken row")
+
+
+class TriesToEvaluate(Trainer):  # type: ignore[misc]
+    """Evaluates rows that cannot be read after its second step, and goes on."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.engines: list[bool] = []
+        trainer = self
+
+        class Tries(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                if state.global_step == 2:
+                    with pytest.raises(ValueError, match="a broken row"):
+                        trainer.evaluate(BrokenRows())
+                run = getattr(trainer, "offmate", None)
+                trainer.engines.append(run is None or run.engine is not None)
+
+        self.add_callback(Tries())
+
+
+def test_training_goes_on_with_its_engine_after_an_evaluation_that_fails(tmp_path: Path) -> None:
+    make = cases.plain(kind=TriesToEvaluate, gradient_accumulation_steps=2)
+    plain = train(make, tmp_path / "plain")
+    made = train(make, tmp_path / "ours", lt_offload.hf_trainer(memory="200kB", planner="stream"))
+    assert ended(plain).differs(ended(made)) == []
+    assert all(made.engines)
 
 
 @pytest.mark.parametrize("room", [False, True])
