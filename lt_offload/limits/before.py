@@ -53,6 +53,12 @@ def _verdict(optimizer: Optimizer) -> str:
     return tried(optimizer).verdict
 
 
+def _draws_for_large(optimizer: Optimizer) -> bool:
+    from lt_offload.model.optimizers import draws_for_large
+
+    return draws_for_large(optimizer)
+
+
 # -- trainer ----------------------------------------------------------------------------------------------------------
 
 _LIGHTNINGS_PRECISION = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.plugins\.")
@@ -403,7 +409,7 @@ limit(
     why="each tensor is updated when its gradient is complete, so that it would get the numbers of another",
     instead="draw from a torch.Generator that step() makes and seeds for each tensor, e.g. by a count in its state, "
     "with the same numbers under any strategy",
-)(_any_optimizer(lambda optimizer: _verdict(optimizer) == "random"))
+)(_any_optimizer(lambda optimizer: _verdict(optimizer) == "random" or _draws_for_large(optimizer)))
 
 limit(
     "an optimizer that accelerator.prepare has wrapped",

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.compat.torch import address_of, forget_step_hooks, tree_leaves
+from lt_offload.compat.torch import FakeTensorMode, address_of, forget_step_hooks, tree_leaves
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import OperationMode
 from lt_offload.model.snapshot import untouched
@@ -81,6 +82,37 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` is of a package that needs no trial."""
     return f"{type(optimizer).__module__}.".startswith(_KNOWN)
+
+
+def draws_for_large(optimizer: Optimizer) -> bool:
+    """Return whether the first step of a tensor of ``optimizer`` draws random numbers, tried in full size, as fakes.
+
+    The stand-ins of :func:`tried` are small, and some draw for large tensors only. Draws of later steps, and
+    of steps that do not run on fakes, are seen by :class:`DrawWatch` when they happen.
+    """
+    kinds = {
+        (index, tuple(parameter.shape), parameter.dtype): None
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    return not is_known(optimizer) and any(_draws(optimizer, *kind) for kind in kinds)
+
+
+def _draws(optimizer: Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    with untouched(optimizer=optimizer):
+        before = _generators(optimizer)
+        fakes = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        try:
+            with fakes, DrawWatch(optimizer, partial(_Refused, "random")):
+                stand = nn.Parameter(torch.zeros(shape, dtype=dtype))
+                stand.grad = torch.zeros_like(stand)
+                twin = twin_of(optimizer, [(index, stand)], defaultdict(dict, of_none(optimizer)))
+                type(twin).step(twin)
+        except _Refused:
+            return True
+        except Exception:  # whatever a foreign optimizer meets on fake tensors
+            pass
+        return not all(map(same_state, _generators(optimizer), before))
 
 
 def _held(optimizer: Optimizer) -> Iterator[Any]:
