@@ -27,14 +27,14 @@ def state_of(generator: Any) -> Any:
         return None  # that one draws from the system, and its ``getstate`` raises
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
-    if isinstance(generator, (torch.Generator, random.Random)):
-        return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
-    return _bits_of(generator).state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else _bits_of(generator).state
 
 
 def set_state(generator: Any, state: Any) -> None:
     """Bring ``generator`` back to ``state``."""
-    if isinstance(generator, (torch.Generator, np.random.RandomState)):
+    if hasattr(generator, "set_state"):
         generator.set_state(state)
     elif not isinstance(generator, random.Random):
         _bits_of(generator).state = state
