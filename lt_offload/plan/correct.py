@@ -319,7 +319,7 @@ def _keys(item: _MeasuredOp, plan: Plan, profile: Profile, run: Mapping[int, Com
     elif op.lane not in ("compute", "network", "none"):  # what crosses the network waits for other machines, too
         yield op.lane
     for other in (op, *item.within):
-        if other.lane == "compute" and other.kind == "update":
+        if other.lane == "compute" and other.updates:
             yield "update"
         elif other.writes_gradients:
             yield from (("written", tensor) for tensor in plan.tensors(other))

@@ -175,7 +175,7 @@ def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
     for op, seconds, count in zip(plan.ops, durations(plan, profile), plan.counts, strict=True):
         if op.lane in lanes:
             lanes[op.lane] += seconds * count
-        reduced += seconds if op.kind == "reduce" else 0.0
+        reduced += seconds if op.lane == "network" else 0.0
     memory = sum(seconds * profile.contention.of(lane) for lane, seconds in lanes.items())
     network, gathering = network_s(plan, profile), _gathering_s(plan, profile)
     between = exchange_s(plan, profile) + reduced

@@ -62,7 +62,7 @@ BETWEEN_MACHINES = (
     mutant(
         "the simulator adds up between machines in every pass",
         UNROLLED,
-        'if op.kind != "reduce" or at == last_adding',
+        'if op.lane != "network" or at == last_adding',
         "if True",
         MACHINES,
     ),

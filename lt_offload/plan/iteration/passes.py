@@ -38,7 +38,7 @@ def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[
         return plan.ops, tuple(range(len(plan.ops)))
     last_adding = max((at for at, which in enumerate(passes) if which in ADDING), default=-1)
     issued = [
-        op for at, which in enumerate(passes) for op in plan.program(which) if op.kind != "reduce" or at == last_adding
+        op for at, which in enumerate(passes) for op in plan.program(which) if op.lane != "network" or at == last_adding
     ]
     last = {op.id: new for new, op in enumerate(issued)}
     latest: dict[int, int] = {}
