@@ -10,7 +10,7 @@ work has not been issued yet, and where an emulated device has no other way.
 An :class:`Event` is done when its task has run. Work on the compute lane that reads what a task wrote must be preceded
 by :meth:`Device.wait`; a task that reads what the compute lane wrote takes an event of :meth:`Device.mark` in
 ``after``. Every access is declared as ``reads``/``writes`` of :class:`Cell` objects, so that a happens-before checker
-(``tests/support/races.py``) can verify exactly that.
+(``tests/support/hostile/races.py``) can verify exactly that.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ A group has a host copy and at most one device copy. These hold, whatever the pl
    out of plan (streamed forwards, evictions, an iteration that broke off) says so, and the next pass settles first.
 
 The fields are written by the methods that are named after what has happened, and by nothing else. The methods check 1
-and 5; tests run on a device (``tests/support/hostile.py``) that verifies 2 and 3 by a happens-before checker, and 4
+and 5; tests run on a device (``tests/support/hostile``) that verifies 2 and 3 by a happens-before checker, and 4
 after every task that writes a :class:`HostCopy`.
 """
 

@@ -15,11 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.parity.several.adding import EACH, MACHINES
-from tests.parity.several.cases import IS_LATE, MORE, plan
+from tests.parity.several.cases import IS_LATE, MORE, PAIRS, plan
 from tests.parity.several.test_engines import require_equal
 from tests.parity.several.training import Group
 
-NAME = f"three, beside, accumulated, one idle{IS_LATE}"
+TWO = ("beside",)
+THREE = (f"three, beside, accumulated, one idle{IS_LATE}",)
+RUNS = {
+    2: {f"{name}{IS_LATE}": PAIRS[name] for name in TWO},
+    3: {name: MORE[3, 1][name] for name in THREE},
+}
 
 
 @pytest.mark.slow
@@ -35,14 +40,19 @@ def test_machines_add_in_the_order_of_ranks(tmp_path: Path) -> None:
 
 
 def test_updates_come_after_all_gradients_and_before_all_uses(tmp_path: Path) -> None:
-    case, budget, settings = MORE[3, 1][NAME]
-    found = plan(case, budget, settings)
-    assert set(found.update_places) == {"host"}
-    assert not found.delayed
-    group = Group(3)
-    group.runs.append((NAME, case, found, True))
-    (tmp_path / "groups").write_bytes(pickle.dumps([group]))
+    groups = []
+    for ranks, cases in RUNS.items():
+        group = Group(ranks)
+        for name, (case, budget, settings) in cases.items():
+            found = plan(case, budget, settings)
+            assert set(found.update_places) == {"host"}
+            assert not found.delayed
+            group.runs.append((name, case, found, True))
+        groups.append(group)
+    (tmp_path / "groups").write_bytes(pickle.dumps(groups))
     command = [sys.executable, "-W", "error", "-m", "tests.parity.several.training", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert ran.returncode == 0, ran.stderr
-    require_equal(tmp_path, NAME, 3, case)
+    for ranks, cases in RUNS.items():
+        for name, (case, *_) in cases.items():
+            require_equal(tmp_path, name, ranks, case)
