@@ -100,17 +100,21 @@ def grid(*axes: Iterable[Any], count: int = 0) -> list[tuple[Any, ...]]:
     return [tuple(axis[at] for axis, at in zip(values, row, strict=True)) for row in whole]
 
 
+def share_of(path: Path, shares: Mapping[str, int]) -> int:
+    """Return what the longest path in ``shares`` that holds ``path`` says."""
+    holding = [place for place in shares if path.is_relative_to(HERE / place)]
+    return shares[max(holding, key=len)] if holding else 1
+
+
 def of_tests(items: list[pytest.Item], shares: Mapping[str, int]) -> list[pytest.Item]:
-    """Return ``items`` with some of the rows of every test; the longest path in ``shares`` that holds one counts."""
+    """Return ``items`` with some of the rows of every test."""
     rows = defaultdict[tuple[Path, str], list[pytest.Item]](list)
     for item in items:
         rows[item.path, item.nodeid.partition("[")[0]].append(item)
     chosen: set[pytest.Item] = set()
     for (path, name), mine in rows.items():
-        holding = [place for place in shares if path.is_relative_to(HERE / place)]
-        share = shares[max(holding, key=len)] if holding else 1
         few = of_seeds(mine, name)
-        chosen.update(some(few, max(1, len(few) // share), name))
+        chosen.update(some(few, max(1, len(few) // share_of(path, shares)), name))
     return [item for item in items if item in chosen]
 
 
@@ -148,6 +152,6 @@ def of_files(items: list[pytest.Item], shares: Mapping[str, int]) -> list[pytest
         tests[item.path][item.nodeid.partition("[")[0]] = None
     left_out: set[str] = set()
     for path, mine in tests.items():
-        share = next((share for place, share in shares.items() if path.is_relative_to(HERE / place)), 1)
-        left_out.update(set(mine).difference(some(list(mine), math.ceil(len(mine) / share), path.name)))
+        count = math.ceil(len(mine) / share_of(path, shares))
+        left_out.update(set(mine).difference(some(list(mine), count, path.name)))
     return [item for item in items if item.nodeid.partition("[")[0] not in left_out]
