@@ -175,6 +175,10 @@ class Engine(LoopCalls):
         self.streaming = Streaming(device, self._blocks, layout, self.residency)
         if program is not None:
             assert updates is not None
+            for index in frozenset[int]().union(
+                *program.read_on_host.values()
+            ):  # before blocks are wrapped: it may fail
+                self.weights[index].expose(device)
             tables = tables_of(program, self.structure.blocks[0].module, self.weights, device)
             self.gradients = Gradients(device, updates, self.weights, program, tables, common)
         self._intercept()

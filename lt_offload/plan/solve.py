@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -267,14 +268,15 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
         least = bounds.below(predicted.iteration_s)
         if not bounds.cut and predicted.iteration_s <= least * (1 + GOOD_GAP):
             return replace(parted, predicted=replace(predicted, lower_bound_s=min(least, predicted.lower_bound_s)))
-    whole = whole or plan_whole()
+    with suppress(*(() if parted is None else (ConfigError, UnsupportedError))):  # there is a plan: no other in time
+        whole = whole or plan_whole()
     if parted is None and isinstance(whole, InfeasibleError):
         raise whole
     plans = [plan for plan in (whole, parted) if isinstance(plan, Plan)]
     # No plan of either kind is faster than the lower bound of both.
     bound = min(plan.predicted.lower_bound_s for plan in plans)
     best = min(plans, key=lambda plan: plan.predicted.iteration_s)
-    proved = all(plan.predicted.proved for plan in plans)
+    proved = whole is not None and all(plan.predicted.proved for plan in plans)
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 

@@ -17,7 +17,6 @@ class BoundWeights:
     """Encloses the computation ``op``: its modules see ``weights``, those of ``on_host`` in host memory.
 
     Raises:
-        UnsupportedError: if the device cannot read host memory.
         PlanError: on entry, if the plan does not bring a weight to the device, or has one read that is out of date.
     """
 
@@ -28,8 +27,6 @@ class BoundWeights:
         self._weights = tuple(weights)
         self._on_device = tuple(weight for weight in weights if weight.index not in on_host)
         self._in_host_memory = tuple(weight for weight in weights if weight.index in on_host)
-        for weight in self._in_host_memory:
-            weight.expose(device)
         self._device_groups = _groups(self._on_device)
         self._host_groups = _groups(self._in_host_memory)
 
