@@ -47,6 +47,8 @@ _LEAST_PATIENCE = 2.0
 """... and not at all with fewer seconds than that for each of its plans."""
 _WIDTH = 80
 _LABEL = 30
+_OF_ENDS = ("held-out loss, first", "held-out loss, last")
+"""Figures that one line says together."""
 
 
 class RunSummary(Callback):
@@ -145,6 +147,7 @@ class RunSummary(Callback):
         facts = described(read_run(self.folder))
         if self.losses:  # also of a run without a logger
             ends = [self.losses[0], *self.losses[1:][-1:]]
+            facts = {name: text for name, text in facts.items() if name not in _OF_ENDS}
             facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in ends)
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
