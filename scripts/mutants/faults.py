@@ -225,7 +225,7 @@ UPDATES = (
         LOOPS,
         WINDOWS,
         "parity/lightning/test_windows.py",
-        "parity/test_beside_backward.py",
+        "parity/windows/test_norms.py",
     ),
     mutant(
         "an update that settles does not wait for who reads the weight",
