@@ -57,7 +57,12 @@ ON_THE_FAKE_GPU = {
 """The same there; rows of users and loops are whole runs."""
 FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuring": 3}
 """The same with ``--few``."""
-TESTS = {"parity": 2, "parity/test_beside_backward.py": 1, "parity/windows/test_norms.py": 1}
+TESTS = {
+    "parity": 2,
+    "parity/test_beside_backward.py": 1,
+    "parity/windows/test_norms.py": 1,
+    "parity/windows/test_windows.py": 1,
+}
 FEW_TESTS = {"gpu/loops": 4, "gpu/users": 4, "gpu/measuring": 2, "gpu/engine": 2}
 """One test in so many of each file there is run, and at least one; and of them on the fake GPU, with ``--few``."""
 NOT_WITH_FEW = "gpu/loops/test_cli.py"

@@ -34,6 +34,13 @@ def test_windows_equal_plain_training(planner: str) -> None:
         require_equal(training, solve(profile, memory=memory, planner=planner, accumulate=3), expected)
 
 
+def test_sums_on_the_device_equal_plain_training() -> None:
+    training = Training(start=models.build("llama"), windows=UNEQUAL)
+    plan = solve(training.profile(), memory="1GB", accumulate=2, host_update=False)
+    assert {op.lane for op in plan.ops if op.uses_gradients} == {"compute"}
+    require_equal(training, plan, training.plainly())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "settings"),
