@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave tests that take long some of their rows, without --full."""
     kept = items
     if not config.getoption("every_row"):
-        kept = sampling.of_files(sampling.without_slow(sampling.of_tests(items, sampling.SHARES)), sampling.TESTS)
+        kept = sampling.ordinary(items)
     if count := config.getoption("rows"):
         kept = sampling.some(kept, count)
     left_out = set(items).difference(kept)

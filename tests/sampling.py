@@ -2,7 +2,8 @@
 
 Large grids draw their rows themselves. Of all other tests a run takes a few rows where they differ in a ``seed`` only,
 a part of the rows in the folders of ``SHARES``, a part of each file's tests in those of ``TESTS``, few of the tests
-that are marked ``slow`` and none that is ``long``.
+that are marked ``slow`` and none that is ``long``. Rows that are marked ``sampled`` are always taken: nothing else
+notices some fault.
 """
 
 from __future__ import annotations
@@ -109,6 +110,17 @@ def share_of(path: Path, shares: Mapping[str, int]) -> int:
     """Return what the longest path in ``shares`` that holds ``path`` says."""
     holding = [place for place in shares if path.is_relative_to(HERE / place)]
     return shares[max(holding, key=len)] if holding else 1
+
+
+def ordinary(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return those of ``items`` that one run takes."""
+    chosen = set(of_files(without_slow(of_tests(items, SHARES)), TESTS))
+    marks = {item: list(item.iter_markers("sampled")) for item in items}
+    return [
+        item
+        for item in items
+        if item in chosen or any(all(part in item.name for part in mark.args) for mark in marks[item])
+    ]
 
 
 def of_tests(items: list[pytest.Item], shares: Mapping[str, int]) -> list[pytest.Item]:

@@ -175,10 +175,8 @@ class Engine(LoopCalls):
         self.streaming = Streaming(device, self._blocks, layout, self.residency)
         if program is not None:
             assert updates is not None
-            for index in frozenset[int]().union(
-                *program.read_on_host.values()
-            ):  # before blocks are wrapped: it may fail
-                self.weights[index].expose(device)
+            for index in set[int]().union(*program.read_on_host.values()):
+                self.weights[index].expose(device)  # which may fail, so before blocks are wrapped
             tables = tables_of(program, self.structure.blocks[0].module, self.weights, device)
             self.gradients = Gradients(device, updates, self.weights, program, tables, common)
         self._intercept()

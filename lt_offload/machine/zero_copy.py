@@ -98,9 +98,11 @@ def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Cal
 
 def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize: Callable[[], object]) -> str:
     """Return which kernel that blocks run on weights and gradients is wrong on rows of ``host``; empty if none is."""
-    host.copy_((torch.arange(host.numel()) % 113 / 7).view_as(host))
+    written = (torch.arange(host.numel()) % 113 / 7).view_as(host).to(host.dtype)
+    host.copy_(written)
     seen = view_of(host)
-    near = torch.empty_like(seen).copy_(host.clone())
+    # Nothing here copies pageable memory: torch hands streams out in turn, so this may be one that has to run ahead.
+    near = torch.empty_like(seen).copy_(host)
     rows = torch.arange(len(host), device=seen.device).flip(0)
     kernels: dict[str, Callable[[Tensor], Tensor]] = {
         "an embedding": lambda table: F.embedding(rows, table),
@@ -113,7 +115,7 @@ def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize
             return f"{name} reads something else there than the host has written"
     seen.copy_(near * 2)
     synchronize()
-    return "" if torch.equal(host, near.cpu() * 2) else "what is copied there does not arrive"
+    return "" if torch.equal(host, written * 2) else "what is copied there does not arrive"
 
 
 class _Memory:

@@ -351,8 +351,7 @@ BLOCKS = (
         GUARD,
         "self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))",
         "pass",
-        "parity/users/test_gradients.py",
-        "parity/users/test_parameters.py",
+        "parity/users/test_hooks.py",
     ),
     mutant(
         "a view of NumPy's is out of date",

@@ -128,6 +128,7 @@ def test_no_other_plan_is_made_where_there_is_memory_enough(shown: list[int]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 def test_padding_takes_more(shown: list[int]) -> None:
     """Attention leaves a mask out that hides nothing."""
     stock, ours = fit("auto", seeded(padded=5)), fit(OffmateStrategy(memory="200MB"), seeded(padded=5))

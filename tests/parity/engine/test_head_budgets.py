@@ -124,6 +124,7 @@ def test_budgets() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 def test_chunks_as_asked() -> None:
     """With ``chunked_loss`` at any budget, from the smallest, which is that of the last resort."""
     reference = plainly(in_chunks=True)

@@ -257,6 +257,7 @@ def test_of_other_layers(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path, model=OtherLayers), ["300kB", RESIDENT], hooked=False, least=2)
 
 
+@pytest.mark.sampled
 def test_of_other_gradients_in_a_window_that_is_planned_again(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path, kind=Editing, gradient_accumulation_steps=2), ["170kB"], least=2)
 

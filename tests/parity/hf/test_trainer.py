@@ -268,6 +268,7 @@ def used(folder: Path, context: Any) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 def test_an_afternoon_with_two_trainers_leaves_what_it_leaves_plainly(tmp_path: Path) -> None:
     with quiet():
         plain = used(tmp_path / "plain", nullcontext())

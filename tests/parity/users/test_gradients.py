@@ -290,6 +290,7 @@ def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
     return found
 
 
+@pytest.mark.sampled("recorded")
 @in_every_run
 def test_reading_saving_and_copying_between_steps(options: tuple[str, ...]) -> None:
     assert differences(plain(Net, evaluating), ours(Net, options, evaluating)) == []
@@ -325,6 +326,7 @@ HOLDERS: dict[str, Callable[[nn.Module], list[Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "options"), sampling.grid(HOLDERS, RUNS.values(), count=7))
+@pytest.mark.sampled("arrays")
 def test_memory_that_somebody_holds_before_training(name: str, options: tuple[str, ...]) -> None:
     make, loop = holding(HOLDERS[name])
     expected, found = plain(make, loop), ours(make, options, loop)

@@ -286,6 +286,7 @@ def writes(name: str) -> Callable[[Any, Any, int], Any]:
 
 
 @pytest.mark.parametrize(("name", "budget"), sampling.grid(WRITES, BUDGETS, count=16))
+@pytest.mark.sampled("init")
 def test_writing_between_steps(name: str, budget: str) -> None:
     act = writes(name)
     hook = "on_train_batch_end" if budget in ("tight", "middle") else "on_train_batch_start"

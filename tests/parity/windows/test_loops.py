@@ -103,6 +103,7 @@ def weighted(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine 
             optimizer.step()
 
 
+@pytest.mark.sampled
 def test_gradients_are_shown_until_the_next_backward() -> None:
     require_equal(weighted, delayed=True)
 
