@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.documents import Documents, named
 from lt_offload.finetune.data.batches.loaders import padded_width
-from lt_offload.finetune.data.batches.order import ResumableBatches
+from lt_offload.finetune.data.batches.order import shuffled
 from lt_offload.finetune.data.batches.packing import sequences_of
-from lt_offload.finetune.data.examples import MOST_NAMED
 from lt_offload.finetune.data.formats import IGNORED, Example
 
 if TYPE_CHECKING:
@@ -128,9 +127,9 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
     if preview.documents.bad:
         yield f"{preview.documents.bad:,} rows cannot be used and are left out"
     lengths = preview.documents.lengths
-    learned, _ = preview.documents.trained(data.max_length)
     if not len(lengths):
         return
+    learned, _ = preview.documents.trained(data.max_length)
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("")
     for title in ("in all", "per row: mean", "least", "median", "90 %", "99 %", "most"):
@@ -143,35 +142,27 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
 
 
 def _losses(data: FineTuneData, documents: Documents) -> Iterator[str]:
-    limit = data.max_length
-    rows, losses = sequences_of(documents, np.arange(len(documents)), limit, data.pack)
+    limit, size = data.max_length, data.batch_size
+    rows, losses = sequences_of(documents, limit, data.pack)
     if data.pack == "wrapped":
         yield f"{len(rows):,} sequences of {limit:,} tokens, one text after the other"
         return
-    kept = np.unique(rows.pieces.document)
-    if split := len(rows.pieces) - len(kept):
+    if split := len(rows.pieces) + len(losses.left_out) - len(documents):
         yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
     yield from losses.said(limit)
-    if losses.left_out:
-        left_out = np.setdiff1d(np.arange(len(documents)), kept)[:MOST_NAMED]
-        names = [documents[int(number)].place for number in left_out]
-        more = ", ..." if losses.left_out > MOST_NAMED else ""
-        yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
+    if left_out := named(documents, losses.left_out, "{}"):
+        yield f"{len(losses.left_out):,} rows are left out: {left_out}"
     if not len(rows):
         return
-    if len(rows) < data.batch_size:
-        yield f"too few sequences for a batch of data.batch_size={data.batch_size}: there are {len(rows)}"
-    if data.pack:
-        full = rows.lengths.sum() / (len(rows) * limit)
-        yield f"{len(rows):,} sequences of up to {limit:,} tokens, packed: {full:.1%} full"
-        return
-    order = ResumableBatches(
-        len(rows), data.batch_size, seed=data.seed, lengths=rows.lengths if data.group_by_length else None
-    )
-    batches = order.batches()
-    padded = sum(padded_width(int(rows.lengths[batch].max()), limit) * len(batch) for batch in batches)
+    if len(rows) < size:
+        yield f"too few sequences for a batch of data.batch_size={size}: there are {len(rows)}"
+    said = f"{len(rows):,} sequences of up to {limit:,} tokens"
     real = int(rows.lengths.sum())
-    share = f", {1 - real / padded:.1%} of them padding" if padded else ""
-    last = f", the last one of {len(batches[-1])}" if len(batches[-1]) < data.batch_size else ""
-    size = f"{data.batch_size}{last}"
-    yield f"{len(rows):,} sequences of up to {limit:,} tokens in {len(batches):,} batches of {size}{share}"
+    if data.pack:
+        yield f"{said}, packed: {real / (len(rows) * limit):.1%} full"
+        return
+    order = shuffled(rows.lengths, size if data.group_by_length else None, (data.seed, 0, 0))
+    batches = np.split(rows.lengths[order], range(size, len(rows), size))
+    padded = sum(padded_width(int(lengths.max()), limit) * len(lengths) for lengths in batches)
+    last = f", the last one of {len(batches[-1])}" if len(batches[-1]) < size else ""
+    yield f"{said} in {len(batches):,} batches of {size}{last}, {1 - real / padded:.1%} of them padding"

@@ -15,23 +15,24 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Tokens = NDArray[Any]
-_OF_EXAMPLE = ["ids", "labels", "place"]
+Integers = NDArray[np.int64]
 _AT_ONCE = 1000
 """Documents that are read at a time."""
+MOST_NAMED = 3
+"""Rows that a message names."""
 
 
 class Documents(Sequence[Example]):
-    """Tokenised rows, in order: lists of integers in two columns of a data set, and file and row in ``place``.
+    """Tokenised rows, in order: the columns ``ids``, ``labels`` and ``place`` (file and row) of a data set.
 
     ``bad`` is the number of rows that were left out.
     """
 
-    def __init__(self, dataset: Dataset, ids: str = "ids", labels: str = "labels", *, bad: int = 0) -> None:
+    def __init__(self, dataset: Dataset, *, bad: int = 0) -> None:
         self.dataset = dataset
         self.bad = bad
-        self._rows = dataset.select_columns([ids, labels] if ids != labels else [ids]).with_format("arrow")
-        self._columns = ids, labels
-        self.lengths: NDArray[np.int64] = _joined([lengths for lengths, _ in self._labels()])
+        self._rows = dataset.select_columns(["ids", "labels"]).with_format("arrow")
+        self.lengths = _joined([lengths for lengths, _ in self._labels()])
         """Tokens of each document."""
 
     @classmethod
@@ -54,15 +55,20 @@ class Documents(Sequence[Example]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        return Example(**self.dataset.select_columns(_OF_EXAMPLE)[index])
+        row = self.dataset[index]
+        return Example(ids=row["ids"], labels=row["labels"], place=row["place"])
+
+    def select(self, numbers: Integers) -> Documents:
+        """Return the documents with these ``numbers``."""
+        return Documents(self.dataset.select(numbers))
 
     def read(self, documents: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
         """Return ids and labels of some documents."""
         some = self._rows[list(documents)]
-        columns = ([tokens.values.to_numpy() for tokens in some[name]] for name in self._columns)
+        columns = ([tokens.values.to_numpy() for tokens in some[name]] for name in ("ids", "labels"))
         return list(zip(*columns, strict=True))
 
-    def trained(self, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def trained(self, most: int) -> tuple[Integers, Integers]:
         """Return the number of learned tokens of each document: in all, and of the first ``most`` tokens.
 
         The first token is never learned, as nothing comes before it.
@@ -79,12 +85,18 @@ class Documents(Sequence[Example]):
             cut.append(sums[np.minimum(end, np.maximum(begin + most, second))] - sums[second])
         return _joined(whole), _joined(cut)
 
-    def _labels(self) -> Iterator[tuple[NDArray[np.int64], Tokens]]:
+    def _labels(self) -> Iterator[tuple[Integers, Tokens]]:
         """Yield the lengths and labels of all documents, some at a time."""
         for batch in self._rows.iter(_AT_ONCE):
-            column = batch[self._columns[1]].combine_chunks()
+            column = batch["labels"].combine_chunks()
             yield column.value_lengths().to_numpy().astype(np.int64), column.flatten().to_numpy()
 
 
-def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def named(documents: Documents, numbers: Integers, text: str) -> str:
+    """Return ``text`` with the files and rows of the first ones of these ``numbers``; nothing if there are none."""
+    places = [documents[int(number)].place for number in numbers[:MOST_NAMED]]
+    return text.format(", ".join(places) + ", ..." * (len(numbers) > MOST_NAMED)) if places else ""
+
+
+def _joined(arrays: Sequence[Integers]) -> Integers:
     return np.concatenate([np.empty(0, np.int64), *arrays])

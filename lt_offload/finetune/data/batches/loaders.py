@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
-from lt_offload.finetune.data.batches.packing import Integers, Pack, Row, Sequences
+from lt_offload.finetune.data.batches.documents import Integers
+from lt_offload.finetune.data.batches.order import Batches
+from lt_offload.finetune.data.batches.packing import Pack, Row
 from lt_offload.finetune.data.formats import IGNORED
-from lt_offload.finetune.processes import Share, several
+from lt_offload.finetune.processes import several
 from lt_offload.strategy.windows import batches_per_update, knows_tokens
 from lt_offload.units import round_up
-
-if TYPE_CHECKING:
-    from lt_offload.finetune.data.batches.streaming import StreamedBatches
 
 Batch = dict[str, Tensor]
 Sizes = Callable[[], Iterator[int]]
@@ -39,6 +37,7 @@ def padded_width(longest: int, most: int) -> int:
     return min(round_up(longest, _PAD_MULTIPLE), most)
 
 
+@dataclass(frozen=True, slots=True)
 class Collate:
     """Rows as a batch: packed ones as wide as a row can be, others as their longest row, rounded up.
 
@@ -46,10 +45,9 @@ class Collate:
     rest of a row is a document of its own. Other rows are padded on the right, and masked there. Neither has a loss.
     """
 
-    def __init__(self, pad_id: int, length: int, pack: Pack) -> None:
-        self.pad_id = pad_id
-        self.length = length
-        self.pack = pack
+    pad_id: int
+    length: int
+    pack: Pack
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch of ``rows``."""
@@ -98,87 +96,58 @@ def trained_tokens(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
-def _with_tokens(items: Iterable[Any], sizes: Sizes | None) -> Iterator[Any]:
-    """Yield ``items``, each when all those of its update have been made, and its batch with their tokens."""
-    if sizes is None:
-        yield from items
-        return
-    rest = iter(items)
-    for size in sizes():
-        update = list(islice(rest, size))
-        tokens = torch.tensor(sum(trained_tokens(_batch_of(item)) for item in update))
-        for item in update:
-            _batch_of(item)[TOKENS] = tokens
-            yield item
-
-
-def _batch_of(item: Any) -> Any:
-    """Return the batch of a loader's item, which may have its position, too."""
-    return item[1] if isinstance(item, tuple) else item
-
-
 class ResumableLoader:
     """A loader whose position in the order of batches Lightning saves and restores with its checkpoints.
 
-    The position counts the batches that training has taken: workers may be ahead of it, and so are the other batches of
-    an update of which the tokens are counted. It is no DataLoader, as Lightning would put an order of its own into one
-    where there are several processes.
+    The position is that of the batches that training has taken: workers may be ahead of it, and so are the other
+    batches of an update of which the tokens are counted. It is no DataLoader, as Lightning would put an order of its
+    own into one where there are several processes.
 
-    The data set is rows, of which ``batch_sampler`` is the order, or streamed batches, each with its position, that are
-    their own order, and of which Lightning shall take ``count`` for an epoch; the next one goes on where it ends. With
-    the ``sizes`` of updates their tokens are counted.
+    With the ``sizes`` of updates their tokens are counted. ``length`` is the number of batches that Lightning shall
+    take for an epoch of an order that has no end; the next one goes on there.
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Row] | StreamedBatches,
-        *,
-        batch_sampler: ResumableBatches | None = None,
-        collate_fn: Any = None,
-        num_workers: int = 0,
-        sizes: Sizes | None = None,
-        count: int | None = None,
+        self, order: Batches, *, num_workers: int = 0, sizes: Sizes | None = None, length: int | None = None
     ) -> None:
         # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
         self.generator = torch.Generator()
-        # Of an iterable data set Lightning would say that its length may be wrong.
-        self.dataset = None if batch_sampler is None else dataset
-        self.batch_sampler = batch_sampler
-        self._order: Any = dataset if batch_sampler is None else batch_sampler
-        made = {"batch_size": None, "collate_fn": unchanged} if batch_sampler is None else {"collate_fn": collate_fn}
+        self.batch_sampler = order
         self._batches: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=batch_sampler,
-            num_workers=num_workers,
-            generator=self.generator,
-            **made,
+            order, batch_size=None, collate_fn=unchanged, num_workers=num_workers, generator=self.generator
         )
         self._sizes = sizes
-        self._count = count
+        self._length = len(order) if length is None else length
 
     def __len__(self) -> int:
-        return len(self._order) if self._count is None else self._count
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that workers, too, begin after Lightning has set the epoch.
-        for item in _with_tokens(islice(self._batches, self._count), self._sizes):
-            self._order.take(item)
-            yield _batch_of(item)
+        self.batch_sampler.begin()
+        batches = islice(self._batches, self._length)
+        for size in self._sizes() if self._sizes is not None else repeat(1, self._length):
+            # All batches of an update are made before the first one is given.
+            update = list(islice(batches, size))
+            tokens = torch.tensor(sum(trained_tokens(batch) for _, batch in update)) if self._sizes else None
+            for item in update:
+                self.batch_sampler.take(item)
+                yield item[1] if tokens is None else item[1] | {TOKENS: tokens}
 
     @property
     def moved(self) -> int:
         """Difference, in batches, between the position here and the loaded one of another number of processes."""
-        moved: int = self._order.moved
-        return moved
+        if self.batch_sampler.count is None:
+            raise AttributeError("an order without an end is not divided into epochs")
+        return self.batch_sampler.moved
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order."""
-        state: dict[str, Any] = self._order.state_dict()
-        return state
+        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position in the training order."""
-        self._order.load_state_dict(state)
+        self.batch_sampler.load_state_dict(state)
 
 
 def unchanged(batch: Any) -> Any:
@@ -201,25 +170,16 @@ def held_out(
     return np.sort(order[: count - few]), np.sort(order[count - few :])
 
 
-def held_out_loader(
-    rows: Sequences, *, batch_size: int, collate_fn: Collate, num_workers: int, share: Share
-) -> DataLoader[Any]:
-    """Return the loader of held-out ``rows``, in their order; each of several processes has its ``share`` of it.
-
-    Processes that evaluate together must all take as many batches, and none may count twice. So whole batches are dealt
-    out, filled up by the last one without loss, which has a shape that comes anyway.
-    """
-    batches = [[*range(begin, min(begin + batch_size, len(rows)))] for begin in range(0, len(rows), batch_size)]
-    batches += [[~number for number in batches[-1]]] * (-len(batches) % share.of)
-    return DataLoader(
-        batches,  # type: ignore[arg-type]  # a list is a data set of its items
-        batch_size=None,
-        sampler=DistributedSampler(batches, share.of, share.first, shuffle=False),  # type: ignore[arg-type]
-        collate_fn=partial(_collated, Silenced(rows), collate_fn),
-        num_workers=num_workers,
-        generator=torch.Generator(),  # as for training
-    )
+def check_end(trainer: Any) -> None:
+    """Raise ``ConfigError`` if ``trainer`` would never stop: streamed data begin again after their last row."""
+    if trainer.max_steps == -1:
+        raise ConfigError("data.streaming=true has no end; set trainer.max_steps")
 
 
-def _collated(rows: Silenced, collate: Collate, numbers: list[int]) -> Batch:
-    return collate([rows[number] for number in numbers])
+def batches_of(trainer: Any) -> int:
+    """Return the number of batches that ``trainer`` takes for all of its steps."""
+    # The largest number that a callback will set: too many batches are no matter, as steps end the run, too few are.
+    factors = [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:
+        factors += getattr(callback, "scheduling", {}).values()
+    return int(max(trainer.max_steps, 1) * max(factors))

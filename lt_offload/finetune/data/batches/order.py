@@ -1,209 +1,232 @@
-"""The order of batches, which depends on seed and epoch only, and can be taken up in the middle of an epoch."""
+"""The order of batches, which depends on seed and epoch only, and can be taken up in the middle of an epoch.
+
+Data come in stretches, each of which is shuffled by itself: data in memory are one, and of data that are read while
+training a stretch is a number of consecutive examples. So a position is the beginning of a stretch, and the number of
+its sequences that were used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.batches.documents import Integers
 from lt_offload.finetune.data.batches.packing import Row, Sequences
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import Share
+
+Place = tuple[int, int]
+"""Number of a source, and number of its rows that have been read."""
+Position = dict[str, Any]
+"""An epoch, the number of a stretch, the place at which it begins, and the number of its sequences that were used."""
+Batch = dict[str, Tensor]
+Stretches = Callable[[Place], Iterator[tuple[Place, Sequences]]]
+"""A function that yields the stretches from a place on, each with the place after it."""
 
 _BATCHES_TO_SORT = 50
 """Batches whose rows are sorted by length together: rows of like lengths meet, and still at random."""
 
 
-class ResumableBatches(Sampler[list[int]]):
-    """Indices of batches, in another order in each epoch.
+class Batches(IterableDataset[tuple[Position, Batch]]):
+    """Batches, each with the position after it; every so-many-th one in each of several workers.
 
-    Lightning calls ``set_epoch`` before each epoch. Where a run goes on, epochs are counted from its own: Lightning
-    takes that for over if the run ended there by ``max_steps``. The last batch has the rows that are left, drawn anew
-    in each epoch. All processes have the same order, and each takes its share of the batches, every one as many as the
-    others, so that at the end some may be without one: see ``silent``.
+    All processes have the same order, and each takes its share of the batches. The position is that after the last of
+    their batches. So a run goes on, with any number of processes, with the sequences of its epoch that were not taken:
+    none comes twice or not at all.
 
-    A run may go on with another number of processes in the middle of an epoch: rows keep the order that they have, and
-    rows that no process has taken yet are shared out anew, so that none comes twice or not at all. Batches are counted
-    as if the epoch had been divided among these processes from its beginning.
+    With a ``count`` of sequences iteration ends with the epoch, whose last batch has the sequences that are left. All
+    processes take as many batches: with ``silent`` one that is left without takes the last one without loss. Without it
+    they share the sequences that are left, and leave them out where these are fewer than processes. Without a
+    ``count`` there are full batches only: when the data are over, they begin again, in another order.
 
-    With ``lengths`` batches have rows of like lengths. The number of all ``tokens`` shows other data where a run goes
-    on. Without ``reshuffled`` all epochs have the order of the first. With ``silent`` a process without a batch at the
-    end takes one without loss, a row with a number below 0 (see :class:`Silenced`), so that all take as many. Without
-    it they share the rows that are left, and leave them out where these are fewer than processes.
+    ``begin`` is the place of the first training data. The order has no ``seed`` where it is that of the rows, and is
+    that of the first epoch in all unless ``reshuffled``. With ``grouped`` batches have rows of like lengths. Other
+    ``settings`` decide about the order, too; errors name the ``data``.
     """
 
     def __init__(
         self,
-        count: int,
-        batch_size: int,
+        stretches: Stretches,
         *,
-        seed: int,
-        lengths: NDArray[Any] | None = None,
-        tokens: int = 0,
-        share: Share = Share(),  # noqa: B008  # it never changes
+        collate: Callable[[Sequence[Row]], Any],
+        batch_size: int,
+        seed: int | None,
+        count: int | None = None,
+        begin: Place = (0, 0),
+        grouped: bool = False,
         reshuffled: bool = True,
         silent: bool = False,
+        share: Share = Share(),  # noqa: B008  # it never changes
+        settings: Mapping[str, Any] | None = None,
+        data: str = "",
     ) -> None:
         self.count = count
-        self.batch_size = batch_size
-        self.seed = seed
-        self.grouped = lengths is not None
-        self.tokens = tokens
-        self.share = share
-        self.reshuffled = reshuffled
-        self.silent = silent
-        self.epoch = 0
-        self.position = 0
-        """Batches that training in this process has taken in this epoch."""
         self.moved = 0
-        """Difference, in batches, between the position here and the saved one of another number of processes."""
-        self._arranged_for = share.of
-        """The number of processes with which this epoch began."""
-        self._taken = self._skipped = 0
-        """Rows of this epoch that other numbers of processes have taken, and the batches here that they stand for."""
-        self._lengths = None if lengths is None else torch.as_tensor(lengths)
-        self._resume = False
-        self._counts = False
-        """True if epochs are counted here, as the run goes on from a checkpoint."""
+        """Difference, in batches, between the position here and the loaded one of another number of processes."""
+        self._stretches, self._collate, self._data = stretches, collate, data
+        self._batch_size, self._share, self._silent = batch_size, share, silent
+        self._seed, self._grouped, self._reshuffled = seed, grouped, reshuffled
+        self._depends_on: dict[str, Any] = {"count": count, "batch_size": batch_size, "seed": seed, "grouped": grouped}
+        self._depends_on |= {"begin": list(begin), **(settings or {})}
+        self.position = _position(0, 0, begin, 0)
+        """The position after the last batch that was taken, at which the next iteration begins."""
+        self._resume = self._counts = False
+        """True before the first batch after a checkpoint; if epochs are counted here, as a run goes on from one."""
 
     @property
-    def sampler(self) -> ResumableBatches:
+    def sampler(self) -> Batches:
         """This object: Lightning sets the epoch of a batch sampler's sampler."""
         return self
 
     def __len__(self) -> int:
-        return self._rounds(self.count, self.share.of)
+        return self._rounds(self.count or 0)
 
-    def _rounds(self, rows: int, processes: int) -> int:
-        """Return the number of batches of each of ``processes``."""
-        full, left = divmod(rows, self.batch_size * processes)
-        return full + (left >= (1 if self.silent else processes))
+    def _rounds(self, rows: int) -> int:
+        """Return the number of batches of each process with ``rows`` that are left in an epoch."""
+        full, left = divmod(rows, self._batch_size * self._share.of)
+        return full + (left >= (1 if self._silent else self._share.of))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        # A generator: the epoch is read when the first batch is asked for, which is after Lightning has set it.
-        self.begin()
-        begin, end = self.position - self._skipped, len(self) - self._skipped
-        yield from self.batches()[self.share.first :: self.share.of][begin:end]
+    @property
+    def _left(self) -> int:
+        """Sequences of this epoch that no process has taken."""
+        return 0 if self.count is None or self.position["window"] else self.count - self.position["used"]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next epoch, as Lightning does.
+
+        Where a run goes on, epochs are counted from its own: Lightning takes that for over if the run ended there by
+        ``max_steps``.
+        """
+        if self.count is not None and not self._counts:
+            self.position = self.position | {"epoch": epoch}
 
     def begin(self) -> None:
         """Begin an epoch: at the loaded position, if there is one and its epoch had not ended."""
         # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
-        if not self._resume or self.position >= len(self):
-            self.position = self._taken = self._skipped = 0
-            self._arranged_for = self.share.of
-            self.epoch += self._counts
+        if self.count is not None and not (self._resume and self._rounds(self._left)):
+            self.position = _position(self.position["epoch"] + self._counts, 0, self._depends_on["begin"], 0)
         self._resume = False
 
-    def batches(self) -> list[list[int]]:
-        """Return all batches of all processes in this epoch, without the rows taken by other numbers of processes."""
-        order = self._order()[self._taken :]
-        # Only rounds in which every process gets a batch; what is left is divided in its own way.
-        full = len(order) // (self.batch_size * self.share.of) * self.share.of
-        order, left = order[: full * self.batch_size], order[full * self.batch_size :]
-        whole: list[list[int]] = order.view(-1, self.batch_size).tolist()
-        return whole + self._last(left)
-
-    def _order(self) -> Tensor:
-        """Return all rows of the epoch, in the order in which they come."""
-        generator = torch.Generator().manual_seed(self.seed + (self.epoch if self.reshuffled else 0))
-        order = torch.randperm(self.count, generator=generator)
-        if self._lengths is None:
-            return order
-        # Of full rounds only, as rows that are left are divided among the processes.
-        full = self.count // (self.batch_size * self._arranged_for) * self._arranged_for
-        order, left = order[: full * self.batch_size], order[full * self.batch_size :]
-        together = self.batch_size * _BATCHES_TO_SORT
-        parts = [order[begin : begin + together] for begin in range(0, len(order), together)]
-        order = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in parts]) if parts else order
-        # Sorted rows would come from short to long; so their batches
-        # are shuffled, and stay batches of like lengths.
-        order = order.view(-1, self.batch_size)[torch.randperm(full, generator=generator)]
-        return torch.cat([order.view(-1), left])
-
-    def _last(self, left: Tensor) -> list[list[int]]:
-        """Return a batch of each process with the rows that are ``left``, none if there are too few."""
-        rows: list[int] = left.tolist()
-        if not self.silent:
-            return [part.tolist() for part in left.tensor_split(self.share.of)] if len(rows) >= self.share.of else []
-        batches = [rows[begin : begin + self.batch_size] for begin in range(0, len(rows), self.batch_size)]
-        return batches + [[~rows[0]]] * (self.share.of - len(batches)) if rows else []
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next epoch, unless the run goes on from a checkpoint, which holds the epoch."""
-        if not self._counts:
-            self.epoch = epoch
-
-    def take(self, _: object) -> None:
-        """Note that training has taken a batch."""
-        self.position += 1
+    def take(self, item: tuple[Position, Any]) -> None:
+        """Note that training has taken ``item``."""
+        self.position = item[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in this epoch, and the settings that the order depends on."""
-        known = {key: getattr(self, key) for key in _DEPENDS_ON}
-        before = {"arranged_for": self._arranged_for, "taken": self._taken, "skipped": self._skipped}
-        ended = {"processes": self.share.of, "ended": self.position >= len(self)}
-        return {"position": self.position, "epoch": self.epoch, **known, **ended, **before}
+        """Return the position, and the settings that the order depends on."""
+        position = self.position
+        if self.count is not None and not self._rounds(self._left):
+            position = position | {"used": self.count}  # rows that are left out in one epoch are not for a later run
+        done = len(self) - self._rounds(self._left)
+        return position | {"batches": done, "processes": self._share.of, "depends_on": self._depends_on}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, by as many processes or by others.
 
-        Raises ``ConfigError`` if the data, the batch size or the seed differ, so that another order would follow.
+        Raises ``ConfigError`` if the data or the settings differ, so that another order would follow.
         """
-        if "position" not in state:
-            raise ConfigError("the checkpoint is of a run with data.streaming=true; continue it with that setting")
-        check_continues(state, {key: getattr(self, key) for key in _DEPENDS_ON})
-        before, position = state.get("processes", 1), state["position"]
-        self._arranged_for = state.get("arranged_for", before)
-        self._taken, self._skipped = state.get("taken", 0), state.get("skipped", 0)
-        if before != self.share.of:
-            taken = (position - self._skipped) * before * self.batch_size
-            over = state.get("ended", position >= self._rounds(self.count, before))
-            self._taken = self.count if over else min(self.count, self._taken + taken)
-            self._skipped = len(self) - self._rounds(self.count - self._taken, self.share.of)
-            position = self._skipped
-            rank_zero_warn(self._other_processes(before))
-        self.position, self.moved = position, position - state["position"]
-        self.epoch = state.get("epoch", self.epoch)
-        self._resume = self._counts = True
-
-    def _other_processes(self, before: int) -> str:
-        now, left = self.share.of, self.count - self._taken
-        return (
-            f"the checkpoint is of a run with {before} process{'es' if before > 1 else ''}, now there "
-            f"{'are' if now > 1 else 'is'} {now}: its epoch goes on with the {left:,} of {self.count:,} sequences that "
-            f"were not trained on yet, none twice. An update takes batches of {now} instead of {before}, unless "
-            "trainer.accumulate_grad_batches makes up for it; random numbers (dropout) begin anew"
-        )
-
-
-class Silenced(Dataset[Row]):
-    """Rows, and under ``~number`` the row ``number`` without loss."""
-
-    def __init__(self, rows: Sequences) -> None:
-        self._rows = rows
-
-    def __getitem__(self, number: int) -> Row:
-        if number >= 0:
-            return self._rows[number]
-        ids, labels, positions = self._rows[~number]
-        return ids, torch.full_like(labels, IGNORED), positions
-
-
-_DEPENDS_ON = ("count", "batch_size", "seed", "grouped", "tokens")
-
-
-def check_continues(state: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` if a setting that the order depends on had another value in ``state``."""
-    for key, value in now.items():
-        before = state.get(key, value)
-        if before != value:
+        before, depends_on = state["processes"], state["depends_on"]
+        if (depends_on["count"] is None) != (self.count is None):
+            streaming = str(depends_on["count"] is None).lower()
             raise ConfigError(
-                f"cannot continue in the middle of an epoch: {key} was {before}, now it is {value}"
-                "; use the settings of the run that wrote the checkpoint"
+                f"the checkpoint is of a run with data.streaming={streaming}; continue it with that setting"
             )
+        for key, value in self._depends_on.items():
+            if depends_on.get(key, value) != value:
+                raise ConfigError(
+                    f"cannot continue in the middle of an epoch: {key} was {depends_on[key]}, now it is {value}"
+                    "; use the settings of the run that wrote the checkpoint"
+                )
+        self.position = {key: state[key] for key in self.position}
+        self.moved = len(self) - self._rounds(self._left) - state["batches"]
+        self._resume = self._counts = True
+        if self.count is not None and before != (now := self._share.of):
+            rank_zero_warn(
+                f"the checkpoint is of a run with {before} process{'es' if before > 1 else ''}, now there "
+                f"{'are' if now > 1 else 'is'} {now}: its epoch goes on with the {self._left:,} of {self.count:,} "
+                f"sequences that were not trained on yet, none twice. An update takes batches of {now} instead of "
+                f"{before}, unless trainer.accumulate_grad_batches makes up for it; random numbers (dropout) begin anew"
+            )
+
+    def __iter__(self) -> Iterator[tuple[Position, Any]]:
+        worker = get_worker_info()
+        turn, of = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rows = self._rows()
+        for number in count():
+            some = list(islice(rows, self._batch_size * self._share.of))
+            if not self._rounds(len(some)):
+                return
+            if number % of == turn:
+                yield _position(*some[-1][0]), self._collate(self._own([row[1:] for row in some]))
+
+    def _own(self, some: list[tuple[Sequences, int]]) -> list[Row]:
+        """Return the rows of this process of ``some`` for all."""
+        size, first, of = self._batch_size, self._share.first, self._share.of
+        if len(some) < size * of and not self._silent:
+            numbers = np.array_split(np.arange(len(some)), of)[first]
+            return [some[number][0][some[number][1]] for number in numbers]
+        if own := some[first * size : (first + 1) * size]:
+            return [sequences[number] for sequences, number in own]
+        last = [sequences[number] for sequences, number in some[(len(some) - 1) // size * size :]]
+        return [(ids, torch.full_like(labels, IGNORED), positions) for ids, labels, positions in last]
+
+    def _rows(self) -> Iterator[tuple[tuple[int, int, Sequence[int], int], Sequences, int]]:
+        """Yield sequences from the position on, as their numbers, each with the position after it."""
+        epoch, stretch, place, used = (self.position[key] for key in ("epoch", "window", "place", "used"))
+        while True:
+            # A whole pass without a sequence, not the rest of one that a
+            # run goes on in: the next one would be the same.
+            barren = stretch == used == 0
+            for after, rows in self._stretches((place[0], place[1])):
+                order = self._order(rows.lengths, epoch, stretch)
+                barren = barren and not len(rows)
+                for number in range(used, len(order)):
+                    # After the last of its sequences the position is where the next
+                    # stretch begins: to go on, nothing is read twice.
+                    over = number + 1 == len(order)
+                    here = (epoch, stretch + 1, after, 0) if over else (epoch, stretch, place, number + 1)
+                    yield here, rows, int(order[number])
+                place, stretch, used = after, stretch + 1, 0
+            if self.count is not None:
+                return
+            if barren:
+                raise ConfigError(
+                    f"{self._data} has no trainable tokens within data.max_length; raise data.max_length, lower "
+                    "data.validation_rows, or check data.format and the columns"
+                )
+            epoch, stretch, place = epoch + 1, 0, self._depends_on["begin"]
+
+    def _order(self, lengths: Integers, epoch: int, stretch: int) -> Integers:
+        if self._seed is None:
+            return np.arange(len(lengths))
+        key = self._seed, epoch if self._reshuffled else 0, stretch
+        return shuffled(lengths, self._batch_size if self._grouped else None, key)
+
+
+def shuffled(lengths: Integers, group: int | None, key: tuple[int, int, int]) -> Integers:
+    """Return the numbers of rows in an order that depends on ``key``: seed, epoch and stretch.
+
+    Where each ``group`` of rows will be a batch, it has like ``lengths``.
+    """
+    # numpy's generators take no seeds below 0, which torch's do.
+    random = np.random.default_rng([number % 2**64 for number in key])
+    order = random.permutation(len(lengths))
+    if group is None:
+        return order
+    full = len(order) // group * group
+    parts = np.split(order[:full], range(group * _BATCHES_TO_SORT, full, group * _BATCHES_TO_SORT))
+    batches = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in parts]).reshape(-1, group)
+    # Sorted rows would come from short to long; so their batches
+    # are shuffled, and stay batches of like lengths.
+    return np.concatenate([random.permutation(batches).ravel(), order[full:]])
+
+
+def _position(epoch: int, stretch: int, place: Sequence[int], used: int) -> Position:
+    return {"epoch": epoch, "window": stretch, "place": list(place), "used": used}

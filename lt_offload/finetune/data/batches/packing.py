@@ -8,20 +8,18 @@ tokens nowhere else. Others read across documents without a word, so that only m
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.documents import Documents, Integers
 from lt_offload.finetune.data.formats import IGNORED
 
-Integers = NDArray[np.int64]
 Pack = bool | Literal["wrapped"]
 Row = tuple[Tensor, Tensor, Tensor]
 """Ids, labels and positions."""
@@ -46,27 +44,6 @@ _VARYING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
-    """Parts of documents that are no longer than a row: piece ``i`` is the tokens from ``start[i]`` to ``stop[i]``."""
-
-    document: Integers
-    start: Integers
-    stop: Integers
-
-    @property
-    def lengths(self) -> Integers:
-        """Tokens of each piece."""
-        return self.stop - self.start
-
-    def __len__(self) -> int:
-        return len(self.document)
-
-    def take(self, order: Integers) -> Pieces:
-        """Return the pieces numbered ``order``."""
-        return Pieces(document=self.document[order], start=self.start[order], stop=self.stop[order])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
     """Counts of documents and tokens that are left out of rows: too long for a row, or nothing to learn."""
 
@@ -76,52 +53,46 @@ class Losses:
     """Tokens to learn that are missing with it."""
     empty: int = 0
     """Documents without any token to learn."""
-    behind: int = 0
-    """Documents whose tokens to learn are all behind the cut."""
-
-    @property
-    def left_out(self) -> int:
-        """Documents of which nothing is learned."""
-        return self.empty + self.behind
+    left_out: Integers = field(default_factory=lambda: np.empty(0, np.int64))
+    """Numbers of all documents of which nothing is learned."""
 
     def said(self, length: int) -> list[str]:
         """Return the losses with sequences of ``length`` tokens, in a few words each."""
         parts = []
         if self.cut:
             parts.append(f"data.max_length={length} cuts {self.cut:,} rows, and loses {self.tokens:,} tokens to learn")
-        if self.behind:
-            parts.append(f"{self.behind:,} rows have their whole answer behind data.max_length={length}: raise it")
+        if behind := len(self.left_out) - self.empty:
+            parts.append(f"{behind:,} rows have their whole answer behind data.max_length={length}: raise it")
         if self.empty:
             parts.append(f"{self.empty:,} rows have no answer or text to learn")
         return parts
 
 
-def pieces_of(documents: Documents, selected: Integers, length: int) -> tuple[Pieces, Losses]:
-    """Return the pieces of the ``selected`` documents, and the losses.
+def pieces_of(documents: Documents, length: int) -> tuple[Integers, Losses]:
+    """Return the pieces of ``documents`` with at most ``length`` tokens, and the losses.
 
-    A document whose tokens are all learned is split if it is longer than ``length``. Each piece but the first begins
-    with the last token of the piece before: so every token of the document is predicted once. Where only responses are
-    learned, an end without its question teaches little, and a document is cut.
+    A piece is a line ``(document, start, stop)`` of an array. A document whose tokens are all learned is split if it is
+    longer. Each piece but the first begins with the last token of the piece before: so every token of the document is
+    predicted once. Where only responses are learned, an end without its question teaches little, and a document is cut.
     """
-    lengths = documents.lengths[selected]
-    learned, before_cut = (counts[selected] for counts in documents.trained(length))
+    lengths = documents.lengths
+    learned, before_cut = documents.trained(length)
     split = (lengths > length) & (learned == lengths - 1)
     cut = (lengths > length) & ~split
     kept = np.where(cut, before_cut, learned) > 0
-    counts = np.where(kept, 1, 0)
+    counts = kept.astype(np.int64)
     # The last token of a piece is the first one of the next, and not predicted again there: a piece
     # predicts length - 1 tokens, and all together predict each token but the first one.
     counts[split] = -(-(lengths[split] - 1) // (length - 1))
-    owner = np.repeat(np.arange(len(selected)), counts)
-    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = number * (length - 1)
+    document = np.repeat(np.arange(len(documents)), counts)
+    start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * (length - 1)
     losses = Losses(
         cut=int((cut & kept).sum()),
         tokens=int((learned - before_cut)[cut].sum()),
         empty=int((learned == 0).sum()),
-        behind=int((~kept & (learned > 0)).sum()),
+        left_out=np.flatnonzero(~kept),
     )
-    return Pieces(document=selected[owner], start=start, stop=np.minimum(start + length, lengths[owner])), losses
+    return np.stack([document, start, np.minimum(start + length, lengths[document])], axis=1), losses
 
 
 def best_fit(lengths: Integers, capacity: int) -> list[list[int]]:
@@ -154,18 +125,17 @@ def best_fit(lengths: Integers, capacity: int) -> list[list[int]]:
 class Sequences(Dataset[Row]):
     """Rows of pieces, put together when they are asked for: item ``i`` is ``(ids, labels, positions)``.
 
-    Row ``i`` has the pieces up to number ``ends[i]``. Those that are ``apart`` begin anew: with position 0, and with a
-    token that is not predicted from the one before.
+    ``pieces`` has a line ``(document, start, stop)`` for each, and row ``i`` the next ``counts[i]`` of them. Those that
+    are ``apart`` begin anew: with position 0, and with a token that is not predicted from the one before.
     """
 
-    def __init__(self, documents: Documents, pieces: Pieces, ends: Integers, *, apart: bool) -> None:
-        self._documents = documents
+    def __init__(self, documents: Documents, pieces: Integers, counts: Integers, *, apart: bool) -> None:
+        self.documents = documents
         self.pieces = pieces
-        self._bounds = np.concatenate([np.zeros(1, np.int64), ends])
+        self._counts = counts
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         self._apart = apart
-        self.begins: Integers = self._bounds[:-1]
-        """The first piece of each row."""
-        tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces.lengths)])
+        tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces[:, 2] - pieces[:, 1])])
         self.lengths: Integers = np.diff(tokens[self._bounds])
         """Tokens of each row."""
 
@@ -177,7 +147,7 @@ class Sequences(Dataset[Row]):
         ids, labels, positions = (np.empty(total, np.int64) for _ in range(3))
         begin = 0
         row = self.row(index)
-        for (_, start, stop), of_document in zip(row, self._documents.read([each[0] for each in row]), strict=True):
+        for (_, start, stop), of_document in zip(row, self.documents.read([each[0] for each in row]), strict=True):
             end = begin + stop - start
             ids[begin:end], labels[begin:end] = (tokens[start:stop] for tokens in of_document)
             # Models find where a document begins by its position 0. Its first token follows
@@ -191,61 +161,54 @@ class Sequences(Dataset[Row]):
 
     def take(self, numbers: Integers) -> Sequences:
         """Return the rows with these ``numbers``."""
-        counts = np.diff(self._bounds)[numbers]
-        ends = np.cumsum(counts)
-        order = np.repeat(self._bounds[numbers] - (ends - counts), counts) + np.arange(int(counts.sum()))
-        return Sequences(self._documents, self.pieces.take(order), ends, apart=self._apart)
+        counts = self._counts[numbers]
+        order = np.repeat(self._bounds[numbers] - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        return Sequences(self.documents, self.pieces[order], counts, apart=self._apart)
 
-    def row(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the pieces of a row, each as ``(document, start, stop)``."""
-        part = slice(int(self._bounds[index]), int(self._bounds[index + 1]))
-        columns = (self.pieces.document[part], self.pieces.start[part], self.pieces.stop[part])
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+    def row(self, index: int) -> list[list[int]]:
+        """Return the pieces of a row."""
+        pieces: list[list[int]] = self.pieces[self._bounds[index] : self._bounds[index + 1]].tolist()
+        return pieces
 
 
-def sequences_of(documents: Documents, selected: Integers, length: int, pack: Pack) -> tuple[Sequences, Losses]:
-    """Return the ``selected`` documents as rows of at most ``length`` tokens, by ``data.pack``, and the losses."""
+def sequences_of(documents: Documents, length: int, pack: Pack) -> tuple[Sequences, Losses]:
+    """Return ``documents`` as rows of at most ``length`` tokens, by ``data.pack``, and the losses.
+
+    Packed rows have as many pieces as best fit finds room for, others one each.
+    """
     if pack == "wrapped":
-        return wrapped(documents, selected, length), Losses()
-    pieces, losses = pieces_of(documents, selected, length)
-    return packed(documents, pieces, length) if pack else one_by_one(documents, pieces), losses
+        return wrapped(documents, length), Losses()
+    pieces, losses = pieces_of(documents, length)
+    bins = best_fit(pieces[:, 2] - pieces[:, 1], length) if pack else [[number] for number in range(len(pieces))]
+    order = np.fromiter((number for each in bins for number in each), np.int64)
+    counts = np.fromiter(map(len, bins), np.int64)
+    return Sequences(documents, pieces[order], counts, apart=True), losses
 
 
-def one_by_one(documents: Documents, pieces: Pieces) -> Sequences:
-    """Return rows of one piece each."""
-    return Sequences(documents, pieces, np.arange(1, len(pieces) + 1), apart=True)
-
-
-def packed(documents: Documents, pieces: Pieces, length: int) -> Sequences:
-    """Return rows of at most ``length`` tokens with as many pieces as best fit finds room for."""
-    bins = best_fit(pieces.lengths, length)
-    order = np.fromiter((item for items in bins for item in items), np.int64)
-    return Sequences(
-        documents, pieces.take(order), np.cumsum([len(items) for items in bins], dtype=np.int64), apart=True
-    )
-
-
-def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
-    """Return the selected documents as running text, cut into rows of ``length`` tokens; the last may be shorter.
+def wrapped(documents: Documents, length: int) -> Sequences:
+    """Return ``documents`` as running text, cut into rows of ``length`` tokens; the last may be shorter.
 
     Rows without anything to learn are left out.
     """
-    stops = np.cumsum(documents.lengths[selected])
+    stops = np.cumsum(documents.lengths)
     total = int(stops[-1]) if len(stops) else 0
     # A piece ends where a document or a row does.
     ends = np.unique(np.concatenate([stops, np.arange(length, total, length)]))
     ends = ends[ends > 0]
-    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
-    owner = np.searchsorted(stops, begins, side="right")
-    offset = (stops - documents.lengths[selected])[owner]
-    pieces = Pieces(document=selected[owner], start=begins - offset, stop=ends - offset)
-    counts = np.unique(begins // length, return_counts=True)[1]
-    rows = Sequences(documents, pieces, np.cumsum(counts), apart=False)
+    begins = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+    document = np.searchsorted(stops, begins, side="right")
+    offset = (stops - documents.lengths)[document]
+    pieces = np.stack([document, begins - offset, ends - offset], axis=1)
+    rows = Sequences(documents, pieces, np.unique(begins // length, return_counts=True)[1], apart=False)
     # A stretch of running text may lie within what is not learned, as in long prompts. Rows
     # of nothing but text are not made to be looked at: that takes long where there are many.
-    text = (documents.trained(length)[0] == documents.lengths - 1)[pieces.document]
-    whole = np.minimum.reduceat(text, rows.begins) & (rows.lengths > 1) if len(rows) else text
-    learned = [number for number in range(len(rows)) if whole[number] or (rows[number][1][1:] != IGNORED).any()]
+    text = documents.trained(length)[0] == documents.lengths - 1
+    learned = [
+        number
+        for number in range(len(rows))
+        if (rows.lengths[number] > 1 and all(text[each[0]] for each in rows.row(number)))
+        or (rows[number][1][1:] != IGNORED).any()
+    ]
     return rows.take(np.asarray(learned, np.int64))
 
 

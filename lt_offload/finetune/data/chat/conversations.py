@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lt_offload.finetune.data.columns import NEEDED, Columns
@@ -13,29 +13,15 @@ from lt_offload.finetune.data.rows import Row, RowFault, check_text, kind_of
 
 Message = dict[str, Any]
 
-_ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "ai": "assistant",
-    "bing": "assistant",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
+_WORDS = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "bing"),
+    "function_call": ("function_call", "tool_call"),
+    "tool": ("tool", "function", "observation", "tool_response", "function_response", "ipython"),
 }
+_ROLES = {word: role for role, words in _WORDS.items() for word in words}
 """Roles by the words that data have for them, in lower case."""
 _KNOWN_ROLES = "system, developer, user (human), assistant (gpt, bot), function_call, tool (observation)"
 _NAME_KEYS = "--data.columns '{role: KEY, content: KEY}'"
@@ -56,6 +42,16 @@ class Conversation:
     messages: list[Message]
     tools: list[Message] | None = None
     context: int = 0
+
+    @property
+    def has_system(self) -> bool:
+        """True if it begins with a system message."""
+        return self.messages[0]["role"] in ("system", "developer")
+
+    def with_system(self, system: str) -> Conversation:
+        """Return the conversation with a system message in front."""
+        messages = [{"role": "system", "content": system}, *self.messages]
+        return replace(self, messages=messages, context=self.context + 1 if self.context else 0)
 
     @property
     def answers(self) -> list[int]:
@@ -109,23 +105,28 @@ def from_row(row: Row, layout: Columns) -> Conversation:
             raise RowFault(f"{columns[-1]} has no message of the assistant, so there is nothing to learn")
         context = sum(map(len, prompt))
         messages = [*itertools.chain(*prompt), *answer]
-    if system := layout.text(row, "system"):
-        if messages[0]["role"] in ("system", "developer"):
-            raise RowFault(f"there are two system messages, in {layout.columns['system']} and in {columns[0]}")
-        messages.insert(0, {"role": "system", "content": system})
-    return Conversation(messages=messages, tools=_tools(row, layout), context=context)
+    conversation = Conversation(messages=messages, tools=_tools(row, layout), context=context)
+    if not (system := layout.text(row, "system")):
+        return conversation
+    if conversation.has_system:
+        raise RowFault(f"there are two system messages, in {layout.columns['system']} and in {columns[0]}")
+    return conversation.with_system(system)
 
 
 def _of_instruction(row: Row, layout: Columns) -> list[Message]:
-    instruction, output = layout.text(row, "instruction"), layout.text(row, "output")
-    turns = []
-    for number, turn in enumerate(history(row, layout), start=1):
+    messages: list[Message] = []
+    for number, turn in enumerate(_listed(layout.value(row, "history"), "history", "pairs"), start=1):
         if not (isinstance(turn, Sequence) and len(turn) == 2 and not isinstance(turn, str)):
             raise RowFault(f"history: turn {number} is {kind_of(turn)}, not a pair of instruction and response")
-        turns.append([check_text(part, f"history: turn {number}") for part in turn])
-    turns.append(["\n\n".join(part for part in (instruction, layout.text(row, "input")) if part), output])
-    roles = ("user", "assistant")
-    return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+        for role, part in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": check_text(part, f"history: turn {number}")})
+    instruction, output = layout.text(row, "instruction"), layout.text(row, "output")
+    added = layout.text(row, "input")
+    question: Message = {"role": "user", "content": "\n\n".join(filter(None, (instruction, added)))}
+    if instruction and added:
+        # Stanford Alpaca's words have a place of its own for the input, which other templates do not know.
+        question["input"] = added
+    return [*messages, question, {"role": "assistant", "content": output}]
 
 
 def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = None) -> list[Message]:
@@ -246,11 +247,6 @@ def _tools(row: Row, layout: Columns) -> list[Message] | None:
         _check_json(tool, name)
         tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
     return tools or None
-
-
-def history(row: Row, layout: Columns) -> Sequence[Any]:
-    """Return the turns before an instruction; raises ``RowFault`` if they are no list."""
-    return _listed(layout.value(row, "history"), "history", "pairs")
 
 
 def _listed(value: Any, name: str, what: str) -> Sequence[Any]:

@@ -9,7 +9,6 @@ that ends it is learned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 
@@ -21,19 +20,7 @@ _MARKS = 0xF0000
 """First of the characters that no text has, one for each message."""
 _OTHER = "\U00100001"
 """A character that no text has, the content of changed messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The text of a template around the assistant's words, in a turn that is not the last."""
-
-    header: str = ""
-    """Text that asks for the turn."""
-    opening: str = ""
-    """Text between the header and the words."""
-    closing: str = ""
-    next_ends: bool = False
-    """True if nothing ends a turn but the token that begins the next one."""
+Tools = Sequence[Message] | None
 
 
 class Locator:
@@ -47,105 +34,105 @@ class Locator:
 
         Raises ``RowFault`` if the template refuses it, leaves out a message, or cannot be understood.
         """
-        messages = conversation.messages
+        messages, tools = conversation.messages, conversation.tools
         try:
-            text, generated = self.template.render_with_spans(messages, conversation.tools)
+            text, generated = self.template.render_with_spans(messages, tools)
         except RowFault as fault:
             raise self.template.blame(conversation, fault) from None
         # A template that marks answers can leave out a message like any other.
-        self._check_complete(conversation)
+        self._check_complete(messages, tools)
         if generated is not None and (spans := _of_turns(generated, messages, turns)) is not None:
             return text, spans
-        return text, [self._span(conversation, text, turn, self.surroundings) for turn in turns]
+        return text, [self._span(messages, tools, turn, text) for turn in turns]
 
     @property
     def closing(self) -> str:
         """The text with which the template ends a turn of the assistant; empty where that cannot be told."""
-        return self.surroundings.closing
+        return self._around[1] or ""
 
     @cached_property
-    def surroundings(self) -> Surroundings:
-        """The text that the template writes around a turn, tried out; empty where that cannot be told."""
-        messages: list[Message] = [
-            {"role": "user", "content": "question"},
-            {"role": "assistant", "content": "answer"},
-            {"role": "user", "content": "another"},
-            {"role": "assistant", "content": "final"},
-        ]
-        try:
-            before, text = self.template.render(messages[:1]), self.template.render(messages)
-            # The first answer, which others follow: the last one of a conversation may be written in another way.
-            begin, end = self._span(Conversation(messages=messages), text, 1, Surroundings())
-        except RowFault:
-            return Surroundings()
-        header = text[len(before) : begin] if text.startswith(before) else ""
-        start = text.find("answer", begin, end)
-        if start < 0:
-            return Surroundings(header)
-        closing = text[start + len("answer") : end]
-        return Surroundings(header, text[begin:start], closing, not closing and self._token_at(text, end) > 0)
+    def _around(self) -> tuple[str | None, str | None]:
+        """The text that asks for a turn (None: nothing does), and that ends one which is not the last (None: unknown).
 
-    def _span(self, conversation: Conversation, text: str, turn: int, around: Surroundings) -> Span:
+        Tried out with a conversation. An end that is empty is the beginning of the next turn.
+        """
+        words = (("user", "question"), ("assistant", "answer"), ("user", "another"), ("assistant", "final"))
+        messages: list[Message] = [{"role": role, "content": content} for role, content in words]
+        try:
+            text = self.template.render(messages)
+            before, asking = self.template.render(messages[:1]), self.template.render(messages[:1], ask=True)
+            first, last = self._changed(messages, None, 1, text)
+        except RowFault:
+            return "", None
+        closing = self._closing(messages, None, 1, text, last)
+        if not closing and self._prefix(messages[:2], None, text) is None:
+            closing = text[last : last + self._token_at(text, last)]
+        if asking == before or not (text.startswith(before) and asking.startswith(before)):
+            return None if asking == before else "", closing
+        # The prompt may be longer than the conversation: it opens thoughts that are left out in earlier turns.
+        return self._common(asking[len(before) :], text, len(before), first), closing
+
+    def _span(self, messages: Sequence[Message], tools: Tools, turn: int, text: str) -> Span:
         """Return the span of a turn, from texts of shorter conversations, or of one with other words in the turn."""
-        messages, tools = conversation.messages, conversation.tools
-        begin = self._asked(messages, tools, turn, text) if turn else None
-        end = len(text) if turn == len(messages) - 1 else None
-        until = None
-        if end is None:
-            # If the text begins with that of the conversation up to this turn, the turn
-            # ends with it. Where nothing but the beginning of the next turn ends one, its
-            # token belongs to this one: the model has to learn to stop.
-            until = self._rendered(messages[: turn + 1], tools)
-            if until is not None and text.startswith(until) and len(until) > (begin or 0):
-                end = len(until) + (self._token_at(text, len(until)) if around.next_ends else 0)
-        if begin is not None and end is not None:
-            return begin, end
-        words = self._changed(messages, tools, turn, text)
-        if begin is None and turn:
-            begin = self._partly_asked(messages, tools, turn, text, words[0])
+        # If the text begins with that of the conversation up to this turn, the turn ends with it.
+        begin = self._prefix(messages[:turn], tools, text, ask=True) if turn else None
+        end = len(text) if turn == len(messages) - 1 else self._prefix(messages[: turn + 1], tools, text)
+        if begin is not None and end is not None and begin < end:
+            return begin, self._with_next(text, end)
+        header, closing = self._around
+        first, last = self._changed(messages, tools, turn, text)
         if begin is None:
             before = self._changed(messages, tools, turn - 1, text)[1] if turn else 0
-            header = text.rfind(around.header, before, words[0]) if around.header else -1
-            begin = header + len(around.header) if header >= 0 else words[0]
-            if header < 0 and around.opening and text.endswith(around.opening, before, words[0]):
-                begin -= len(around.opening)
-        if end is None:
-            # What follows the words if nothing follows the turn, as far as it is written here as well.
-            closing = around.closing
-            if until is not None:
-                closing = until[self._changed(messages[: turn + 1], tools, turn, until)[1] :]
-            common = commonprefix([closing, text[words[1] :]])
-            if len(common) < len(closing):  # what ends the conversation is not what ends a turn in the middle
-                common = common[: self._whole_tokens(text, words[1], words[1] + len(common)) - words[1]]
-            end = words[1] + len(common)
-            if not common:
+            asked = text.rfind(_first_line(header), before, first) if header else -1
+            # Where nothing asks for a turn, white space in front of the words belongs to them.
+            begin = first if header is not None else before + len(text[before:first].rstrip())
+            if header and asked >= 0:
+                begin = asked + len(self._common(header, text, asked, first))
+        if end is not None:
+            end = self._with_next(text, end)
+        else:
+            own = self._closing(messages, tools, turn, text, last)
+            end = last + len(self._common((closing or "") if own is None else own, text, last, len(text)))
+            if end == last:
                 end += self._token_at(text, end)
             # The next message would be learned: better no span than a wrong one.
             if self._changed(messages, tools, turn + 1, text)[0] < end:
-                raise self._unclear(messages, turn)
+                raise self._unclear(turn)
         # A span that does not hold the words themselves was found at the wrong place.
-        if not begin <= words[0] <= words[1] <= end:
-            raise self._unclear(messages, turn)
+        if not begin <= first <= last <= end:
+            raise self._unclear(turn)
         return begin, end
 
-    def _asked(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> int | None:
-        """Return the end of the prompt that asks for a turn in ``text``, None if ``text`` does not begin with it."""
-        asking = self._rendered(messages[:turn], tools, ask=True)
-        return len(asking) if asking is not None and text.startswith(asking) else None
+    def _with_next(self, text: str, end: int) -> int:
+        """Return ``end``, behind the token that begins the next turn if nothing else ends one: it makes models stop."""
+        return end + (self._token_at(text, end) if self._around[1] == "" else 0)
 
-    def _partly_asked(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str, words: int
-    ) -> int | None:
-        """Return the end of the common part of a prompt and ``text``, before ``words``, if earlier turns are the same.
+    def _prefix(self, messages: Sequence[Message], tools: Tools, text: str, *, ask: bool = False) -> int | None:
+        """Return the length of the text of ``messages``; None if ``text`` does not begin with it."""
+        written = self._rendered(messages, tools, ask=ask)
+        return len(written) if written is not None and text.startswith(written) else None
 
-        The prompt may be longer than the conversation: it opens thoughts that are left out in earlier turns.
+    def _closing(self, messages: Sequence[Message], tools: Tools, turn: int, text: str, last: int) -> str | None:
+        """Return what follows the words of a turn if nothing follows the turn, as far as ``text`` has it at ``last``.
+
+        None if a conversation cannot end so.
         """
-        before, asking = self._rendered(messages[:turn], tools), self._rendered(messages[:turn], tools, ask=True)
-        if before is None or asking is None or not (asking.startswith(before) and text.startswith(before)):
+        until = self._rendered(messages[: turn + 1], tools)
+        if until is None:
             return None
-        start = len(before)
-        end = min(start + len(commonprefix([asking[start:], text[start:]])), words)
-        return min(self._whole_tokens(text, start, end), self._whole_tokens(asking, start, end))
+        # What ends the conversation is not what ends a turn in the middle.
+        return self._common(until[self._changed(messages[: turn + 1], tools, turn, until)[1] :], text, last, len(text))
+
+    def _common(self, whole: str, text: str, start: int, stop: int) -> str:
+        """Return as much of ``whole`` as ``text`` has from ``start`` to ``stop``, without parts of special tokens."""
+        common = commonprefix([whole, text[start:stop]])
+        if common == whole:
+            return common
+        return common[
+            : min(
+                self._whole_tokens(text, start, start + len(common)) - start, self._whole_tokens(whole, 0, len(common))
+            )
+        ]
 
     def _token_at(self, text: str, position: int) -> int:
         """Return the length of the special token at ``position``, 0 if there is none."""
@@ -159,7 +146,7 @@ class Locator:
                     return begin
         return end
 
-    def _changed(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> Span:
+    def _changed(self, messages: Sequence[Message], tools: Tools, turn: int, text: str) -> Span:
         """Return the span of ``text`` that changes with the content of the message ``turn``."""
         message = messages[turn]
         others = [{key: value for key, value in message.items() if key != "tool_calls"} | {"content": _OTHER}]
@@ -174,33 +161,31 @@ class Locator:
                 # Only behind the first difference: the two ends could overlap in a text that repeats itself.
                 last = len(text) - len(commonprefix([text[same:][::-1], written[same:][::-1]]))
         if last is None:
-            raise self._unclear(messages, turn)
+            raise self._unclear(turn)
         return first, last
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None, *, ask: bool = False
-    ) -> str | None:
+    def _rendered(self, messages: Sequence[Message], tools: Tools, *, ask: bool = False) -> str | None:
         try:
             return self.template.render(messages, tools, ask=ask)
         except RowFault:
             return None
 
-    def _check_complete(self, conversation: Conversation) -> None:
+    def _check_complete(self, messages: Sequence[Message], tools: Tools) -> None:
         """Raise ``RowFault`` if the template leaves a message out."""
-        messages, tools = conversation.messages, conversation.tools
         marks = {number: chr(_MARKS + number) for number, each in enumerate(messages) if each["content"].strip()}
-        written = self._rendered(
-            [message | {"content": marks.get(number, "")} for number, message in enumerate(messages)], tools
-        )
+        marked = [message | {"content": marks.get(number, "")} for number, message in enumerate(messages)]
+        written = self._rendered(marked, tools)
         for number, mark in marks.items():
             if written is None or mark not in written:
                 # A template may look at other contents, so that only a change of this one alone tells.
-                changed = [*messages[:number], messages[number] | {"content": mark}, *messages[number + 1 :]]
-                alone = self._rendered(changed, tools)
+                alone = self._rendered([*messages[:number], marked[number], *messages[number + 1 :]], tools)
                 if alone is not None and mark not in alone:
-                    raise _left_out(messages, number, self.template)
+                    raise RowFault(
+                        f"message {number + 1} (role {messages[number]['role']!r}) is left out by the chat template "
+                        f"({self.template.name}); set another data.template, or remove such messages"
+                    )
 
-    def _unclear(self, messages: Sequence[Message], turn: int) -> RowFault:
+    def _unclear(self, turn: int) -> RowFault:
         return RowFault(
             f"message {turn + 1} (role 'assistant'): the chat template ({self.template.name}) writes it in a way in "
             "which it cannot be told apart from the rest; set data.train_on=all or another data.template, or mark "
@@ -208,18 +193,15 @@ class Locator:
         )
 
 
+def _first_line(text: str) -> str:
+    """Return ``text`` up to the end of the first line with something in it."""
+    return text[: len(text) - len(text.lstrip())] + text.lstrip().partition("\n")[0]
+
+
 def _changed_call(call: Message) -> Message:
     arguments = call["function"]["arguments"]
     other = f'{{"{_OTHER}": "{_OTHER}"}}' if isinstance(arguments, str) else {_OTHER: _OTHER}
     return call | {"function": call["function"] | {"arguments": other}}
-
-
-def _left_out(messages: Sequence[Message], number: int, template: ChatTemplate) -> RowFault:
-    role = messages[number]["role"]
-    return RowFault(
-        f"message {number + 1} (role {role!r}) is left out by the chat template ({template.name}); set another "
-        "data.template, or remove such messages"
-    )
 
 
 def _of_turns(generated: Sequence[Span], messages: Sequence[Message], turns: Sequence[int]) -> list[Span] | None:
@@ -233,6 +215,4 @@ def _of_turns(generated: Sequence[Span], messages: Sequence[Message], turns: Seq
             joined[-1] = (joined[-1][0], end)
         else:
             joined.append((begin, end))
-    if len(joined) != len(assistant):
-        return None
-    return [joined[assistant.index(turn)] for turn in turns]
+    return [joined[assistant.index(turn)] for turn in turns] if len(joined) == len(assistant) else None

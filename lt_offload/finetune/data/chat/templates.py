@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.compat.hugging_face import compile_template
@@ -32,16 +32,6 @@ _TOOLS = (
     "These functions can be called:\n<tools>\n{tools}\n</tools>\n"
     "A call is a JSON object with the keys name and arguments between <tool_call> and </tool_call>."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """The ability of a template to write descriptions of functions, calls, and messages with the role ``tool``."""
-
-    tools: bool
-    calls: Literal["object", "text"] | None
-    """Form of the arguments in calls; None if it writes no calls."""
-    results: bool
 
 
 class ChatTemplate:
@@ -121,39 +111,13 @@ class ChatTemplate:
         if "developer" not in self.text and any(message["role"] == "developer" for message in messages):
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             conversation = replace(conversation, messages=messages)
+        tools, results = bool(conversation.tools), any(message["role"] == "tool" for message in messages)
         calls = any(message.get("tool_calls") for message in messages)
-        if not (calls or conversation.tools or any(message["role"] == "tool" for message in messages)):
+        if not (tools or calls or results) or _writes(self, tools, "object" if calls else None, results):
             return conversation, None
-        can = self.abilities
-        if (conversation.tools and not can.tools) or (calls and can.calls is None) or not can.results:
-            return self.as_text(conversation), TOOLS_AS_TEXT
-        if calls and can.calls == "text":
-            messages = [_with_text_arguments(message) for message in messages]
-        return replace(conversation, messages=messages), None
-
-    @cached_property
-    def abilities(self) -> Abilities:
-        """The ability of this template to write about functions, tried out."""
-        # No template writes words with a 7 of itself: those that are found were handed through.
-        parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
-        function = {"name": "name7", "description": "some function", "parameters": parameters}
-        tools = [{"type": "function", "function": function}]
-        user = {"role": "user", "content": "question"}
-        call: Message = {"type": "function", "id": "call00007"}
-        call["function"] = {"name": "name7", "arguments": {"key7": "value7"}}
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
-        answer = {"role": "assistant", "content": "answer"}
-        of_object = self._try([user, calling, result, answer], tools)
-        of_text = self._try([user, _with_text_arguments(calling), result, answer], tools)
-        calls: Literal["object", "text"] | None = None
-        # A template that wants text prints an object in Python's way, which no model has been trained on.
-        if "value7" in of_object and "{'key7'" not in of_object:
-            calls = "object"
-        elif '{"key7": "value7"}' in of_text:
-            calls = "text"
-        written = {"object": of_object, "text": of_text}[calls] if calls else self._try([user, answer, result, answer])
-        return Abilities("name7" in self._try([user], tools), calls, "result7" in written)
+        if calls and _writes(self, tools, "text", results):
+            return replace(conversation, messages=[_with_text_arguments(message) for message in messages]), None
+        return self.as_text(conversation), TOOLS_AS_TEXT
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         try:
@@ -164,15 +128,8 @@ class ChatTemplate:
     def as_text(self, conversation: Conversation) -> Conversation:
         """Return ``conversation`` with functions, calls and results as text in its messages."""
         messages = [dict(message) for message in conversation.messages]
-        # Tried with an answer in front instead of a call, as calls are text in what will be written.
-        as_user = "result7" not in self._try(
-            [
-                {"role": "user", "content": "question"},
-                {"role": "assistant", "content": "answer"},
-                {"role": "tool", "content": "result7"},
-                {"role": "assistant", "content": "answer"},
-            ]
-        )
+        # Tried without calls, which are text in what will be written.
+        as_user = not _writes(self, False, None, True)
         for message in messages:
             calls = [call["function"] for call in message.pop("tool_calls", None) or []]
             texts = [message["content"]] if message["content"] else []
@@ -193,14 +150,46 @@ class ChatTemplate:
         return Conversation(messages=messages, context=context)
 
 
+@cache
+def _writes(template: ChatTemplate, tools: bool, calls: Literal["object", "text"] | None, results: bool) -> bool:
+    """Return whether ``template`` writes functions, calls with arguments in that form, and results, by trying."""
+    # No template writes words with a 7 of itself: those that are there were handed through.
+    parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
+    function = {"name": "tool7", "description": "some function", "parameters": parameters}
+    call = {"type": "function", "id": "call00007", "function": {"name": "name7", "arguments": {"key7": "value7"}}}
+    asked: Message = {"role": "assistant", "content": "" if calls else "answer"} | (
+        {"tool_calls": [call]} if calls else {}
+    )
+    result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
+    written = template._try(
+        [
+            {"role": "user", "content": "question"},
+            _with_text_arguments(asked) if calls == "text" else asked,
+            *([result] if results else []),
+            *([{"role": "assistant", "content": "answer"}] if results else []),
+        ],
+        [{"type": "function", "function": function}] if tools else None,
+    )
+    # A template that wants text prints an object in Python's way, which no model has been trained on.
+    of_calls = {
+        None: True,
+        "object": "value7" in written and "{'key7'" not in written,
+        "text": '{"key7": "value7"}' in written,
+    }
+    return (
+        bool(written)
+        and of_calls[calls]
+        and (not tools or "tool7" in written)
+        and (not results or "result7" in written)
+    )
+
+
 def _with_text_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
     calls = []
-    for call in message["tool_calls"]:
+    for call in message.get("tool_calls") or ():
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls}
+    return message | {"tool_calls": calls} if calls else message
 
 
 def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[ChatTemplate | None, list[str]]:
@@ -208,33 +197,34 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
 
     Null is the tokenizer's own, if it has one. Raises ``ConfigError`` if there is no such template, or it is no Jinja.
     """
-    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    tokens = tuple(tokenizer.added_tokens_encoder)
-    if setting is None:
-        own: Any = tokenizer.chat_template
-        if not own:
-            return None, []
-        text, tool_text = own, None
-        if isinstance(own, dict):
-            text, tool_text = own.get("default"), own.get("tool_use")
-            if text is None:
-                names = ", ".join(own)
-                raise ConfigError(f"the tokenizer has chat templates {names}, none is the default; set data.template")
-        return _checked(ChatTemplate("the tokenizer's", text, special, tokens, tool_text)), []
+    notes: list[str] = []
+    name, tool_text = setting or "the tokenizer's", None
     shipped = shipped_files("configs/templates", ".jinja")
-    file = user_path(setting)
-    if setting in shipped:
+    if setting is None:
+        text: Any = tokenizer.chat_template
+        if isinstance(text, dict):
+            text, tool_text = text.get("default"), text.get("tool_use")
+            if text is None:
+                names = ", ".join(tokenizer.chat_template)
+                raise ConfigError(f"the tokenizer has chat templates {names}, none is the default; set data.template")
+        if not text:
+            return None, []
+    elif setting in shipped:
         text, notes = _adapted(setting, shipped[setting].read_text(encoding="utf-8"), tokenizer)
-        return _checked(ChatTemplate(setting, text, special, tokens)), notes
-    if not is_file(file):
+    elif is_file(file := user_path(setting)):
+        name = file.name
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.template={setting!r} is not UTF-8 text: {error}") from None
+    else:
         near = nearest(setting, shipped, most=1)
         hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
         raise ConfigError(f"data.template={setting!r} is neither a shipped chat template nor a file; {hint}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data.template={setting!r} is not UTF-8 text: {error}") from None
-    return _checked(ChatTemplate(file.name, text, special, tokens)), []
+    for each in {text, tool_text or text}:
+        _check_jinja(name, each)
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return ChatTemplate(name, text, special, tuple(tokenizer.added_tokens_encoder), tool_text), notes
 
 
 def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
@@ -252,7 +242,8 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
         if "▁" not in vocabulary:
             text = text.replace("[INST] ", "[INST]").replace("' ' + message['content']", "message['content']")
     written = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
-    tokens = sorted(set(re.findall(r"<\|?\w+\|?>", written)) - vocabulary.keys() - _tags(text))
+    tags = {f"<{tag}>" for tag in re.findall(r"</(\w+)>", text)}  # of XML, with an end for each beginning
+    tokens = sorted(set(re.findall(r"<\|?\w+\|?>", written)) - vocabulary.keys() - tags)
     if tokens:
         notes.append(
             f"data.template={name}: this tokenizer has no token for {', '.join(tokens)}; they are split like other text"
@@ -265,17 +256,10 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return text, notes
 
 
-def _tags(text: str) -> set[str]:
-    """Return XML tags, with an end for each beginning, in ``text``: no tokens are meant."""
-    return {f"<{name}>" for name in re.findall(r"</(\w+)>", text)}
-
-
-def _checked(template: ChatTemplate) -> ChatTemplate:
+def _check_jinja(name: str, text: str) -> None:
     from jinja2 import TemplateSyntaxError
 
-    for text in {template.text, template.tool_text}:
-        try:
-            compile_template(text)
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"chat template {template.name}: line {error.lineno}: {error.message}") from None
-    return template
+    try:
+        compile_template(text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat template {name}: line {error.lineno}: {error.message}") from None

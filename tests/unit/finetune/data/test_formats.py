@@ -100,7 +100,7 @@ def test_instructions_without_a_chat_template(kind: str) -> None:
     without = encode(encoder(own), ROW | {"input": None})
     assert "Input" not in own.decode(without.ids)
     assert without == encode(encoder(own), {"instruction": "say", "output": "Yes it is"})
-    prompt = encoder(own).alpaca_prompt("say")
+    prompt = encoder(own).prompt([{"role": "user", "content": "say"}], ask=True)
     assert without.ids[: len(prompt)] == prompt
     assert set(without.labels[: len(prompt)]) == {IGNORED}
     assert own.decode(learned(without)) == "Yes it is</s>"
@@ -187,9 +187,11 @@ def test_settings_without_a_place_in_the_format(row: Row, settings: Any, message
         encode(encoder(tokenizer("bytes"), **settings), row)
 
 
-def test_history_needs_a_chat_template() -> None:
-    with pytest.raises(RowFault, match="history needs a chat template"):
-        encode(encoder(tokenizer("bytes")), ROW | {"history": [["a", "b"]]})
+def test_history_without_a_chat_template_is_several_instructions() -> None:
+    own = tokenizer("bytes")
+    example = encode(encoder(own), ROW | {"history": [["ask", "No."]]})
+    assert own.decode(example.ids).count("### Instruction:") == 2
+    assert own.decode(learned(example)) == "No.</s>Yes it is</s>"
 
 
 def test_a_tokenizer_that_does_not_know_its_characters_is_refused() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.loaders import Collate
-from lt_offload.finetune.data.batches.packing import check_packing, packed, pieces_of
+from lt_offload.finetune.data.batches.packing import check_packing, sequences_of
 from lt_offload.finetune.data.formats import IGNORED, Example
 
 WINDOW = 4
@@ -71,7 +70,7 @@ def document(length: int, seed: int) -> Example:
 def batch(*documents: Example) -> dict[str, Tensor]:
     """Return a batch of as many rows as best fit needs for the ``documents``."""
     made = Documents.from_examples(documents)
-    rows = packed(made, pieces_of(made, np.arange(len(made)), LENGTH)[0], LENGTH)
+    rows, _ = sequences_of(made, LENGTH, True)
     return Collate(0, LENGTH, True)([rows[number] for number in range(len(rows))])
 
 

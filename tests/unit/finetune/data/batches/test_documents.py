@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -37,4 +38,4 @@ def test_documents_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_documents_of_a_data_set(tmp_path: Path, numbers: list[int]) -> None:
     """Arrays that do not begin where their memory does, and rows in another order."""
     Dataset.from_list([{"ids": each.ids, "labels": each.labels} for each in MADE]).save_to_disk(tmp_path)
-    check(Documents(Dataset.load_from_disk(tmp_path).select(numbers)), numbers)
+    check(Documents(Dataset.load_from_disk(tmp_path)).select(np.array(numbers)), numbers)
