@@ -23,12 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lt_offload import __version__
 from lt_offload.errors import ConfigError, first_line
-from lt_offload.finetune.data.batches.documents import MOST_NAMED, Documents
-from lt_offload.finetune.data.batches.loaders import unchanged
-from lt_offload.finetune.data.batches.order import Place
+from lt_offload.finetune.data.batches import Place, unchanged
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
 from lt_offload.finetune.data.rows import RowFault
+from lt_offload.finetune.data.sequences import MOST_NAMED, Documents
 from lt_offload.finetune.data.sources import Source
 from lt_offload.finetune.processes import is_first
 from lt_offload.resources import user_cache, user_path
@@ -191,8 +190,7 @@ class Preparation:
         import transformers
 
         encoder, template, here = self.encoder, self.encoder.locator.template, Path(__file__).parent
-        # The code that makes tokens of rows; batches/ arranges them only.
-        code = [file.read_bytes() for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")])]
+        code = [file.read_bytes() for file in sorted(here.glob("*.py"))]
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
         parts: list[Any] = [
             __version__, transformers.__version__, tokenizers.__version__, source.kind, of_files,

@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat.conversations import Conversation, from_row, oddities, parse_messages
-from lt_offload.finetune.data.chat.spans import Locator
-from lt_offload.finetune.data.chat.templates import ChatTemplate, Span, find_template
 from lt_offload.finetune.data.columns import NEEDED, Columns
+from lt_offload.finetune.data.conversations import Conversation, from_row, oddities, parse_messages
 from lt_offload.finetune.data.rows import Row, RowFault
+from lt_offload.finetune.data.spans import Locator
+from lt_offload.finetune.data.templates import ChatTemplate, Span, find_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

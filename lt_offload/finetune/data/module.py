@@ -19,11 +19,13 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.documents import Documents, named
-from lt_offload.finetune.data.batches.loaders import (
+from lt_offload.finetune.data.batches import (
     TOKENS,
+    Batches,
     Collate,
+    Place,
     ResumableLoader,
+    Stretches,
     batches_of,
     check_end,
     held_out,
@@ -31,12 +33,11 @@ from lt_offload.finetune.data.batches.loaders import (
     sizes_for,
     trained_tokens,
 )
-from lt_offload.finetune.data.batches.order import Batches, Place, Stretches
-from lt_offload.finetune.data.batches.packing import Losses, Pack, Sequences, sequences_of
-from lt_offload.finetune.data.chat.templates import find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import Preparation, Stream
 from lt_offload.finetune.data.formats import Encoder, TrainOn
+from lt_offload.finetune.data.sequences import Documents, Losses, Pack, Sequences, named, sequences_of
+from lt_offload.finetune.data.templates import find_template
 from lt_offload.finetune.processes import is_first, several, share_of
 from lt_offload.finetune.unused import refuse_unused
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_offload.finetune.data.batches.documents import Documents, named
-from lt_offload.finetune.data.batches.loaders import padded_width
-from lt_offload.finetune.data.batches.order import shuffled
-from lt_offload.finetune.data.batches.packing import sequences_of
+from lt_offload.finetune.data.batches import padded_width, shuffled
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, named, sequences_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

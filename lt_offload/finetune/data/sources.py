@@ -91,14 +91,13 @@ class Source:
         With ``streaming`` no file is read as a whole, and data on the hub are fetched as they are read. Raises
         ``ConfigError`` if a file cannot be read, or only as a whole.
         """
-        if self.opened is not None:
-            yield from _numbered("", self._of_table("", partial(self.opened, streaming)))
-        for file in self.files:
-            if self.kind in TABLES:
-                rows: Iterator[Row | RowFault] = self._of_table(file.name, partial(_open_file, file, self.kind))
+        for file in self.files or (None,):
+            if file is not None and self.kind not in TABLES:
+                rows: Iterator[Row | RowFault] = read_rows(file, self.kind, self.setting, whole=not streaming)
             else:
-                rows = read_rows(file, self.kind, self.setting, whole=not streaming)
-            yield from _numbered(f"{file.name} ", rows)
+                rows = self._of_table(file, streaming)
+            for number, row in enumerate(rows, start=1):
+                yield f"{file.name if file else ''} row {number}".lstrip(), row
 
     def first(self, *, streaming: bool) -> tuple[list[str], Row]:
         """Return the columns of the first rows, and the first one that can be read; ``ConfigError`` without one."""
@@ -113,9 +112,9 @@ class Source:
             raise ConfigError(f"{self.setting}={self.path!r} has no rows that can be read{why}")
         return list(dict.fromkeys(name for row in readable for name in row)), readable[0]
 
-    def _of_table(self, file: str, opened: Callable[[], Table]) -> Iterator[Row]:
+    def _of_table(self, file: Path | None, streaming: bool) -> Iterator[Row]:
         try:
-            yield from _rows_of(opened())
+            yield from _rows_of(self.opened(streaming) if self.opened is not None else _open_file(file, self.kind))
         except ConfigError:
             raise
         except Exception as error:  # the readers raise whatever their libraries do, each with another base class
@@ -123,15 +122,10 @@ class Source:
             root: BaseException = error
             while root.__cause__ is not None:
                 root = root.__cause__
-            what = f"{file and f' ({file})'} cannot be read" + (f" as {self.kind}" if self.files else "")
+            what = f" ({file.name}) cannot be read as {self.kind}" if file else " cannot be read"
             if self.kind == "hub":
                 what = " is neither a file here nor a data set that the hub would give"
             raise ConfigError(f"{self.setting}={self.path!r}{what}: {first_line(root)}") from error
-
-
-def _numbered(file: str, rows: Iterator[Row | RowFault]) -> Iterator[tuple[str, Row | RowFault]]:
-    for number, row in enumerate(rows, start=1):
-        yield f"{file}row {number}", row
 
 
 def _rows_of(table: Table) -> Iterator[Row]:
@@ -156,8 +150,8 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     several; for validation, ``train`` means the split for that. Raises ``ConfigError`` if there is nothing there.
     """
     if path == PYDOC:
-        opened = partial(_open_pydoc, 0 if setting == "data.path" else 1)
-        return [Source(path=PYDOC, setting=setting, kind="pydoc", opened=opened)]
+        part = 0 if setting == "data.path" else 1
+        return [Source(path=PYDOC, setting=setting, kind="pydoc", opened=lambda _: _open_pydoc(part))]
     items = [path] if isinstance(path, str) else list(path)
     if not all(items) or not items:
         value = "''" if items else repr(path)
@@ -170,21 +164,24 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
 
 
 def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
-    local, where = user_path(path), f"{setting}={path!r}"
+    from datasets import load_dataset
+
+    local, where, source = user_path(path), f"{setting}={path!r}", partial(Source, path=path, setting=setting)
+    if is_dir(local) and (saved := [name for name in _SAVED if is_file(local / name)]):
+        opened = partial(_open_saved, path, local, split)
+        return source(kind="saved", place="files" if _SAVED[0] in saved else "splits", opened=opened)
     if is_dir(local):
-        if saved := [name for name in _SAVED if is_file(local / name)]:
-            place: Literal["files", "splits"] = "files" if _SAVED[0] in saved else "splits"
-            opened = partial(_open_saved, path, local, split)
-            return Source(path=path, setting=setting, kind="saved", place=place, opened=opened)
-        files, place, note = _of_folder(path, local, split, setting)
-        return Source(
-            path=path, setting=setting, kind=_kind_of(files, f"{where} is a folder with"), place=place, files=files,
+        files, of_split, note = _of_folder(path, local, split, setting)
+        return source(
+            kind=_kind_of(files, f"{where} is a folder with"),
+            place="splits" if of_split else "files",
+            files=files,
             note=note,
-        )  # fmt: skip
+        )
     if is_file(local):
-        if kind_of_file(local) is None:
+        if (kind := kind_of_file(local)) is None:
             raise ConfigError(f"{where} is of an unknown kind; it should end with one of {_ENDINGS}")
-        return Source(path=path, setting=setting, kind=str(kind_of_file(local)), files=[local])
+        return source(kind=kind, files=[local])
     if glob.has_magic(path):
         matches = [Path(name) for name in glob.glob(str(local), recursive=True)]
         if not matches and is_dir(local.parent):  # a folder with brackets in its name
@@ -192,14 +189,13 @@ def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
         if not matches:
             raise ConfigError(f"{where} matches no file (looked in {Path.cwd()})")
         files = sorted(file for file in matches if _has_rows(file))
-        return Source(path=path, setting=setting, kind=_kind_of(files, f"{where} matches"), files=files)
+        return source(kind=_kind_of(files, f"{where} matches"), files=files)
     if kind_of_file(local) is not None or may_be_local(path):
         raise ConfigError(f"{where} does not exist (looked in {Path.cwd()})")
     _check_name(path, where)
     # Opened once: the fingerprint of the table is looked up before its rows are read.
-    return Source(
-        path=path, setting=setting, kind="hub", place="hub", opened=cache(partial(_open_hub, path, subset, split))
-    )
+    table = cache(lambda streaming: load_dataset(path, subset, split=split, streaming=streaming))
+    return source(kind="hub", place="hub", opened=table)
 
 
 # -- files and folders ------------------------------------------------------------------------------------------------
@@ -212,9 +208,7 @@ def kind_of_file(file: Path) -> str | None:
     return None if packed and kind in TABLES else kind
 
 
-def _of_folder(
-    path: str, folder: Path, split: str, setting: str
-) -> tuple[Sequence[Path], Literal["files", "splits"], str]:
+def _of_folder(path: str, folder: Path, split: str, setting: str) -> tuple[list[Path], bool, str]:
     """Return the data files in ``folder`` or one level below, whether they are those of one split, and a note."""
     where = f"{setting}={path!r}"
     inside = _inside(folder, where)
@@ -251,7 +245,7 @@ def _of_folder(
         note.insert(0, f"in {', '.join(dict.fromkeys(file.parent.name for file in files))}")
     if beside:
         note.append(f"left out: {_named(beside, folder)}")
-    return files, "splits" if of_split else "files", "; ".join(note)
+    return files, of_split, "; ".join(note)
 
 
 def _inside(folder: Path, where: str) -> list[Path]:
@@ -328,13 +322,7 @@ def _check_name(path: str, where: str) -> None:
         raise ConfigError(f"{where} is no file here, and no name on the hub: {first_line(error)}") from None
 
 
-def _open_hub(path: str, subset: str | None, split: str, streaming: bool) -> Table:
-    from datasets import load_dataset
-
-    return load_dataset(path, subset, split=split, streaming=streaming)
-
-
-def _open_file(file: Path, kind: str) -> Table:
+def _open_file(file: Path | None, kind: str) -> Table:
     from datasets import load_dataset
     from pyarrow.parquet import ParquetFile
 
@@ -363,7 +351,7 @@ def _open_saved(path: str, folder: Path, split: str, _: bool) -> Table:
 # -- Python's language reference --------------------------------------------------------------------------------------
 
 
-def _open_pydoc(part: int, _: bool) -> Table:
+def _open_pydoc(part: int) -> Table:
     from datasets import Dataset
 
     return Dataset.from_list(pydoc_topics()[part])

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from lt_offload.finetune.data.batches.loaders import ResumableLoader
-from lt_offload.finetune.data.batches.order import Batches
+from lt_offload.finetune.data.batches import Batches, ResumableLoader
 from lt_offload.strategy.checkpoint import random_state
 from lt_offload.strategy.checkpoint.data_order import repeatable
 

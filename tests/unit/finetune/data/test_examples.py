@@ -13,8 +13,8 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import formats
-from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.module import FineTuneData
+from lt_offload.finetune.data.sequences import Documents
 from tests.support import tiny
 
 ROWS = [{"instruction": f"say {n}", "input": "", "output": f"yes {n}"} for n in range(40)]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat.templates import find_template
 from lt_offload.finetune.data.columns import Columns, find_columns
 from lt_offload.finetune.data.formats import IGNORED, Encoder, Example
 from lt_offload.finetune.data.rows import Row, RowFault
+from lt_offload.finetune.data.templates import find_template
 from tests.support.tiny import CHAT_TEMPLATE
 from tests.unit.finetune.data.vocabularies import tokenizer
 

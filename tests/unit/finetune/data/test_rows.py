@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.module import FineTuneData
+from lt_offload.finetune.data.sequences import Documents
 
 
 def made(tokenizer: str, path: Path | str, **settings: Any) -> Documents:

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.order import Batches, Place
-from lt_offload.finetune.data.batches.packing import Row, Sequences, sequences_of
+from lt_offload.finetune.data.batches import Batches, Place
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, Row, Sequences, sequences_of
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 2003)
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import Collate
-from lt_offload.finetune.data.batches.packing import check_packing, sequences_of
+from lt_offload.finetune.data.batches import Collate
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, check_packing, sequences_of
 
 WINDOW = 4
 """Of sliding attention; documents are longer."""

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from lt_offload.finetune.data.batches import documents as room
-from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data import sequences as room
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents
 
 MADE = [
     Example(ids=list(range(begin, begin + length)), labels=[IGNORED] * prompt + list(range(length - prompt)))

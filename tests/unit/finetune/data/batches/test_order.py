@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out
-from lt_offload.finetune.data.batches.order import Batches, shuffled
+from lt_offload.finetune.data.batches import Batches, ResumableLoader, held_out, shuffled
 from tests.unit.finetune.data.batches.orders import LENGTHS, order, taken
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import Collate
-from lt_offload.finetune.data.batches.packing import Sequences, best_fit, pieces_of, sequences_of, wrapped
+from lt_offload.finetune.data.batches import Collate
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, Sequences, best_fit, pieces_of, sequences_of, wrapped
 
 
 def examples(*lengths: int, prompt: int = 0) -> list[Example]:

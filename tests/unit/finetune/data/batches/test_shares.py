@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.order import Batches
+from lt_offload.finetune.data.batches import Batches
 from lt_offload.finetune.processes import Share, share_of
 from tests.unit.finetune.conftest import data
 from tests.unit.finetune.data.batches.orders import order, rows, taken

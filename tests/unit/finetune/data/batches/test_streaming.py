@@ -11,11 +11,9 @@ import pytest
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import Collate, ResumableLoader
-from lt_offload.finetune.data.batches.order import Batches, Place
-from lt_offload.finetune.data.batches.packing import Sequences, sequences_of
+from lt_offload.finetune.data.batches import Batches, Collate, Place, ResumableLoader
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, Sequences, sequences_of
 from tests.unit.finetune.data.batches.orders import order
 
 LENGTH = 12

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat.conversations import Conversation
-from lt_offload.finetune.data.chat.templates import TOOLS_AS_TEXT, ChatTemplate, find_template
+from lt_offload.finetune.data.conversations import Conversation
+from lt_offload.finetune.data.templates import TOOLS_AS_TEXT, ChatTemplate, find_template
 from tests.unit.finetune.data.chat.test_spans import CALLS, ENDED, SHIPPED
 from tests.unit.finetune.data.vocabularies import tokenizer
 

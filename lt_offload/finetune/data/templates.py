@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.compat.hugging_face import compile_template
 from lt_offload.errors import ConfigError, first_line
-from lt_offload.finetune.data.chat.conversations import Conversation, Message
+from lt_offload.finetune.data.conversations import Conversation, Message
 from lt_offload.finetune.data.rows import RowFault
 from lt_offload.resources import is_file, shipped_files, user_path
 from lt_offload.suggest import nearest

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from os.path import commonprefix
 
-from lt_offload.finetune.data.chat.conversations import Conversation, Message
-from lt_offload.finetune.data.chat.templates import ChatTemplate, Span
+from lt_offload.finetune.data.conversations import Conversation, Message
 from lt_offload.finetune.data.rows import RowFault
+from lt_offload.finetune.data.templates import ChatTemplate, Span
 
 _MARKS = 0xF0000
 """First of the characters that no text has, one for each message."""
