@@ -136,7 +136,7 @@ def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = Non
     place in errors. Raises ``RowFault`` if a message is none.
     """
     messages: list[Message] = []
-    calls: list[str] = []
+    waiting: list[str] = []  # ids of calls that have no result yet
     if not (items := _listed(value, column, "messages")):
         raise RowFault(f"{column} is empty")
     for number, item in enumerate(items, start=1):
@@ -144,7 +144,11 @@ def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = Non
             message = _message(item, keys or {})
         except RowFault as fault:
             raise RowFault(f"{column}: message {number}: {fault}") from None
-        _link(message, calls)
+        if calls := message.get("tool_calls"):
+            # Nine letters and digits: Mistral's templates refuse an id of any other length.
+            waiting = [call.setdefault("id", f"call{place:05d}") for place, call in enumerate(calls)]
+        elif message["role"] == "tool" and waiting:
+            message.setdefault("tool_call_id", waiting.pop(0))
         messages.append(message)
     return messages
 
@@ -201,52 +205,34 @@ def _content(value: Any, name: str, may_be_missing: bool) -> str:
 
 def _call(call: Any, name: str) -> Message:
     """Return a call of a function in OpenAI's form, but with arguments as the object that chat templates expect."""
-    if not isinstance(call, Mapping):
-        raise RowFault(f"{name}: a call is {kind_of(call)}, not an object with name and arguments")
-    function = call.get("function", call)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RowFault(f"{name}: a call has no name of a function")
+    function = _function(call, f"{name}: a call has no name of a function")
+    where = f"{name}: arguments of {function['name']}"
     arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}", f"{name}: arguments of {function['name']}")
+        arguments = _json(arguments or "{}", where)
     if not isinstance(arguments, Mapping):
-        raise RowFault(f"{name}: arguments of {function['name']} are {kind_of(arguments)}, not an object")
-    _check_json(arguments, f"{name}: arguments of {function['name']}")
-    made: Message = {
-        "type": "function",
-        "function": {"name": check_text(function["name"], name), "arguments": dict(arguments)},
-    }
-    if isinstance(call.get("id"), str):
-        made["id"] = call["id"]
-    return made
-
-
-def _link(message: Message, calls: list[str]) -> None:
-    """Give calls without an id one, of the form that the strictest templates want, and results the ids of their calls.
-
-    ``calls`` are the ids of those that have no result yet.
-    """
-    if message.get("tool_calls"):
-        calls.clear()
-        # Nine letters and digits: Mistral's templates refuse an id of any other length.
-        for number, call in enumerate(message["tool_calls"]):
-            calls.append(call.setdefault("id", f"call{number:05d}"))
-    elif message["role"] == "tool" and calls:
-        first = calls.pop(0)
-        message.setdefault("tool_call_id", first)
+        raise RowFault(f"{where} are {kind_of(arguments)}, not an object")
+    _check_json(arguments, where)
+    made = {"name": check_text(function["name"], name), "arguments": dict(arguments)}
+    return {"type": "function", "function": made} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
 def _tools(row: Row, layout: Columns) -> list[Message] | None:
     name, tools = layout.columns.get("tools", "tools"), []
-    for tool in _listed(layout.value(row, "tools"), name, "functions"):
-        if isinstance(tool, str):
-            tool = _json(tool, name)
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RowFault(f"{name} has an entry that is no function with a name: {kind_of(tool)}")
+    for each in _listed(layout.value(row, "tools"), name, "functions"):
+        tool = _json(each, name) if isinstance(each, str) else each
+        function = _function(tool, f"{name} has an entry that is no function with a name: {kind_of(tool)}")
         _check_json(tool, name)
-        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(function)})
     return tools or None
+
+
+def _function(item: Any, fault: str) -> Mapping[str, Any]:
+    """Return the function in ``item``, or that it is itself; raises ``RowFault`` if it has no name."""
+    function = item.get("function", item) if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowFault(fault)
+    return function
 
 
 def _listed(value: Any, name: str, what: str) -> Sequence[Any]:

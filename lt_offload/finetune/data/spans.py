@@ -109,7 +109,7 @@ class Locator:
 
     def _prefix(self, messages: Sequence[Message], tools: Tools, text: str, *, ask: bool = False) -> int | None:
         """Return the length of the text of ``messages``; None if ``text`` does not begin with it."""
-        written = self._rendered(messages, tools, ask=ask)
+        written = self.template.tried(messages, tools, ask=ask)
         return len(written) if written is not None and text.startswith(written) else None
 
     def _closing(self, messages: Sequence[Message], tools: Tools, turn: int, text: str, last: int) -> str | None:
@@ -117,7 +117,7 @@ class Locator:
 
         None if a conversation cannot end so.
         """
-        until = self._rendered(messages[: turn + 1], tools)
+        until = self.template.tried(messages[: turn + 1], tools)
         if until is None:
             return None
         # What ends the conversation is not what ends a turn in the middle.
@@ -154,7 +154,7 @@ class Locator:
             others.append(message | {"tool_calls": [_changed_call(call) for call in message["tool_calls"]]})
         first, last = len(text), None
         for other in others:
-            written = self._rendered([*messages[:turn], other, *messages[turn + 1 :]], tools)
+            written = self.template.tried([*messages[:turn], other, *messages[turn + 1 :]], tools)
             if written is not None and _OTHER in written:
                 same = len(commonprefix([text, written]))
                 first = min(first, same)
@@ -164,21 +164,15 @@ class Locator:
             raise self._unclear(turn)
         return first, last
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools, *, ask: bool = False) -> str | None:
-        try:
-            return self.template.render(messages, tools, ask=ask)
-        except RowFault:
-            return None
-
     def _check_complete(self, messages: Sequence[Message], tools: Tools) -> None:
         """Raise ``RowFault`` if the template leaves a message out."""
         marks = {number: chr(_MARKS + number) for number, each in enumerate(messages) if each["content"].strip()}
         marked = [message | {"content": marks.get(number, "")} for number, message in enumerate(messages)]
-        written = self._rendered(marked, tools)
+        written = self.template.tried(marked, tools)
         for number, mark in marks.items():
             if written is None or mark not in written:
                 # A template may look at other contents, so that only a change of this one alone tells.
-                alone = self._rendered([*messages[:number], marked[number], *messages[number + 1 :]], tools)
+                alone = self.template.tried([*messages[:number], marked[number], *messages[number + 1 :]], tools)
                 if alone is not None and mark not in alone:
                     raise RowFault(
                         f"message {number + 1} (role {messages[number]['role']!r}) is left out by the chat template "

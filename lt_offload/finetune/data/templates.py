@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,20 +34,18 @@ _TOOLS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class ChatTemplate:
     """A chat template in Jinja, and ``tool_text`` for conversations with tools, where that is another one.
 
     ``special`` tokens are the tokenizer's by their names; ``tokens`` are texts that are one token wherever they stand.
     """
 
-    def __init__(
-        self, name: str, text: str, special: Mapping[str, str], tokens: Sequence[str], tool_text: str | None = None
-    ) -> None:
-        self.name = name
-        self.text = text
-        self.special = dict(special)
-        self.tokens = tuple(tokens)
-        self.tool_text = tool_text or text
+    name: str
+    text: str
+    special: Mapping[str, str]
+    tokens: Sequence[str]
+    tool_text: str | None = None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False) -> str:
         """Return the text of a conversation; with ``ask``, of one that the assistant is to go on with.
@@ -66,8 +64,8 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        text = self.tool_text if tools else self.text
-        special: dict[str, Any] = self.special
+        text = self.tool_text or self.text if tools else self.text
+        special: Mapping[str, Any] = self.special
         marked = _MARKERS.search(text) is not None
         try:
             # transformers' own renderer, with its filters and functions, as templates are written for it.
@@ -88,20 +86,25 @@ class ChatTemplate:
             raise RowFault(f"the chat template ({self.name}) refuses it: {first_line(error)}") from error
         return rendered[0][0], rendered[1][0] if marked else None
 
+    def tried(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False
+    ) -> str | None:
+        """Return the text of a conversation, None if the template refuses it."""
+        try:
+            return self.render(messages, tools, ask=ask)
+        except RowFault:
+            return None
+
     def blame(self, conversation: Conversation, fault: RowFault) -> RowFault:
         """Return ``fault`` with the first message that the template refuses."""
         messages, tools = conversation.messages, conversation.tools
         # A template stops without saying where: the shortest beginning of the
         # conversation that it refuses ends with the message to blame.
         for number in range(1, len(messages) + 1):
-            try:
-                self.render(messages[:number], tools)
-            except RowFault:
-                try:
-                    self.render(messages[:number])
-                except RowFault:
-                    return RowFault(f"message {number} (role {messages[number - 1]['role']!r}): {fault}")
-                return RowFault(f"tools: {fault}")
+            if self.tried(messages[:number], tools) is None:
+                of_tools = self.tried(messages[:number]) is not None
+                where = "tools" if of_tools else f"message {number} (role {messages[number - 1]['role']!r})"
+                return RowFault(f"{where}: {fault}")
         return fault
 
     def fit(self, conversation: Conversation) -> tuple[Conversation, str | None]:
@@ -119,35 +122,26 @@ class ChatTemplate:
             return replace(conversation, messages=[_with_text_arguments(message) for message in messages]), None
         return self.as_text(conversation), TOOLS_AS_TEXT
 
-    def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
-        try:
-            return self.render(messages, tools)
-        except RowFault:
-            return ""
-
     def as_text(self, conversation: Conversation) -> Conversation:
         """Return ``conversation`` with functions, calls and results as text in its messages."""
         messages = [dict(message) for message in conversation.messages]
         # Tried without calls, which are text in what will be written.
         as_user = not _writes(self, False, None, True)
         for message in messages:
-            calls = [call["function"] for call in message.pop("tool_calls", None) or []]
-            texts = [message["content"]] if message["content"] else []
-            texts += [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-            message["content"] = "\n".join(texts)
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls", None) or ()]
+            texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+            message["content"] = "\n".join(filter(None, texts))
             if message["role"] == "tool" and as_user:
                 message["role"] = "user"
                 message["content"] = f"<tool_response>\n{message['content']}\n</tool_response>"
-        context = conversation.context
-        if conversation.tools:
-            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in conversation.tools)
-            described = _TOOLS.format(tools=listed)
-            if messages[0]["role"] in ("system", "developer"):
-                messages[0]["content"] += f"\n\n{described}"
-            else:
-                messages.insert(0, {"role": "system", "content": described})
-                context += 1 if context else 0
-        return Conversation(messages=messages, context=context)
+        made = Conversation(messages=messages, context=conversation.context)
+        if not conversation.tools:
+            return made
+        listed = _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in conversation.tools))
+        if not made.has_system:
+            return made.with_system(listed)
+        messages[0]["content"] += f"\n\n{listed}"
+        return made
 
 
 @cache
@@ -157,31 +151,17 @@ def _writes(template: ChatTemplate, tools: bool, calls: Literal["object", "text"
     parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
     function = {"name": "tool7", "description": "some function", "parameters": parameters}
     call = {"type": "function", "id": "call00007", "function": {"name": "name7", "arguments": {"key7": "value7"}}}
-    asked: Message = {"role": "assistant", "content": "" if calls else "answer"} | (
-        {"tool_calls": [call]} if calls else {}
-    )
     result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
-    written = template._try(
-        [
-            {"role": "user", "content": "question"},
-            _with_text_arguments(asked) if calls == "text" else asked,
-            *([result] if results else []),
-            *([{"role": "assistant", "content": "answer"}] if results else []),
-        ],
-        [{"type": "function", "function": function}] if tools else None,
-    )
+    answer: Message = {"role": "assistant", "content": "answer"}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]} if calls else answer
+    messages: list[Message] = [{"role": "user", "content": "question"}]
+    messages += [_with_text_arguments(asked) if calls == "text" else asked, *([result, answer] if results else [])]
+    written = template.tried(messages, [{"type": "function", "function": function}] if tools else None) or ""
+    if (tools and "tool7" not in written) or (results and "result7" not in written):
+        return False
     # A template that wants text prints an object in Python's way, which no model has been trained on.
-    of_calls = {
-        None: True,
-        "object": "value7" in written and "{'key7'" not in written,
-        "text": '{"key7": "value7"}' in written,
-    }
-    return (
-        bool(written)
-        and of_calls[calls]
-        and (not tools or "tool7" in written)
-        and (not results or "result7" in written)
-    )
+    as_object = "value7" in written and "{'key7'" not in written
+    return bool(written) and {None: True, "object": as_object, "text": '{"key7": "value7"}' in written}[calls]
 
 
 def _with_text_arguments(message: Message) -> Message:
@@ -197,6 +177,8 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
 
     Null is the tokenizer's own, if it has one. Raises ``ConfigError`` if there is no such template, or it is no Jinja.
     """
+    from jinja2 import TemplateSyntaxError
+
     notes: list[str] = []
     name, tool_text = setting or "the tokenizer's", None
     shipped = shipped_files("configs/templates", ".jinja")
@@ -221,8 +203,11 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
         near = nearest(setting, shipped, most=1)
         hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
         raise ConfigError(f"data.template={setting!r} is neither a shipped chat template nor a file; {hint}")
-    for each in {text, tool_text or text}:
-        _check_jinja(name, each)
+    for each in filter(None, (text, tool_text)):
+        try:
+            compile_template(each)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat template {name}: line {error.lineno}: {error.message}") from None
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     return ChatTemplate(name, text, special, tuple(tokenizer.added_tokens_encoder), tool_text), notes
 
@@ -254,12 +239,3 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
     if begin is not None and "bos_token" not in text and tokenizer("a")["input_ids"][:1] == [begin]:
         text = "{{- bos_token }}" + text
     return text, notes
-
-
-def _check_jinja(name: str, text: str) -> None:
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        compile_template(text)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"chat template {name}: line {error.lineno}: {error.message}") from None
