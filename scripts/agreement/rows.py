@@ -40,10 +40,10 @@ class Rows:
             data = FineTuneData(tokenizer, path=file, template="alpaca", skip_bad_rows=True)
         source = sources(file, subset=None, split="train", setting="data.path")[0]
         try:
-            layout = data.preparation.layout(source)
+            layout = data.examples().layout(source)
         except ConfigError:  # texts have no chat template
             data = FineTuneData(tokenizer, path=file, skip_bad_rows=True)
-            layout = data.preparation.layout(source)
+            layout = data.examples().layout(source)
         rows: list[Row] = []
         examples = []
         for _, row in source.rows(streaming=False):

@@ -72,10 +72,14 @@ class Encoded(IterableDataset["list[Placed] | ConfigError"]):
             yield error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preparation:
-    """The settings, called as in recipes, and the steps that make examples of sources."""
+@dataclass(kw_only=True, eq=False)
+class Examples:
+    """The examples of sources, one after the other; the settings are called as in recipes.
 
+    ``documents`` makes them once, and iteration each time anew, for data that do not fit into memory.
+    """
+
+    sources: Sequence[Source]
     encoder: Encoder
     format: FormatChoice
     columns: Mapping[str, str]
@@ -84,16 +88,31 @@ class Preparation:
     num_proc: int | None = None
     say: Callable[[str], None] = _log.info
     """Prints one line for the user."""
+    bad: int = 0
+    """Rows left out so far, in the last iteration."""
 
-    def examples(self, sources: Sequence[Source]) -> Documents:
-        """Return the examples of all ``sources``.
-
-        Raises ``ConfigError`` if one cannot be read, or has rows that cannot be used, unless they are skipped.
-        """
+    def documents(self) -> Documents:
+        """Return the examples; raises ``ConfigError`` as iteration does."""
         from datasets import concatenate_datasets
 
-        datasets, bad = zip(*(self._of_source(source) for source in sources), strict=True)
+        datasets, bad = zip(*map(self._kept, self.sources), strict=True)
         return Documents(concatenate_datasets(datasets), bad=sum(bad))
+
+    def __iter__(self) -> Iterator[Example]:
+        return (example for _, example in self.read())
+
+    def read(self, place: Place = (0, 0)) -> Iterator[tuple[Place, Example]]:
+        """Yield the examples from ``place`` on, each with the place after it.
+
+        Raises ``ConfigError`` if a source cannot be read, or has rows that cannot be used, unless they are skipped and
+        counted: a warning at the end of each source has the count.
+        """
+        self.bad = 0
+        first, start = place
+        for number, source in enumerate(self.sources[first:], start=first):
+            for rows, example in self._streamed(source, start):
+                yield (number, rows), example
+            start = 0
 
     def layout(self, source: Source, *, streaming: bool = True) -> Columns:
         """Return the columns of ``source`` by their roles, from its first rows.
@@ -116,7 +135,7 @@ class Preparation:
         hint = "" if template is None or not layout.of_texts else as_conversations(layout)
         return f"{said}; {by}; learned: {learned}" + (hint and f"; to train by the model's chat template: {hint}")
 
-    def _of_source(self, source: Source) -> tuple[Dataset, int]:
+    def _kept(self, source: Source) -> tuple[Dataset, int]:
         """Return the examples of ``source``, and the number of rows that are left out."""
         from pyarrow.compute import list_flatten
 
@@ -131,6 +150,25 @@ class Preparation:
         for note, number in Counter(list_flatten(dataset.data.column("notes")).to_pylist()).items():
             _log.warning("%s=%r: %s (%d of %d rows)", source.setting, source.path, note, number, len(dataset))
         return dataset.select(good) if len(bad) else dataset, len(bad)
+
+    def _streamed(self, source: Source, start: int) -> Iterator[tuple[int, Example]]:
+        bad: list[str] = []
+        notes: set[str] = set()
+        before, number = self.bad, start
+        rows = self.encoded(source, self.layout(source), streaming=True, start=start)
+        for number, (place, made) in enumerate(rows, start=start + 1):
+            if isinstance(made, RowFault):
+                self.bad += 1
+                if not self.skip_bad_rows:
+                    report_bad([f"{place}: {made}"], 1, None, source, skip=False)
+                bad += [f"{place}: {made}"] * (len(bad) < MOST_NAMED)
+                continue
+            for note in (each for each in made.notes if each not in notes):
+                _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
+            notes.update(made.notes)
+            yield number, replace(made, place=place)
+        if bad:
+            report_bad(bad, self.bad - before, number, source, skip=True)
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
@@ -201,51 +239,6 @@ class Preparation:
             asdict(layout), encoder.train_on, encoder.system,
         ]  # fmt: skip
         return hashlib.sha256(b"".join([json.dumps(parts, default=str).encode(), *code])).hexdigest()[:32]
-
-
-class Stream:
-    """The examples of sources, one after the other, each time anew; for data that do not fit into memory.
-
-    Rows that cannot be used are an error, or skipped and counted; a warning at the end of each source has the count.
-    """
-
-    def __init__(self, preparation: Preparation, sources: Sequence[Source]) -> None:
-        self.preparation = preparation
-        self.sources = sources
-        self.bad = 0
-        """Rows left out so far, in the last pass."""
-
-    def __iter__(self) -> Iterator[Example]:
-        return (example for _, example in self.read())
-
-    def read(self, place: Place = (0, 0)) -> Iterator[tuple[Place, Example]]:
-        """Yield the examples from ``place`` on, each with the place after it."""
-        self.bad = 0
-        first, start = place
-        for number, source in enumerate(self.sources[first:], start=first):
-            for rows, example in self._of_source(source, start):
-                yield (number, rows), example
-            start = 0
-
-    def _of_source(self, source: Source, start: int) -> Iterator[tuple[int, Example]]:
-        preparation = self.preparation
-        bad: list[str] = []
-        notes: set[str] = set()
-        before, number = self.bad, start
-        rows = preparation.encoded(source, preparation.layout(source), streaming=True, start=start)
-        for number, (place, made) in enumerate(rows, start=start + 1):
-            if isinstance(made, RowFault):
-                self.bad += 1
-                if not preparation.skip_bad_rows:
-                    report_bad([f"{place}: {made}"], 1, None, source, skip=False)
-                bad += [f"{place}: {made}"] * (len(bad) < MOST_NAMED)
-                continue
-            for note in (each for each in made.notes if each not in notes):
-                _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
-            notes.update(made.notes)
-            yield number, replace(made, place=place)
-        if bad:
-            report_bad(bad, self.bad - before, number, source, skip=True)
 
 
 def report_bad(named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool) -> None:

@@ -34,7 +34,7 @@ from lt_offload.finetune.data.batches import (
     trained_tokens,
 )
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
-from lt_offload.finetune.data.examples import Preparation, Stream
+from lt_offload.finetune.data.examples import Examples
 from lt_offload.finetune.data.formats import Encoder, TrainOn
 from lt_offload.finetune.data.sequences import Documents, Losses, Pack, Sequences, named, sequences_of
 from lt_offload.finetune.data.templates import find_template
@@ -152,13 +152,15 @@ class FineTuneData(_DataSettings, LightningDataModule):
             if value is not None and value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
         check_columns(self.columns or {})
+        if self.path == sources.PYDOC and self.validation_path is None:
+            self.validation_path = sources.PYDOC  # it brings validation rows of its own
         self._refuse_contradictions()
         self._refuse_unused()
         # The attribute is the tokenizer itself, which is loaded when it is first asked for.
         self.tokenizer_name: str = vars(self).pop("tokenizer") or self.model
         self._train: Sequences | None = None
         self._validation: Sequences | None = None
-        self._streamed: Stream | None = None
+        self._streamed: Examples | None = None
         self._begin: Place = (0, 0)
         self._said = False
         self._read: tuple[Documents, Documents | None] | None = None
@@ -193,8 +195,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 f"data.validation_seed={self.validation_seed} draws from rows that data.streaming=true has not read; "
                 "the first ones are held out, so set it to null"
             )
-        holds_out = self.validation_path is not None or self.validation_rows is not None or self.path == sources.PYDOC
-        if self.streaming and not holds_out:
+        if self.streaming and self.validation_path is None and self.validation_rows is None:
             raise ConfigError(
                 "data.streaming=true cannot hold out a share of rows that nobody has counted; set "
                 "data.validation_rows to the number of rows to hold out (0: none), or give data.validation_path"
@@ -214,9 +215,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
             beside = f"data.validation_path={self.validation_path!r}, which holds all the validation rows"
             settings["validation_rows"] = rows or None  # 0 is true: no others are
             unused(settings, beside, instead="set data.validation_path to null")
-        elif self.path == sources.PYDOC:
-            beside = f"data.path={self.path}, which brings validation rows of its own"
-            unused(settings | {"validation_rows": rows}, beside, instead="choose other data")
         elif rows == 0 or (rows is None and self.validation_share == 0):
             none = "validation_share=0" if rows is None else "validation_rows=0"
             unused(settings, f"data.{none}, which holds out nothing", instead="hold out some rows")
@@ -227,7 +225,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
         """Let the first of several processes of a machine write the cache for the others."""
         if several(self.trainer) and not self.streaming and self._train is None:
             self.check_paths()
-            self._read = self.examples()
+            self._read = self._documents()
 
     def setup(self, stage: str) -> None:
         """Read and tokenise everything, once; raises ``ConfigError`` if there is nothing to train on."""
@@ -241,7 +239,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 self.trainer.fit_loop.max_epochs = -1
             self._set_up_stream(trains=stage == "fit")
             return
-        (training, validation), self._read = self._read or self.examples(), None
+        (training, validation), self._read = self._read or self._documents(), None
         share = partial(held_out, share=self.validation_share, rows=self.validation_rows, seed=self.validation_seed)
         setting = "data.path" if validation is None else "data.validation_path"
         if validation is None and len(training) == 1:
@@ -255,7 +253,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
 
     def _set_up_stream(self, *, trains: bool) -> None:
         """Read the held-out rows, and note where the rest begins; nothing to train on is an error if it ``trains``."""
-        training, validation = self.streams()
+        training, validation = self.examples(), self.examples("validation_path")
         for source in (*training.sources, *validation.sources):
             if source.note:
                 rank_zero_info(source.said)
@@ -285,18 +283,25 @@ class FineTuneData(_DataSettings, LightningDataModule):
         beside = f"data.path={self.path!r}, which is not on the hub"
         refuse_unused(FineTuneData, "data.", settings, beside, instead="name a data set of the hub")
 
-    def examples(self) -> tuple[Documents, Documents | None]:
-        """Return the tokenised rows for training, and for validation if they are others."""
-        training, validation = self._sources("path"), self._sources("validation_path")
-        return self.preparation.examples(training), self.preparation.examples(validation) if validation else None
+    def examples(self, name: Literal["path", "validation_path"] = "path") -> Examples:
+        """Return the tokenised rows of a setting; of no sources if there are none for validation."""
+        return Examples(
+            sources=self._sources(name),
+            encoder=self.encoder,
+            format=self.format,
+            columns=self.columns or {},
+            skip_bad_rows=self.skip_bad_rows,
+            cache_dir=self.cache_dir,
+            num_proc=self.num_proc,
+            say=rank_zero_info,
+        )
 
-    def streams(self) -> tuple[Stream, Stream]:
-        """Return tokenised rows for training and for validation, one after the other, for ``data.streaming``."""
-        training, validation = self._sources("path"), self._sources("validation_path")
-        return Stream(self.preparation, training), Stream(self.preparation, validation)
+    def _documents(self) -> tuple[Documents, Documents | None]:
+        training, validation = self.examples(), self.examples("validation_path")
+        return training.documents(), validation.documents() if validation.sources else None
 
     def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
-        path = sources.PYDOC if self.path == sources.PYDOC and getattr(self, name) is None else getattr(self, name)
+        path = getattr(self, name)
         if path is None:
             return []
         if path == sources.PYDOC and (
@@ -341,19 +346,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
             tokenizer.chat_template = template.text  # so that it is exported with the model
         return Encoder(
             tokenizer, template=template, train_on=self.train_on, system=self.system, explicit_template=explicit
-        )
-
-    @cached_property
-    def preparation(self) -> Preparation:
-        """The settings and steps that make examples of files."""
-        return Preparation(
-            encoder=self.encoder,
-            format=self.format,
-            columns=self.columns or {},
-            skip_bad_rows=self.skip_bad_rows,
-            cache_dir=self.cache_dir,
-            num_proc=self.num_proc,
-            say=rank_zero_info,
         )
 
     def encode_conversation(
@@ -412,7 +404,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 f"{error}; how a prompt is written depends on the data with data.format={self.format}: set it to "
                 "text, alpaca or chat to do without them"
             ) from None
-        return not self.preparation.layout(source).of_texts
+        return not self.examples().layout(source).of_texts
 
     # -- batches ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +39,16 @@ class DataPreview:
 def look_at(data: FineTuneData) -> DataPreview:
     """Return a preview of ``data``, of streamed data of the first rows; ``ConfigError`` if they cannot be used."""
     said: list[str] = []
-    data.preparation = replace(data.preparation, say=said.append)
+    training, validation = data.examples(), data.examples("validation_path")
+    training.say = validation.say = said.append
     if not data.streaming:
-        documents, _ = data.examples()
+        documents = training.documents()
+        if validation.sources:
+            validation.documents()
         return DataPreview(said=said, documents=documents)
-    stream, _ = data.streams()
-    for source in stream.sources:
-        said.append(data.preparation.described(source, data.preparation.layout(source), None))
-    documents = Documents.from_examples(islice(stream, STREAMED))
-    documents.bad = stream.bad
+    said += [training.described(source, training.layout(source), None) for source in training.sources]
+    documents = Documents.from_examples(islice(training, STREAMED))
+    documents.bad = training.bad
     return DataPreview(said=said, documents=documents, whole=False)
 
 
