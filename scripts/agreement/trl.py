@@ -51,7 +51,7 @@ def pack(rows: Rows, result: Comparison) -> Comparison:
     examples = [example for example in rows.examples[:1000] if len(example.ids) <= LENGTH and example.trainable]
     columns = {"input_ids": [example.ids for example in examples], "labels": [example.labels for example in examples]}
     theirs = [row["input_ids"] for row in pack_dataset(Dataset.from_dict(columns), LENGTH, "bfd", {"batch_size": 1000})]
-    made, _ = sequences_of(Documents.from_examples(examples), LENGTH, True)
+    made = sequences_of(Documents.from_examples(examples), LENGTH, True)
     ours = [made[index][0].tolist() for index in range(len(made))]
     result.rows = max(len(ours), len(theirs))
     result.same = (Counter(map(tuple, ours)) & Counter(map(tuple, theirs))).total()

@@ -7,33 +7,34 @@ tokenizer, chat template, settings and this code.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from lt_offload import __version__
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.batches import Place, unchanged
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
-from lt_offload.finetune.data.rows import RowFault
+from lt_offload.finetune.data.rows import Row, RowFault
 from lt_offload.finetune.data.sequences import MOST_NAMED, Documents
 from lt_offload.finetune.data.sources import Source
 from lt_offload.finetune.processes import is_first
 from lt_offload.resources import user_cache, user_path
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    import datasets
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
@@ -42,34 +43,16 @@ Placed = tuple[str, Example | RowFault]
 """File and row, and its example or fault."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Encoded(IterableDataset["list[Placed] | ConfigError"]):
-    """Examples of a source and faults of its rows, each with its place, in batches from row ``start`` on.
-
-    Each of several workers reads all rows and makes every so-many-th batch. A file that cannot be read is an item, as
-    an exception would come from a worker in the words of the worker's loader.
-    """
+@dataclass(frozen=True)
+class _Encoding(Dataset[list[Placed]]):
+    """Examples and faults of rows, each with its place; the rows are what it is indexed by."""
 
     encoder: Encoder
     layout: Columns
-    source: Source
-    streaming: bool = False
-    start: int = 0
 
-    def __iter__(self) -> Iterator[list[Placed] | ConfigError]:
-        worker = get_worker_info()
-        first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        rows = islice(self.source.rows(streaming=self.streaming), self.start, None)
-        try:
-            for number in count():
-                batch = list(islice(rows, _BATCH_ROWS))
-                if not batch:
-                    return
-                if number % workers == first:
-                    places, each = zip(*batch, strict=True)
-                    yield list(zip(places, self.encoder.encode(each, self.layout), strict=True))
-        except ConfigError as error:
-            yield error
+    def __getitem__(self, rows: Sequence[tuple[str, Row | RowFault]]) -> list[Placed]:
+        places, each = zip(*rows, strict=True)
+        return list(zip(places, self.encoder.encode(each, self.layout), strict=True))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -135,7 +118,7 @@ class Examples:
         hint = "" if template is None or not layout.of_texts else as_conversations(layout)
         return f"{said}; {by}; learned: {learned}" + (hint and f"; to train by the model's chat template: {hint}")
 
-    def _kept(self, source: Source) -> tuple[Dataset, int]:
+    def _kept(self, source: Source) -> tuple[datasets.Dataset, int]:
         """Return the examples of ``source``, and the number of rows that are left out."""
         from pyarrow.compute import list_flatten
 
@@ -155,7 +138,7 @@ class Examples:
         bad: list[str] = []
         notes: set[str] = set()
         before, number = self.bad, start
-        rows = self.encoded(source, self.layout(source), streaming=True, start=start)
+        rows = self._encoded(source, self.layout(source), streaming=True, start=start)
         for number, (place, made) in enumerate(rows, start=start + 1):
             if isinstance(made, RowFault):
                 self.bad += 1
@@ -172,7 +155,7 @@ class Examples:
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
-    def _cached(self, source: Source, layout: Columns) -> Dataset:
+    def _cached(self, source: Source, layout: Columns) -> datasets.Dataset:
         """Return the tokenised rows of ``source``; those that cannot be used keep their place, with a fault."""
         from datasets import Dataset, Features, List, Value
         from datasets.exceptions import DatasetGenerationError
@@ -198,26 +181,23 @@ class Examples:
                 f"data.cache_dir={str(root)!r} cannot be used: {why}; remove it, or name another folder"
             ) from error
 
-    def encoded(self, source: Source, layout: Columns, *, streaming: bool = False, start: int = 0) -> Iterator[Placed]:
-        """Yield an example or a fault for each row of ``source`` from number ``start`` on.
-
-        Raises ``ConfigError`` if a file cannot be read.
-        """
-        rows = Encoded(encoder=self.encoder, layout=layout, source=source, streaming=streaming, start=start)
+    def _encoded(self, source: Source, layout: Columns, *, streaming: bool = False, start: int = 0) -> Iterator[Placed]:
+        """Yield an example or a fault for each row of ``source`` from number ``start`` on."""
+        rows = islice(source.rows(streaming=streaming), start, None)
+        # Rows are read here, and handed to the workers as if they were numbers of samples: mistakes in files are
+        # errors here, and not in the words of a worker's loader.
         loader: DataLoader[Any] = DataLoader(
-            rows,
+            _Encoding(self.encoder, layout),
             batch_size=None,
+            sampler=iter(lambda: list(islice(rows, _BATCH_ROWS)), []),
             collate_fn=unchanged,
             num_workers=0 if self.num_proc in (None, 1) else self.num_proc,
             generator=torch.Generator(),  # making an iterator draws from it
         )
-        for batch in loader:
-            if isinstance(batch, ConfigError):
-                raise batch
-            yield from batch
+        yield from itertools.chain.from_iterable(loader)
 
     def _rows(self, source: Source, layout: Columns) -> Iterator[dict[str, Any]]:
-        for place, made in self.encoded(source, layout):
+        for place, made in self._encoded(source, layout):
             if isinstance(made, RowFault):
                 yield {"ids": [], "labels": [], "place": place, "fault": str(made), "notes": []}
             else:

@@ -16,7 +16,7 @@ from lt_offload.finetune.data.columns import NEEDED, Columns
 from lt_offload.finetune.data.conversations import Conversation, from_row, oddities, parse_messages
 from lt_offload.finetune.data.rows import Row, RowFault
 from lt_offload.finetune.data.spans import Locator
-from lt_offload.finetune.data.templates import ChatTemplate, Span, find_template
+from lt_offload.finetune.data.templates import OWN, ChatTemplate, Span, find_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,8 +59,7 @@ class Written:
 class Encoder:
     """A converter of rows into examples, by the settings of data of these names.
 
-    ``explicit_template``: the user has named ``template``, and it is not just the tokenizer's. Without any,
-    instructions are written by the shipped template ``alpaca``.
+    Without a chat template instructions are written by the shipped one ``alpaca``.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Encoder:
         template: ChatTemplate | None = None,
         train_on: TrainOn = "responses",
         system: str | None = None,
-        explicit_template: bool = False,
     ) -> None:
         if not tokenizer.is_fast:
             raise ConfigError(
@@ -83,7 +81,6 @@ class Encoder:
         self.template = template
         self.train_on = train_on
         self.system = system
-        self.explicit_template = explicit_template
         self.locator = Locator(writer)
         end = tokenizer.eos_token_id
         self.closes_itself = end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]
@@ -96,7 +93,8 @@ class Encoder:
             if layout.format == "completion":
                 what = "a prompt and a completion that are texts"
                 hint += f", or make conversations of them: {as_conversations(layout)}"
-            for name, is_set in (("template", self.explicit_template), ("system", self.system is not None)):
+            own = self.template is None or self.template.name == OWN
+            for name, is_set in (("template", not own), ("system", self.system is not None)):
                 if is_set:
                     raise ConfigError(f"data.{name} has no place in data.format={layout.format}: it is {what}{hint}")
         if layout.format == "text" and self.train_on == "last":

@@ -36,7 +36,7 @@ from lt_offload.finetune.data.batches import (
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import Examples
 from lt_offload.finetune.data.formats import Encoder, TrainOn
-from lt_offload.finetune.data.sequences import Documents, Losses, Pack, Sequences, named, sequences_of
+from lt_offload.finetune.data.sequences import Documents, Pack, Sequences, named, sequences_of
 from lt_offload.finetune.data.templates import find_template
 from lt_offload.finetune.processes import is_first, several, share_of
 from lt_offload.finetune.unused import refuse_unused
@@ -312,8 +312,8 @@ class FineTuneData(_DataSettings, LightningDataModule):
 
     def _sequences(self, documents: Documents, setting: str) -> Sequences:
         """Return documents as sequences; warn of losses, with the places of documents."""
-        rows, losses = sequences_of(documents, self.max_length, self.pack)
-        self._warn(losses, setting, f"{len(documents)} examples{named(documents, losses.left_out, ' (left out: {})')}")
+        rows = sequences_of(documents, self.max_length, self.pack)
+        self._warn(rows, setting, f"{len(documents)} examples{named(documents, rows.left_out, ' (left out: {})')}")
         if len(rows) == 0 < len(documents):
             path = self.path if setting == "data.path" else self.validation_path
             raise ConfigError(
@@ -322,10 +322,10 @@ class FineTuneData(_DataSettings, LightningDataModule):
             )
         return rows
 
-    def _warn(self, losses: Losses, setting: str, of: str) -> bool:
-        if said := losses.said(self.max_length):
-            _log.warning("%s: %s; of %s", setting, "; ".join(said), of)
-        return bool(said)
+    def _warn(self, rows: Sequences, setting: str, of: str) -> bool:
+        if rows.losses:
+            _log.warning("%s: %s; of %s", setting, "; ".join(rows.losses), of)
+        return bool(rows.losses)
 
     # -- tokens and prompts -----------------------------------------------------------------------------------------
 
@@ -341,12 +341,9 @@ class FineTuneData(_DataSettings, LightningDataModule):
         template, notes = find_template(self.template, tokenizer)
         for note in notes:
             _log.warning("%s", note)
-        explicit = self.template is not None
-        if explicit and template is not None:
+        if self.template is not None and template is not None:
             tokenizer.chat_template = template.text  # so that it is exported with the model
-        return Encoder(
-            tokenizer, template=template, train_on=self.train_on, system=self.system, explicit_template=explicit
-        )
+        return Encoder(tokenizer, template=template, train_on=self.train_on, system=self.system)
 
     def encode_conversation(
         self,
@@ -450,11 +447,10 @@ class FineTuneData(_DataSettings, LightningDataModule):
         assert self._streamed is not None, "setup() comes first"
         examples = self._streamed.read(place)
         while some := list(islice(examples, self.stream_buffer)):
-            rows, losses = sequences_of(
-                Documents.from_examples(example for _, example in some), self.max_length, self.pack
-            )
+            documents = Documents.from_examples(example for _, example in some)
+            rows = sequences_of(documents, self.max_length, self.pack)
             if not self._said:
-                self._said = self._warn(losses, "data.path", f"the {len(some)} first rows, as of later ones")
+                self._said = self._warn(rows, "data.path", f"the {len(some)} first rows, as of later ones")
             yield some[-1][0], rows
 
     def val_dataloader(self) -> EVAL_DATALOADERS:

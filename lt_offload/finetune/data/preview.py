@@ -142,15 +142,15 @@ def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[Renderable
 
 def _losses(data: FineTuneData, documents: Documents) -> Iterator[str]:
     limit, size = data.max_length, data.batch_size
-    rows, losses = sequences_of(documents, limit, data.pack)
+    rows = sequences_of(documents, limit, data.pack)
     if data.pack == "wrapped":
         yield f"{len(rows):,} sequences of {limit:,} tokens, one text after the other"
         return
-    if split := len(rows.pieces) + len(losses.left_out) - len(documents):
+    if split := len(rows.pieces) + len(rows.left_out) - len(documents):
         yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
-    yield from losses.said(limit)
-    if left_out := named(documents, losses.left_out, "{}"):
-        yield f"{len(losses.left_out):,} rows are left out: {left_out}"
+    yield from rows.losses
+    if left_out := named(documents, rows.left_out, "{}"):
+        yield f"{len(rows.left_out):,} rows are left out: {left_out}"
     if not len(rows):
         return
     if len(rows) < size:

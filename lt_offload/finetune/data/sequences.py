@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -136,33 +135,8 @@ _VARYING_ROPE = ("dynamic", "longrope")
 """Rotations that change for a whole batch once one of its documents is longer than the model was trained for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Losses:
-    """Counts of documents and tokens that are left out of rows: too long for a row, or nothing to learn."""
-
-    cut: int = 0
-    """Documents whose end is missing."""
-    tokens: int = 0
-    """Tokens to learn that are missing with it."""
-    empty: int = 0
-    """Documents without any token to learn."""
-    left_out: Integers = field(default_factory=lambda: np.empty(0, np.int64))
-    """Numbers of all documents of which nothing is learned."""
-
-    def said(self, length: int) -> list[str]:
-        """Return the losses with sequences of ``length`` tokens, in a few words each."""
-        parts = []
-        if self.cut:
-            parts.append(f"data.max_length={length} cuts {self.cut:,} rows, and loses {self.tokens:,} tokens to learn")
-        if behind := len(self.left_out) - self.empty:
-            parts.append(f"{behind:,} rows have their whole answer behind data.max_length={length}: raise it")
-        if self.empty:
-            parts.append(f"{self.empty:,} rows have no answer or text to learn")
-        return parts
-
-
-def pieces_of(documents: Documents, length: int) -> tuple[Integers, Losses]:
-    """Return the pieces of ``documents`` with at most ``length`` tokens, and the losses.
+def pieces_of(documents: Documents, length: int) -> tuple[Integers, list[str], Integers]:
+    """Return the pieces of ``documents`` with at most ``length`` tokens, what is lost, and documents without any piece.
 
     A piece is a line ``(document, start, stop)`` of an array. A document whose tokens are all learned is split if it is
     longer. Each piece but the first begins with the last token of the piece before: so every token of the document is
@@ -179,13 +153,17 @@ def pieces_of(documents: Documents, length: int) -> tuple[Integers, Losses]:
     counts[split] = -(-(lengths[split] - 1) // (length - 1))
     document = np.repeat(np.arange(len(documents)), counts)
     start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * (length - 1)
-    losses = Losses(
-        cut=int((cut & kept).sum()),
-        tokens=int((learned - before_cut)[cut].sum()),
-        empty=int((learned == 0).sum()),
-        left_out=np.flatnonzero(~kept),
-    )
-    return np.stack([document, start, np.minimum(start + length, lengths[document])], axis=1), losses
+    cuts, empty, left_out = int((cut & kept).sum()), int((learned == 0).sum()), np.flatnonzero(~kept)
+    losses = []
+    if cuts:
+        tokens = int((learned - before_cut)[cut].sum())
+        losses.append(f"data.max_length={length} cuts {cuts:,} rows, and loses {tokens:,} tokens to learn")
+    if behind := len(left_out) - empty:
+        losses.append(f"{behind:,} rows have their whole answer behind data.max_length={length}: raise it")
+    if empty:
+        losses.append(f"{empty:,} rows have no answer or text to learn")
+    pieces = np.stack([document, start, np.minimum(start + length, lengths[document])], axis=1)
+    return pieces, losses, left_out
 
 
 def best_fit(lengths: Integers, capacity: int) -> list[list[int]]:
@@ -221,6 +199,11 @@ class Sequences(Dataset[Row]):
     ``pieces`` has a line ``(document, start, stop)`` for each, and row ``i`` the next ``counts[i]`` of them. Those that
     are ``apart`` begin anew: with position 0, and with a token that is not predicted from the one before.
     """
+
+    losses: Sequence[str] = ()
+    """What was too long for a row, or has nothing to learn, in a few words each."""
+    left_out: Integers = np.empty(0, np.int64)
+    """Numbers of documents of which nothing is learned."""
 
     def __init__(self, documents: Documents, pieces: Integers, counts: Integers, *, apart: bool) -> None:
         self.documents = documents
@@ -264,18 +247,19 @@ class Sequences(Dataset[Row]):
         return pieces
 
 
-def sequences_of(documents: Documents, length: int, pack: Pack) -> tuple[Sequences, Losses]:
-    """Return ``documents`` as rows of at most ``length`` tokens, by ``data.pack``, and the losses.
+def sequences_of(documents: Documents, length: int, pack: Pack) -> Sequences:
+    """Return ``documents`` as rows of at most ``length`` tokens, by ``data.pack``.
 
     Packed rows have as many pieces as best fit finds room for, others one each.
     """
     if pack == "wrapped":
-        return wrapped(documents, length), Losses()
-    pieces, losses = pieces_of(documents, length)
+        return wrapped(documents, length)
+    pieces, losses, left_out = pieces_of(documents, length)
     bins = best_fit(pieces[:, 2] - pieces[:, 1], length) if pack else [[number] for number in range(len(pieces))]
     order = np.fromiter((number for each in bins for number in each), np.int64)
-    counts = np.fromiter(map(len, bins), np.int64)
-    return Sequences(documents, pieces[order], counts, apart=True), losses
+    rows = Sequences(documents, pieces[order], np.fromiter(map(len, bins), np.int64), apart=True)
+    rows.losses, rows.left_out = losses, left_out
+    return rows
 
 
 def wrapped(documents: Documents, length: int) -> Sequences:

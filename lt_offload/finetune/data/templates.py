@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
+OWN = "the tokenizer's"
+"""Name of the template that a tokenizer brings."""
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _END_OF_TURN = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "phi3": "<|end|>", "gemma": "<end_of_turn>"}
@@ -180,7 +182,7 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
     from jinja2 import TemplateSyntaxError
 
     notes: list[str] = []
-    name, tool_text = setting or "the tokenizer's", None
+    name, tool_text = setting or OWN, None
     shipped = shipped_files("configs/templates", ".jinja")
     if setting is None:
         text: Any = tokenizer.chat_template

@@ -20,7 +20,7 @@ ROW = {"instruction": "say", "input": "it", "output": "Yes it is"}
 
 def encoder(own: Any, template: str | None = None, **settings: Any) -> Encoder:
     found, _ = find_template(template, own)
-    return Encoder(own, template=found, explicit_template=template is not None, **settings)
+    return Encoder(own, template=found, **settings)
 
 
 def encode(made: Encoder, row: Row, format: Any = "auto", **columns: str) -> Example:

@@ -17,7 +17,7 @@ LENGTHS = np.random.default_rng(0).integers(2, 400, 2003)
 def rows(count: int) -> Sequences:
     """Return documents of different lengths, each of which begins with its number."""
     documents = (Example(ids=[number] * length, labels=[1] * length) for number, length in enumerate(LENGTHS[:count]))
-    return sequences_of(Documents.from_examples(documents), 400, False)[0]
+    return sequences_of(Documents.from_examples(documents), 400, False)
 
 
 def order(count: int = 11, size: int = 2, *, made: Sequences | None = None, **options: Any) -> Batches:

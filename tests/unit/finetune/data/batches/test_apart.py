@@ -69,7 +69,7 @@ def document(length: int, seed: int) -> Example:
 def batch(*documents: Example) -> dict[str, Tensor]:
     """Return a batch of as many rows as best fit needs for the ``documents``."""
     made = Documents.from_examples(documents)
-    rows, _ = sequences_of(made, LENGTH, True)
+    rows = sequences_of(made, LENGTH, True)
     return Collate(0, LENGTH, True)([rows[number] for number in range(len(rows))])
 
 

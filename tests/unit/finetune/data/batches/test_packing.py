@@ -20,7 +20,7 @@ def examples(*lengths: int, prompt: int = 0) -> list[Example]:
 
 
 def rows_of(made: list[Example], length: int, *, pack: bool = True) -> Sequences:
-    return sequences_of(Documents.from_examples(made), length, pack)[0]
+    return sequences_of(Documents.from_examples(made), length, pack)
 
 
 def predicted(rows: Sequences) -> list[int]:
@@ -65,14 +65,19 @@ def test_every_token_is_predicted_once(pack: bool) -> None:
 
 def test_long_examples_of_responses_are_cut_and_counted() -> None:
     documents = Documents.from_examples([*examples(3, 9, 12, prompt=2), *examples(8, 4, prompt=6)])
-    pieces, losses = pieces_of(documents, 5)
+    pieces, losses, left_out = pieces_of(documents, 5)
     assert pieces.tolist() == [[0, 0, 3], [1, 0, 5], [2, 0, 5]]
-    assert (losses.cut, losses.tokens, losses.empty, losses.left_out.tolist()) == (2, 4 + 7 + 2, 1, [3, 4])
+    assert left_out.tolist() == [3, 4]
+    assert losses == [
+        f"data.max_length=5 cuts 2 rows, and loses {4 + 7 + 2} tokens to learn",
+        "1 rows have their whole answer behind data.max_length=5: raise it",
+        "1 rows have no answer or text to learn",
+    ]
 
 
 def test_only_selected_documents_are_taken() -> None:
     documents = Documents.from_examples(examples(3, 4, 12, 2))
-    pieces, _ = pieces_of(documents.select(np.array([1, 2])), 5)
+    pieces, _, _ = pieces_of(documents.select(np.array([1, 2])), 5)
     assert pieces[:, 0].tolist() == [0, 1, 1, 1]
     assert [wrapped(documents.select(np.array([3, 0])), 5)[0][0].tolist()] == [[20, 21, 1, 2, 3]]
 

@@ -44,7 +44,7 @@ def loader(*sources: Source, workers: int = 0, length: int = 40, buffer: int = 7
     def stretches(place: Place) -> Iterator[tuple[Place, Sequences]]:
         examples = read(place)
         while some := list(islice(examples, buffer)):
-            yield some[-1][0], sequences_of(Documents.from_examples(each for _, each in some), LENGTH, True)[0]
+            yield some[-1][0], sequences_of(Documents.from_examples(each for _, each in some), LENGTH, True)
 
     defaults: dict[str, Any] = {"batch_size": 3, "seed": 5, "data": "data.path=x"}
     batches = Batches(stretches, collate=Collate(0, LENGTH, True), **defaults | settings)
