@@ -48,7 +48,9 @@ def pack(rows: Rows, result: Comparison) -> Comparison:
     from datasets import Dataset
     from trl import pack_dataset
 
-    examples = [example for example in rows.examples[:1000] if len(example.ids) <= LENGTH and example.trainable]
+    examples = [
+        example for example in rows.examples[:1000] if len(example.ids) <= LENGTH and {*example.labels[1:]} - {IGNORED}
+    ]
     columns = {"input_ids": [example.ids for example in examples], "labels": [example.labels for example in examples]}
     theirs = [row["input_ids"] for row in pack_dataset(Dataset.from_dict(columns), LENGTH, "bfd", {"batch_size": 1000})]
     made = sequences_of(Documents.from_examples(examples), LENGTH, True)

@@ -38,11 +38,6 @@ class Example:
     notes: Sequence[str] = field(default=(), compare=False)
     """Changes that were made to write it, and its unusual features."""
 
-    @property
-    def trainable(self) -> bool:
-        """True if any token counts in the loss. The first one never does: nothing comes before it."""
-        return any(label != IGNORED for label in self.labels[1:])
-
 
 @dataclass(frozen=True, slots=True)
 class Written:

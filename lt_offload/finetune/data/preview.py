@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,72 +24,85 @@ _CHARACTERS = 1600
 LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataPreview:
-    """Findings about training data."""
+class Preview:
+    """Findings about the training data of ``data``, of streamed data about the first rows.
 
-    said: Sequence[str]
-    """Interpretation of each source."""
-    documents: Documents
-    whole: bool = True
-    """True if these are all rows."""
+    Raises ``ConfigError`` if they cannot be used.
+    """
 
-
-def look_at(data: FineTuneData) -> DataPreview:
-    """Return a preview of ``data``, of streamed data of the first rows; ``ConfigError`` if they cannot be used."""
-    said: list[str] = []
-    training, validation = data.examples(), data.examples("validation_path")
-    training.say = validation.say = said.append
-    if not data.streaming:
-        documents = training.documents()
+    def __init__(self, data: FineTuneData) -> None:
+        self.data = data
+        self.said: list[str] = []
+        """The interpretation of each source."""
+        training, validation = data.examples(), data.examples("validation_path")
+        training.say = validation.say = self.said.append
+        if data.streaming:
+            self.said += [training.described(source, training.layout(source), None) for source in training.sources]
+            self.documents = Documents.from_examples(islice(training, STREAMED))
+            self.documents.bad = training.bad
+            return
+        self.documents = training.documents()
         if validation.sources:
             validation.documents()
-        return DataPreview(said=said, documents=documents)
-    said += [training.described(source, training.layout(source), None) for source in training.sources]
-    documents = Documents.from_examples(islice(training, STREAMED))
-    documents.bad = training.bad
-    return DataPreview(said=said, documents=documents, whole=False)
+
+    def parts(self, *, samples: int, color: bool) -> Iterator[RenderableType]:
+        """Yield parts for a console of rich, with so many ``samples`` from beginning to end of the data.
+
+        Learned parts have a ``color``, or stand between « and ».
+        """
+        from rich.text import Text
+
+        legend = Text("Learned: ")
+        legend.append("like this" if color else "«like this»", LEARNED)
+        if color:
+            legend.append(", not learned: ").append("like this", REST)
+        legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
+        count = len(self.documents)
+        if samples and count:
+            yield legend
+        for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
+            yield from _sample(self.data.tokenizer, self.documents[index], color)
+        yield from self._statistics()
+
+    def _statistics(self) -> Iterator[RenderableType]:
+        from rich.rule import Rule
+        from rich.table import Table
+
+        data, documents, lengths = self.data, self.documents, self.documents.lengths
+        yield Rule(f"of the first {len(documents):,} rows" if data.streaming else "", align="left")
+        yield from self.said
+        if data.encoder.template is not None and data.system is not None:
+            yield f"System message of conversations without one: {data.system}"
+        if documents.bad:
+            yield f"{documents.bad:,} rows cannot be used and are left out"
+        if not len(lengths):
+            return
+        table = Table("", box=None, pad_edge=False, header_style="")
+        for title in ("in all", "per row: mean", "least", "median", "90 %", "99 %", "most"):
+            table.add_column(title, justify="right")
+        for title, counts in (("tokens", lengths), ("learned", documents.trained(data.max_length)[0])):
+            marks = np.percentile(counts, (0, 50, 90, 99, 100), method="inverted_cdf")
+            table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
+        yield table
+        yield from _sequences(data, documents)
 
 
-def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
-    """Yield the parts of ``preview`` for a console of rich, with so many ``samples`` from beginning to end of the data.
-
-    Learned parts have a ``color``, or stand between « and ».
-    """
-    from rich.text import Text
-
-    legend = Text("Learned: ")
-    legend.append("like this" if color else "«like this»", LEARNED)
-    if color:
-        legend.append(", not learned: ").append("like this", REST)
-    legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
-    if samples and len(preview.documents):
-        yield legend
-    count = len(preview.documents)
-    for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
-        yield from _sample(data, preview, index, color)
-    yield from _statistics(data, preview)
-
-
-def _sample(data: FineTuneData, preview: DataPreview, index: int, color: bool) -> Iterator[RenderableType]:
+def _sample(tokenizer: Any, example: Example, color: bool) -> Iterator[RenderableType]:
     from rich.rule import Rule
     from rich.text import Text
 
-    example = preview.documents[index]
     learned = sum(label != IGNORED for label in example.labels)
     yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
     text, left, inside = Text(), _CHARACTERS, False
-    for piece, is_learned, is_special in pieces(data.tokenizer, example):
-        if left <= 0:
-            left -= len(piece)
-            continue
-        if is_learned != inside and not color:
-            text.append("«" if is_learned else "»")
-        inside = is_learned
-        shown = piece[:left].replace("\n", "↵\n") if is_learned else piece[:left]
+    for piece, is_learned, is_special in pieces(tokenizer, example):
+        if left > 0:
+            if is_learned != inside and not color:
+                text.append("«" if is_learned else "»")
+            inside = is_learned
+            shown = piece[:left].replace("\n", "↵\n") if is_learned else piece[:left]
+            style = LEARNED if is_learned else REST
+            text.append(shown, f"{SPECIAL} {style}" if is_special else style)
         left -= len(piece)
-        style = LEARNED if is_learned else REST
-        text.append(shown, f"{SPECIAL} {style}" if is_special else style)
     if inside and not color:
         text.append("»")
     if left < 0:
@@ -115,32 +127,7 @@ def pieces(tokenizer: Any, example: Example) -> Iterator[tuple[str, bool, bool]]
         done = whole
 
 
-def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[RenderableType]:
-    from rich.rule import Rule
-    from rich.table import Table
-
-    yield Rule("" if preview.whole else f"of the first {len(preview.documents):,} rows", align="left")
-    yield from preview.said
-    if data.encoder.template is not None and data.system is not None:
-        yield f"System message of conversations without one: {data.system}"
-    if preview.documents.bad:
-        yield f"{preview.documents.bad:,} rows cannot be used and are left out"
-    lengths = preview.documents.lengths
-    if not len(lengths):
-        return
-    learned, _ = preview.documents.trained(data.max_length)
-    table = Table(box=None, pad_edge=False, header_style="")
-    table.add_column("")
-    for title in ("in all", "per row: mean", "least", "median", "90 %", "99 %", "most"):
-        table.add_column(title, justify="right")
-    for title, counts in (("tokens", lengths), ("learned", learned)):
-        marks = np.percentile(counts, (0, 50, 90, 99, 100), method="inverted_cdf")
-        table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
-    yield table
-    yield from _losses(data, preview.documents)
-
-
-def _losses(data: FineTuneData, documents: Documents) -> Iterator[str]:
+def _sequences(data: FineTuneData, documents: Documents) -> Iterator[str]:
     limit, size = data.max_length, data.batch_size
     rows = sequences_of(documents, limit, data.pack)
     if data.pack == "wrapped":

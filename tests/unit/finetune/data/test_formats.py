@@ -140,9 +140,9 @@ def test_what_is_learned_of_a_conversation(train_on: Any) -> None:
 def test_an_empty_answer_teaches_nothing(answer: str) -> None:
     for template in (None, CHAT_TEMPLATE):
         own = tokenizer("metaspace", begins=True, template=template)
-        assert not encode(encoder(own), {"instruction": "say", "output": answer}).trainable
-    assert not encode(encoder(own), {"prompt": "say", "completion": answer}).trainable
-    assert not encode(encoder(own), {"text": answer}).trainable
+        assert not learned(encode(encoder(own), {"instruction": "say", "output": answer}))
+    assert not learned(encode(encoder(own), {"prompt": "say", "completion": answer}))
+    assert not learned(encode(encoder(own), {"text": answer}))
     turns = [("user", "a"), ("assistant", answer), ("user", "b"), ("assistant", "second")]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
     assert own.decode(learned(encode(encoder(own), row))) == "second</s>"
@@ -209,13 +209,6 @@ def test_what_ends_an_answer() -> None:
     own = tokenizer("bytes", template=None)
     assert own.convert_ids_to_tokens(encoder(own, "chatml").ends) == ["</s>", "<|im_end|>"]
     assert own.convert_ids_to_tokens(encoder(own, "zephyr").ends) == ["</s>"]
-
-
-@pytest.mark.parametrize(
-    ("labels", "trainable"), [([5, IGNORED], False), ([IGNORED, 5], True), ([IGNORED, IGNORED], False)]
-)
-def test_the_first_token_is_never_predicted(labels: list[int], trainable: bool) -> None:
-    assert Example(ids=[5, 5], labels=labels).trainable is trainable
 
 
 def test_rows_of_both_kinds_in_one_batch_keep_their_order() -> None:

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from lt_offload.finetune.data.formats import IGNORED, Example
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.data.preview import look_at, pieces, render
+from lt_offload.finetune.data.preview import Preview, pieces
 from tests.unit.finetune.data.vocabularies import tokenizer as trained
 
 
 def shown(data: FineTuneData, samples: int = 3, *, color: bool = False) -> str:
     paper = Console(file=io.StringIO(), width=80, highlight=False, markup=False, force_terminal=color)
-    for part in render(data, look_at(data), samples=samples, color=color):
+    for part in Preview(data).parts(samples=samples, color=color):
         paper.print(part)
     assert isinstance(paper.file, io.StringIO)
     return paper.file.getvalue()
