@@ -8,7 +8,7 @@ its sequences that were used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice, repeat
 from typing import Any
 
@@ -41,6 +41,7 @@ TOKENS = "num_items_in_batch"
 
 _PAD_MULTIPLE = 8
 """The divisor of a padded batch's columns: few different shapes, and efficient ones."""
+_DEPENDS_ON = ("count", "batch_size", "seed", "grouped")
 _BATCHES_TO_SORT = 50
 """Batches whose rows are sorted by length together: rows of like lengths meet, and still at random."""
 
@@ -83,6 +84,7 @@ class Collate:
         return batch
 
 
+@dataclass(kw_only=True, eq=False)
 class Batches(IterableDataset[tuple[Position, Batch]]):
     """Batches, each with the position after it; every so-many-th one in each of several workers.
 
@@ -95,37 +97,31 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
     they share the sequences that are left, and leave them out where these are fewer than processes. Without a
     ``count`` there are full batches only: when the data are over, they begin again, in another order.
 
-    ``begin`` is the place of the first training data. The order has no ``seed`` where it is that of the rows, and is
-    that of the first epoch in all unless ``reshuffled``. With ``grouped`` batches have rows of like lengths. Other
+    The order has no ``seed`` where it is that of the rows, and is that of the first epoch in all unless ``reshuffled``.
+    With ``grouped`` batches have rows of like lengths. ``first`` is the place of the first training data, and other
     ``settings`` decide about the order, too; errors name the ``data``.
     """
 
-    def __init__(
-        self,
-        stretches: Stretches,
-        *,
-        collate: Callable[[Sequence[Row]], Any],
-        batch_size: int,
-        seed: int | None,
-        count: int | None = None,
-        begin: Place = (0, 0),
-        grouped: bool = False,
-        reshuffled: bool = True,
-        silent: bool = False,
-        share: Share = Share(),  # noqa: B008  # it never changes
-        settings: Mapping[str, Any] | None = None,
-        data: str = "",
-    ) -> None:
-        self.count = count
+    stretches: Stretches
+    collate: Callable[[Sequence[Row]], Any]
+    batch_size: int
+    seed: int | None
+    count: int | None = None
+    grouped: bool = False
+    reshuffled: bool = True
+    silent: bool = False
+    share: Share = Share()
+    first: Place = (0, 0)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: str = ""
+
+    def __post_init__(self) -> None:
         self.moved = 0
         """Difference, in batches, between the position here and the loaded one of another number of processes."""
-        self._stretches, self._collate, self._data = stretches, collate, data
-        self._batch_size, self._share, self._silent = batch_size, share, silent
-        self._seed, self._grouped, self._reshuffled = seed, grouped, reshuffled
-        self._depends_on: dict[str, Any] = {"count": count, "batch_size": batch_size, "seed": seed, "grouped": grouped}
-        self._depends_on |= {"begin": list(begin), **(settings or {})}
-        self.position = _position(0, 0, begin, 0)
+        self.position = _position(0, 0, self.first, 0)
         """The position after the last batch that was taken, at which the next iteration begins."""
+        self._depends_on: dict[str, Any] = {name: getattr(self, name) for name in _DEPENDS_ON}
+        self._depends_on |= {"first": list(self.first), **self.settings}
         self._resume = self._counts = False
         """True before the first batch after a checkpoint; if epochs are counted here, as a run goes on from one."""
 
@@ -139,8 +135,8 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
 
     def _rounds(self, rows: int) -> int:
         """Return the number of batches of each process with ``rows`` that are left in an epoch."""
-        full, left = divmod(rows, self._batch_size * self._share.of)
-        return full + (left >= (1 if self._silent else self._share.of))
+        full, left = divmod(rows, self.batch_size * self.share.of)
+        return full + (left >= (1 if self.silent else self.share.of))
 
     @property
     def _left(self) -> int:
@@ -160,7 +156,7 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
         """Begin an epoch: at the loaded position, if there is one and its epoch had not ended."""
         # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
         if self.count is not None and not (self._resume and self._rounds(self._left)):
-            self.position = _position(self.position["epoch"] + self._counts, 0, self._depends_on["begin"], 0)
+            self.position = _position(self.position["epoch"] + self._counts, 0, self.first, 0)
         self._resume = False
 
     def take(self, item: tuple[Position, Any]) -> None:
@@ -173,7 +169,7 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
         if self.count is not None and not self._rounds(self._left):
             position = position | {"used": self.count}  # rows that are left out in one epoch are not for a later run
         done = len(self) - self._rounds(self._left)
-        return position | {"batches": done, "processes": self._share.of, "depends_on": self._depends_on}
+        return position | {"batches": done, "processes": self.share.of, "depends_on": self._depends_on}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, by as many processes or by others.
@@ -195,7 +191,7 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
         self.position = {key: state[key] for key in self.position}
         self.moved = len(self) - self._rounds(self._left) - state["batches"]
         self._resume = self._counts = True
-        if self.count is not None and before != (now := self._share.of):
+        if self.count is not None and before != (now := self.share.of):
             rank_zero_warn(
                 f"the checkpoint is of a run with {before} process{'es' if before > 1 else ''}, now there "
                 f"{'are' if now > 1 else 'is'} {now}: its epoch goes on with the {self._left:,} of {self.count:,} "
@@ -208,16 +204,16 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
         turn, of = (0, 1) if worker is None else (worker.id, worker.num_workers)
         rows = self._rows()
         for number in count():
-            some = list(islice(rows, self._batch_size * self._share.of))
+            some = list(islice(rows, self.batch_size * self.share.of))
             if not self._rounds(len(some)):
                 return
             if number % of == turn:
-                yield _position(*some[-1][0]), self._collate(self._own([row[1:] for row in some]))
+                yield _position(*some[-1][0]), self.collate(self._own([row[1:] for row in some]))
 
     def _own(self, some: list[tuple[Sequences, int]]) -> list[Row]:
         """Return the rows of this process of ``some`` for all."""
-        size, first, of = self._batch_size, self._share.first, self._share.of
-        if len(some) < size * of and not self._silent:
+        size, first, of = self.batch_size, self.share.first, self.share.of
+        if len(some) < size * of and not self.silent:
             numbers = np.array_split(np.arange(len(some)), of)[first]
             return [some[number][0][some[number][1]] for number in numbers]
         if own := some[first * size : (first + 1) * size]:
@@ -232,7 +228,7 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
             # A whole pass without a sequence, not the rest of one that a
             # run goes on in: the next one would be the same.
             barren = stretch == used == 0
-            for after, rows in self._stretches((place[0], place[1])):
+            for after, rows in self.stretches((place[0], place[1])):
                 order = self._order(rows.lengths, epoch, stretch)
                 barren = barren and not len(rows)
                 for number in range(used, len(order)):
@@ -246,16 +242,16 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
                 return
             if barren:
                 raise ConfigError(
-                    f"{self._data} has no trainable tokens within data.max_length; raise data.max_length, lower "
+                    f"{self.data} has no trainable tokens within data.max_length; raise data.max_length, lower "
                     "data.validation_rows, or check data.format and the columns"
                 )
-            epoch, stretch, place = epoch + 1, 0, self._depends_on["begin"]
+            epoch, stretch, place = epoch + 1, 0, self.first
 
     def _order(self, lengths: Integers, epoch: int, stretch: int) -> Integers:
-        if self._seed is None:
+        if self.seed is None:
             return np.arange(len(lengths))
-        key = self._seed, epoch if self._reshuffled else 0, stretch
-        return shuffled(lengths, self._batch_size if self._grouped else None, key)
+        key = self.seed, epoch if self.reshuffled else 0, stretch
+        return shuffled(lengths, self.batch_size if self.grouped else None, key)
 
 
 def shuffled(lengths: Integers, group: int | None, key: tuple[int, int, int]) -> Integers:

@@ -438,7 +438,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
 
     def _stream_loader(self) -> ResumableLoader:
         settings = {"max_length": self.max_length, "pack": self.pack, "stream_buffer": self.stream_buffer}
-        order = self._order(self._stretches, begin=self._begin, settings=settings, data=f"data.path={self.path}")
+        order = self._order(self._stretches, first=self._begin, settings=settings, data=f"data.path={self.path}")
         length = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
         return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes_for(self.trainer), length=length)
 
@@ -465,7 +465,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
 
     def _order(self, stretches: Stretches, **settings: Any) -> Batches:
         known: dict[str, Any] = {"collate": self._collate, "batch_size": self.batch_size, "seed": self.seed}
-        return Batches(stretches, share=share_of(self.trainer), **known | settings)
+        return Batches(stretches=stretches, share=share_of(self.trainer), **known | settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order.

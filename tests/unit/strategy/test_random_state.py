@@ -137,5 +137,5 @@ def test_the_rest_of_an_epoch_is_the_same(maker: str) -> None:
 
 
 def test_a_loader_that_keeps_its_place_is_left_alone() -> None:
-    loader: Any = ResumableLoader(Batches(lambda _: iter(()), collate=list, batch_size=2, seed=0, count=4))
+    loader: Any = ResumableLoader(Batches(stretches=lambda _: iter(()), collate=list, batch_size=2, seed=0, count=4))
     assert repeatable(loader) is loader

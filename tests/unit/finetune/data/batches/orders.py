@@ -28,7 +28,7 @@ def order(count: int = 11, size: int = 2, *, made: Sequences | None = None, **op
         if place == (0, 0):
             yield (1, 0), whole
 
-    return Batches(stretches, batch_size=size, count=count, **{"seed": 3, "collate": numbers} | options)
+    return Batches(stretches=stretches, batch_size=size, count=count, **{"seed": 3, "collate": numbers} | options)
 
 
 def numbers(batch: Sequence[Row]) -> list[int]:

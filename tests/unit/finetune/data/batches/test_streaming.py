@@ -47,7 +47,7 @@ def loader(*sources: Source, workers: int = 0, length: int = 40, buffer: int = 7
             yield some[-1][0], sequences_of(Documents.from_examples(each for _, each in some), LENGTH, True)
 
     defaults: dict[str, Any] = {"batch_size": 3, "seed": 5, "data": "data.path=x"}
-    batches = Batches(stretches, collate=Collate(0, LENGTH, True), **defaults | settings)
+    batches = Batches(stretches=stretches, collate=Collate(0, LENGTH, True), **defaults | settings)
     return ResumableLoader(batches, length=length, num_workers=workers)
 
 
@@ -118,7 +118,7 @@ def test_a_pass_learns_everything_once_in_another_order_each_time() -> None:
 def test_what_is_held_out_is_not_trained() -> None:
     source = Source(9, 3)
     held_out, trained = source.rows[0], [row for number, row in enumerate(source.rows) if number % 3 != 2][1:]
-    batches = list(loader(source, begin=(0, 1), length=30))
+    batches = list(loader(source, first=(0, 1), length=30))
     assert set(learned(batches)) == {token for row in trained for token in row[1:]}
     assert not set(held_out[1:]) <= set(learned(batches))
 
@@ -128,7 +128,7 @@ def test_data_without_anything_to_learn() -> None:
         list(loader(Source(0, 0)))
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}, {"begin": [0, 2]}, {"pack": True}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}, {"first": [0, 2]}, {"pack": True}])
 def test_another_order_is_not_continued(change: dict[str, Any]) -> None:
     now = loader(*sources(), settings={"pack": False})
     state = now.state_dict()
