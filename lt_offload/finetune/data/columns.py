@@ -100,12 +100,12 @@ def find_columns(
     by_role = {role: column for role, column in mapping.items() if role not in keys}
     # A format is taken only if it uses all columns that the user has named: else a name would be ignored silently.
     wanted = [*by_role, *(["messages"] if keys else [])]
-    has = f"it has {', '.join(map(repr, names)) or 'none'}"
+    has = ", ".join(map(repr, names)) or "none"
     for column in by_role.values():
         if column not in names:
             near = nearest(column, names, most=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"data.columns: {where} has no column {column!r}, {has}{hint}")
+            raise ConfigError(f"data.columns: {where} has no column {column!r}, it has {has}{hint}")
     free = [name for name in names if name not in by_role.values()]
     for role, name in [*zip(_OF_COLUMNS, _OF_COLUMNS, strict=True), ("messages", "conversations")]:
         if name in free:
@@ -126,12 +126,12 @@ def find_columns(
     if choice == "auto":
         needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in NEEDED.items())
         raise ConfigError(
-            f"{where} has no columns of a known format, {has}; formats need {needs}. Say which column is which, for "
-            f"example --data.columns '{{text: {example}}}'"
+            f"{where} has no columns of a known format, it has {has}; formats need {needs}. Say which column is which, "
+            f"for example --data.columns '{{text: {example}}}'"
         )
     missing = next(role for role in NEEDED[choice] if role not in by_role)
     raise ConfigError(
-        f"{where} has no column {missing!r}, {has}; choose data.format=auto, or name the column with "
+        f"{where} has no column {missing!r}, it has {has}; choose data.format=auto, or name the column with "
         f"--data.columns '{{{missing}: {example}}}'"
     )
 
@@ -142,8 +142,8 @@ def _refuse_preferences(where: str, names: Sequence[str], first: Row) -> None:
     if pairs or ("completion" in names and isinstance(first.get("label"), bool)):
         format, role = ("chat", "messages") if isinstance(first.get("chosen"), list) else ("completion", "completion")
         flags = f"--data.format {format} --data.columns '{{{role}: chosen}}'"
+        hint = f" To train on the better answers alone, {flags}" if pairs else ""
         raise ConfigError(
-            f"{where} holds preferences (columns {'chosen and rejected' if pairs else 'label'}), which this "
-            "fine-tuning does not learn from: it learns to write answers, not to prefer one."
-            + (f" To train on the better answers alone, {flags}" if pairs else "")
+            f"{where} holds preferences (columns {'chosen and rejected' if pairs else 'label'}), which this fine-tuning "
+            f"does not learn from: it learns to write answers, not to prefer one.{hint}"
         )

@@ -163,7 +163,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
         self._streamed: Examples | None = None
         self._begin: Place = (0, 0)
         self._said = False
-        self._read: tuple[Documents, Documents | None] | None = None
         self._loader: ResumableLoader | None = None
         self._resume_at: dict[str, Any] | None = None
 
@@ -223,9 +222,8 @@ class FineTuneData(_DataSettings, LightningDataModule):
 
     def prepare_data(self) -> None:
         """Let the first of several processes of a machine write the cache for the others."""
-        if several(self.trainer) and not self.streaming and self._train is None:
-            self.check_paths()
-            self._read = self._documents()
+        if several(self.trainer) and not self.streaming:
+            self.setup("fit")
 
     def setup(self, stage: str) -> None:
         """Read and tokenise everything, once; raises ``ConfigError`` if there is nothing to train on."""
@@ -239,7 +237,8 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 self.trainer.fit_loop.max_epochs = -1
             self._set_up_stream(trains=stage == "fit")
             return
-        (training, validation), self._read = self._read or self._documents(), None
+        training, held = self.examples().documents(), self.examples("validation_path")
+        validation = held.documents() if held.sources else None
         share = partial(held_out, share=self.validation_share, rows=self.validation_rows, seed=self.validation_seed)
         setting = "data.path" if validation is None else "data.validation_path"
         if validation is None and len(training) == 1:
@@ -295,10 +294,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
             num_proc=self.num_proc,
             say=rank_zero_info,
         )
-
-    def _documents(self) -> tuple[Documents, Documents | None]:
-        training, validation = self.examples(), self.examples("validation_path")
-        return training.documents(), validation.documents() if validation.sources else None
 
     def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
         path = getattr(self, name)
