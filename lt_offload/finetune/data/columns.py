@@ -143,7 +143,8 @@ def _refuse_preferences(where: str, names: Sequence[str], first: Row) -> None:
         format, role = ("chat", "messages") if isinstance(first.get("chosen"), list) else ("completion", "completion")
         flags = f"--data.format {format} --data.columns '{{{role}: chosen}}'"
         hint = f" To train on the better answers alone, {flags}" if pairs else ""
+        columns = "chosen and rejected" if pairs else "label"
         raise ConfigError(
-            f"{where} holds preferences (columns {'chosen and rejected' if pairs else 'label'}), which this fine-tuning "
-            f"does not learn from: it learns to write answers, not to prefer one.{hint}"
+            f"{where} holds preferences (columns {columns}), which this fine-tuning does not learn from: it learns to "
+            f"write answers, not to prefer one.{hint}"
         )

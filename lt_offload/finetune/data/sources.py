@@ -165,6 +165,8 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
 
 def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
     from datasets import load_dataset
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     local, where, source = user_path(path), f"{setting}={path!r}", partial(Source, path=path, setting=setting)
     if is_dir(local) and (saved := [name for name in _SAVED if is_file(local / name)]):
@@ -192,7 +194,10 @@ def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
         return source(kind=_kind_of(files, f"{where} matches"), files=files)
     if kind_of_file(local) is not None or may_be_local(path):
         raise ConfigError(f"{where} does not exist (looked in {Path.cwd()})")
-    _check_name(path, where)
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise ConfigError(f"{where} is no file here, and no name on the hub: {first_line(error)}") from None
     # Opened once: the fingerprint of the table is looked up before its rows are read.
     table = cache(lambda streaming: load_dataset(path, subset, split=split, streaming=streaming))
     return source(kind="hub", place="hub", opened=table)
@@ -211,12 +216,10 @@ def kind_of_file(file: Path) -> str | None:
 def _of_folder(path: str, folder: Path, split: str, setting: str) -> tuple[list[Path], bool, str]:
     """Return the data files in ``folder`` or one level below, whether they are those of one split, and a note."""
     where = f"{setting}={path!r}"
-    inside = _inside(folder, where)
-    files, beside = _data_of(inside)
+    files, beside, folders = _inside(folder, where)
     below: dict[Path, list[Path]] = {}
     if not files:
-        folders = [each for each in inside if is_dir(each) and not each.name.startswith(".")]
-        below = {each: data for each in folders if (data := _data_of(_inside(each, where))[0])}
+        below = {each: data for each in folders if (data := _inside(each, where)[0])}
         if len(below) > 1 and not all(_split_in(each.name) for each in below):
             names = ", ".join(repr(each.name) for each in below)
             raise ConfigError(
@@ -248,23 +251,19 @@ def _of_folder(path: str, folder: Path, split: str, setting: str) -> tuple[list[
     return files, of_split, "; ".join(note)
 
 
-def _inside(folder: Path, where: str) -> list[Path]:
+def _inside(folder: Path, where: str) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return the data files in ``folder``, files about them such as a README, and folders."""
     try:
-        entries = sorted(folder.iterdir())
+        entries = sorted(file for file in folder.iterdir() if not file.name.startswith("."))
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
     for file in entries:
         # Folders of the hub's cache are such links: a file of the data would be missing without a word.
         if file.is_symlink() and not file.exists() and kind_of_file(file) is not None:
             raise ConfigError(f"{where}: the link {file.name!r} in it leads nowhere; mend or remove it")
-    return entries
-
-
-def _data_of(inside: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the data files, and files about them such as a README."""
-    files = [file for file in inside if _has_rows(file)]
+    files = [file for file in entries if _has_rows(file)]
     about = [file for file in files if _ABOUT.fullmatch(file.name.lower())]
-    return [file for file in files if file not in about], about
+    return [file for file in files if file not in about], about, [each for each in entries if is_dir(each)]
 
 
 def _has_rows(file: Path) -> bool:
@@ -310,16 +309,6 @@ def _kind_of(files: Sequence[Path], where: str) -> str:
 
 
 # -- what datasets reads ----------------------------------------------------------------------------------------------
-
-
-def _check_name(path: str, where: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(path)
-    except HFValidationError as error:
-        raise ConfigError(f"{where} is no file here, and no name on the hub: {first_line(error)}") from None
 
 
 def _open_file(file: Path | None, kind: str) -> Table:
