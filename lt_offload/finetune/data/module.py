@@ -482,16 +482,14 @@ class FineTuneData(_DataSettings, LightningDataModule):
             lengths = [int(rows.lengths.max()) for rows in (self._train, self._validation) if rows]
             width = padded_width(max(lengths, default=width), width)
         generator = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(len(self.tokenizer), (self.batch_size, width), generator=generator)
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        if not self.pack:
-            batch["attention_mask"] = torch.ones_like(ids)
+        rows = []
+        for number in range(1, self.batch_size + 1):
             # One padded position: without any, attention takes a cheaper path that real batches do not take.
-            batch["attention_mask"][-1, -1] = 0
-        elif self.pack != "wrapped":
-            # Two documents in each row: with one, there would be nothing to mask.
-            first = (self.max_length + 1) // 2
-            batch["position_ids"] = (torch.arange(self.max_length) % first).repeat(self.batch_size, 1)
+            length = width if self.pack or number < self.batch_size else width - 1
+            ids = torch.randint(len(self.tokenizer), (length,), generator=generator)
+            # Two documents in each packed row: with one, there would be nothing to mask.
+            rows.append((ids, ids, torch.arange(length) % ((width + 1) // 2)))
+        batch = self._collate(rows)
         if sizes_for(self.trainer) is not None:
             batch[TOKENS] = torch.tensor(trained_tokens(batch))
         return batch
