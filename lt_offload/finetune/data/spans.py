@@ -62,9 +62,9 @@ class Locator:
             text = self.template.render(messages)
             before, asking = self.template.render(messages[:1]), self.template.render(messages[:1], ask=True)
             first, last = self._changed(messages, None, 1, text)
+            closing = self._closing(messages, None, 1, text, last)
         except RowFault:
             return "", None
-        closing = self._closing(messages, None, 1, text, last)
         if not closing and self._prefix(messages[:2], None, text) is None:
             closing = text[last : last + self._token_at(text, last)]
         if asking == before or not (text.startswith(before) and asking.startswith(before)):
@@ -83,11 +83,11 @@ class Locator:
         first, last = self._changed(messages, tools, turn, text)
         if begin is None:
             before = self._changed(messages, tools, turn - 1, text)[1] if turn else 0
-            asked = text.rfind(_first_line(header), before, first) if header else -1
+            place = text.rfind(_first_line(header), before, first) if header else -1
             # Where nothing asks for a turn, white space in front of the words belongs to them.
             begin = first if header is not None else before + len(text[before:first].rstrip())
-            if header and asked >= 0:
-                begin = asked + len(self._common(header, text, asked, first))
+            if header and place >= 0:
+                begin = place + len(self._common(header, text, place, first))
         if end is not None:
             end = self._with_next(text, end)
         else:

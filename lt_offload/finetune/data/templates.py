@@ -155,9 +155,9 @@ def _writes(template: ChatTemplate, tools: bool, calls: Literal["object", "text"
     call = {"type": "function", "id": "call00007", "function": {"name": "name7", "arguments": {"key7": "value7"}}}
     result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
     answer: Message = {"role": "assistant", "content": "answer"}
-    asked = {"role": "assistant", "content": "", "tool_calls": [call]} if calls else answer
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]} if calls else answer
     messages: list[Message] = [{"role": "user", "content": "question"}]
-    messages += [_with_text_arguments(asked) if calls == "text" else asked, *([result, answer] if results else [])]
+    messages += [_with_text_arguments(calling) if calls == "text" else calling, *([result, answer] if results else [])]
     written = template.tried(messages, [{"type": "function", "function": function}] if tools else None) or ""
     if (tools and "tool7" not in written) or (results and "result7" not in written):
         return False
