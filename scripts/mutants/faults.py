@@ -471,8 +471,8 @@ AROUND = (
     mutant(
         "a document is predicted from the one before",
         PACKING,
-        "                labels[begin] = IGNORED\n",
-        "                pass\n",
+        "            labels[positions == 0] = IGNORED\n",
+        "            pass\n",
         "unit/finetune/data/batches/test_apart.py",
         "unit/finetune/data/batches",
     ),

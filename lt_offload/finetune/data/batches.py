@@ -7,7 +7,7 @@ its sequences that were used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice, repeat
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lt_offload.errors import ConfigError
@@ -65,22 +66,20 @@ class Collate:
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch of ``rows``."""
-        width = self.length if self.pack else padded_width(max(len(ids) for ids, _, _ in rows), self.length)
-        shape = (len(rows), width)
-        batch = {"input_ids": torch.full(shape, self.pad_id)}
+        ids, labels, positions = zip(*rows, strict=True)
+        width = self.length if self.pack else padded_width(max(map(len, ids)), self.length)
+
+        def filled(parts: Iterable[Tensor], value: int) -> Tensor:
+            return torch.stack([pad(part, (0, width - len(part)), value=value) for part in parts])
+
+        batch = {"input_ids": filled(ids, self.pad_id)}
         if not self.pack:
-            batch["attention_mask"] = torch.zeros(shape, dtype=torch.long)
-        batch["labels"] = torch.full(shape, IGNORED)
+            batch["attention_mask"] = filled(map(torch.ones_like, ids), 0)
+        batch["labels"] = filled(labels, IGNORED)
         if self.pack is True:
-            batch["position_ids"] = torch.empty(shape, dtype=torch.long)
-        for number, (ids, labels, positions) in enumerate(rows):
-            end = len(ids)
-            batch["input_ids"][number, :end] = ids
-            batch["labels"][number, :end] = labels
-            if not self.pack:
-                batch["attention_mask"][number, :end] = 1
-            elif self.pack is True:
-                batch["position_ids"][number] = torch.cat([positions, torch.arange(width - end)])
+            batch["position_ids"] = torch.stack(
+                [torch.cat([each, torch.arange(width - len(each))]) for each in positions]
+            )
         return batch
 
 

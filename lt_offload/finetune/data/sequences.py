@@ -219,20 +219,16 @@ class Sequences(Dataset[Row]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Row:
-        total = int(self.lengths[index])
-        ids, labels, positions = (np.empty(total, np.int64) for _ in range(3))
-        begin = 0
         row = self.row(index)
-        for (_, start, stop), of_document in zip(row, self.documents.read([each[0] for each in row]), strict=True):
-            end = begin + stop - start
-            ids[begin:end], labels[begin:end] = (tokens[start:stop] for tokens in of_document)
+        parts = zip(row, self.documents.read([document for document, _, _ in row]), strict=True)
+        cut = [[tokens[start:stop] for tokens in of_document] for (_, start, stop), of_document in parts]
+        ids, labels = (np.concatenate(each).astype(np.int64) for each in zip(*cut, strict=True))
+        positions = np.arange(len(ids))
+        if self._apart:
             # Models find where a document begins by its position 0. Its first token follows
             # another document's last one, from which it must not be predicted.
-            first = 0 if self._apart else begin
-            positions[begin:end] = np.arange(first, first + end - begin)
-            if self._apart:
-                labels[begin] = IGNORED
-            begin = end
+            positions = np.concatenate([np.arange(stop - start) for _, start, stop in row])
+            labels[positions == 0] = IGNORED
         return torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(positions)
 
     def take(self, numbers: Integers) -> Sequences:
