@@ -190,10 +190,8 @@ def _message(item: Any, keys: Mapping[str, str]) -> Message:
 
 
 def _content(value: Any, name: str, may_be_missing: bool) -> str:
-    if value is None and may_be_missing:
-        return ""
     if not isinstance(value, list | tuple):
-        return check_text(value, name)
+        return "" if value is None and may_be_missing else check_text(value, name)
     texts = []
     for part in value:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):

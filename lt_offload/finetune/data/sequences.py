@@ -201,7 +201,7 @@ class Sequences(Dataset[Row]):
     """
 
     losses: Sequence[str] = ()
-    """What was too long for a row, or has nothing to learn, in a few words each."""
+    """The losses in a few words each: rows that are too long, or have nothing to learn."""
     left_out: Integers = np.empty(0, np.int64)
     """Numbers of documents of which nothing is learned."""
 
