@@ -29,9 +29,9 @@ from lt_offload.finetune.adapters import (
     saved_among,
     saved_config,
 )
-from lt_offload.finetune.data.batches.loaders import TOKENS
-from lt_offload.finetune.data.batches.packing import check_packing
+from lt_offload.finetune.data.batches import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
+from lt_offload.finetune.data.sequences import check_packing
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger
 from lt_offload.finetune.optimizers import (

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat.conversations import Conversation
 from lt_offload.finetune.data.columns import Columns
+from lt_offload.finetune.data.conversations import Conversation
 from lt_offload.finetune.data.formats import Example, Written
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.data.rows import Row, RowFault
@@ -36,12 +36,14 @@ class Rows:
     def read(cls, file: str, tokenizer: str, template: str | None, count: int) -> Rows:
         """Return up to ``count`` rows of ``file``."""
         data = FineTuneData(tokenizer, path=file, template=template, skip_bad_rows=True)
+        if data.encoder.template is None:  # instructions are written so anyway, conversations are an error
+            data = FineTuneData(tokenizer, path=file, template="alpaca", skip_bad_rows=True)
         source = sources(file, subset=None, split="train", setting="data.path")[0]
         try:
-            layout = data.preparation.layout(source)
+            layout = data.examples().layout(source)
         except ConfigError:  # texts have no chat template
             data = FineTuneData(tokenizer, path=file, skip_bad_rows=True)
-            layout = data.preparation.layout(source)
+            layout = data.examples().layout(source)
         rows: list[Row] = []
         examples = []
         for _, row in source.rows(streaming=False):
@@ -63,9 +65,10 @@ class Rows:
     @cached_property
     def conversations(self) -> list[Conversation | None]:
         """The messages of the rows as the template writes them; None where no template does."""
-        template = self.data.encoder.template
-        made = [self.data.encoder.conversation(row, self.layout) for row in self.rows]
-        return [each if each is None or template is None else template.fit(each)[0] for each in made]
+        if self.layout.of_texts:
+            return [None] * len(self.rows)
+        template = self.data.encoder.locator.template
+        return [template.fit(self.data.encoder.conversation(row, self.layout))[0] for row in self.rows]
 
     def texts(self, role: str) -> list[str]:
         """Return the column of a role."""

@@ -12,13 +12,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.packing import packed, pieces_of
-from lt_offload.finetune.data.chat.conversations import Conversation
-from lt_offload.finetune.data.chat.templates import Span
+from lt_offload.finetune.data.conversations import Conversation
 from lt_offload.finetune.data.formats import IGNORED, Example, Written
+from lt_offload.finetune.data.sequences import Documents, sequences_of
+from lt_offload.finetune.data.templates import Span
 from scripts.agreement.rows import Comparison, Rows
 
 LENGTH = 1024
@@ -51,12 +48,12 @@ def pack(rows: Rows, result: Comparison) -> Comparison:
     from datasets import Dataset
     from trl import pack_dataset
 
-    examples = [example for example in rows.examples[:1000] if len(example.ids) <= LENGTH and example.trainable]
+    examples = [
+        example for example in rows.examples[:1000] if len(example.ids) <= LENGTH and {*example.labels[1:]} - {IGNORED}
+    ]
     columns = {"input_ids": [example.ids for example in examples], "labels": [example.labels for example in examples]}
     theirs = [row["input_ids"] for row in pack_dataset(Dataset.from_dict(columns), LENGTH, "bfd", {"batch_size": 1000})]
-    documents = Documents.from_examples(examples)
-    parts, _ = pieces_of(documents, np.arange(len(documents)), LENGTH)
-    made = packed(documents, parts, LENGTH)
+    made = sequences_of(Documents.from_examples(examples), LENGTH, True)
     ours = [made[index][0].tolist() for index in range(len(made))]
     result.rows = max(len(ours), len(theirs))
     result.same = (Counter(map(tuple, ours)) & Counter(map(tuple, theirs))).total()
@@ -72,8 +69,6 @@ def _examples(rows: Rows) -> list[tuple[Example, list[int]]]:
     elif rows.layout.format == "completion" and not rows.layout.of_messages:
         pairs = zip(rows.texts("prompt"), rows.texts("completion"), strict=True)
         texts = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
-    elif rows.data.encoder.template is None:  # instructions in Stanford Alpaca's words
-        texts = [_halves(written) for written in rows.written]
     else:
         return _conversations(tokenizer, [each for each in rows.conversations if each is not None])
     return [(example, []) for example in _prepared(tokenizer, texts)]
@@ -118,12 +113,6 @@ def _follows(whole: Sequence[int], part: Example) -> bool:
     return whole[: len(part.ids) - 1] == part.ids[:-1]
 
 
-def _halves(written: Written) -> dict[str, str]:
-    """Return prompt and answer of a text."""
-    begin = written.learned[0][0] if written.learned else len(written.text)
-    return {"prompt": written.text[:begin], "completion": written.text[begin:]}
-
-
 def _prepared(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> list[Example]:
     """Return what TRL's trainer makes of ``rows``."""
     from datasets import IterableDataset
@@ -154,7 +143,7 @@ def _why(rows: Rows, number: int, theirs: Example, rewritten: Sequence[int]) -> 
     places = {} if conversation is None else _places(rows, conversation, rewritten)
     if conversation is None and not written.learned:
         places[EMPTY] = [(0, len(written.text))]
-    batch = rows.data.tokenizer(written.text, add_special_tokens=written.plain, return_offsets_mapping=True)
+    batch = rows.data.tokenizer(written.text, add_special_tokens=rows.layout.of_texts, return_offsets_mapping=True)
     reasons = []
     for place, left, right in zip(batch["offset_mapping"], ours.labels, theirs.labels, strict=True):
         if left == right:
@@ -175,7 +164,6 @@ def _why(rows: Rows, number: int, theirs: Example, rewritten: Sequence[int]) -> 
 def _places(rows: Rows, conversation: Conversation, rewritten: Sequence[int]) -> dict[str, list[Span]]:
     """Return by reason where the answers are that TRL learns in another way."""
     locator = rows.data.encoder.locator
-    assert locator is not None
     learned = conversation.learned(False)
     turns = {
         EMPTY: [turn for turn in conversation.answers if turn not in learned],

@@ -26,7 +26,7 @@ REPLAN, RESUME, SAMPLE, SUMS, BATCH_SIZE = (
 )
 HEAD, PARTS, SAVING = "model/head.py", "model/parts.py", "model/saving.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
-PACKING, LOSS, ROWS = "finetune/data/batches/packing.py", "finetune/optimizers.py", "finetune/data/rows.py"
+PACKING, LOSS, ROWS = "finetune/data/sequences.py", "finetune/optimizers.py", "finetune/data/rows.py"
 RUN, FIRST_PLAN = "hf/run.py", "strategy/first/planning.py"
 GROWING, HANDOVER = "strategy/first/growing.py", "execute/training/handover.py"
 
@@ -470,8 +470,8 @@ AROUND = (
     mutant(
         "a document is predicted from the one before",
         PACKING,
-        "                labels[begin] = IGNORED\n",
-        "                pass\n",
+        "            labels[positions == 0] = IGNORED\n",
+        "            pass\n",
         "unit/finetune/data/batches/test_apart.py",
         "unit/finetune/data/batches",
     ),

@@ -11,7 +11,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.preflight import check_early
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.preview import DataPreview, look_at, render
+from lt_offload.finetune.data.preview import Preview
 from lt_offload.resources import user_path
 
 _ENDINGS = (".html", ".svg", ".txt")
@@ -32,22 +32,22 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
         if Path(save).suffix.lower() not in _ENDINGS:
             raise ConfigError(f"save={save!r}: end the name with one of {', '.join(_ENDINGS)}")
     check_early(app)
-    preview = look_at(app.datamodule)
+    preview = Preview(app.datamodule)
     console = Console(highlight=False, markup=False)
-    shown = list(render(app.datamodule, preview, samples=samples, color=console.color_system is not None))
+    shown = list(preview.parts(samples=samples, color=console.color_system is not None))
     for part in shown:
         console.print(part)
     if save is not None:
-        print(f"saved: {_save(app, preview, samples, save)}")
+        print(f"saved: {_save(preview, samples, save)}")
     return 0
 
 
-def _save(app: App, preview: DataPreview, samples: int, save: str) -> Path:
+def _save(preview: Preview, samples: int, save: str) -> Path:
     target = user_path(save)
     color = target.suffix.lower() != ".txt"
     paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)
     # Rendered anew: a page has colours, a text has none, whatever the terminal has.
-    for part in render(app.datamodule, preview, samples=samples, color=color):
+    for part in preview.parts(samples=samples, color=color):
         paper.print(part)
     if target.suffix.lower() == ".html":
         paper.save_html(str(target))

@@ -20,16 +20,16 @@ NEEDED: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
 }
 """Roles that rows of a format must have, in the order in which formats are tried."""
-_OPTIONAL: dict[Format, tuple[str, ...]] = {
-    "chat": ("tools", "system"),
-    "alpaca": ("input", "system", "history"),
-    "completion": ("tools",),
-    "text": (),
+_ALL: dict[Format, tuple[str, ...]] = {
+    "chat": ("messages", "tools", "system"),
+    "alpaca": ("instruction", "output", "input", "system", "history"),
+    "completion": ("prompt", "completion", "tools"),
+    "text": ("text",),
 }
 _OF_MESSAGES = ("role", "content")
 """Roles of the keys of a message, not of columns."""
-_OTHER_NAMES = {"messages": ("messages", "conversations")}
-ROLES = tuple(dict.fromkeys([*(r for f in NEEDED for r in (*NEEDED[f], *_OPTIONAL[f])), *_OF_MESSAGES]))
+_OF_COLUMNS = tuple(dict.fromkeys(role for roles in _ALL.values() for role in roles))
+ROLES = (*_OF_COLUMNS, *_OF_MESSAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def check_columns(mapping: Mapping[str, str]) -> None:
             near = nearest(role, ROLES, most=1)
             hint = f"did you mean {near[0]}?" if near else f"roles are {', '.join(ROLES)}"
             raise ConfigError(f"data.columns: unknown role {role!r}; {hint} (roles stand left: role: column)")
-    for group in (_OF_MESSAGES, tuple(role for role in ROLES if role not in _OF_MESSAGES)):
+    for group in (_OF_MESSAGES, _OF_COLUMNS):
         used: dict[str, str] = {}
         for role in group:
             column = mapping.get(role)
@@ -97,68 +97,54 @@ def find_columns(
     ``ConfigError`` if columns are missing, speak for no format, or are those of preference pairs.
     """
     keys = {role: mapping[role] for role in _OF_MESSAGES if role in mapping}
-    chosen = {role: column for role, column in mapping.items() if role not in keys}
-    absent = [column for column in chosen.values() if column not in names]
-    if absent:
-        near = nearest(absent[0], names, most=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"data.columns: {where} has no column {absent[0]!r}, it has {_quoted(names)}{hint}")
+    by_role = {role: column for role, column in mapping.items() if role not in keys}
+    # A format is taken only if it uses all columns that the user has named: else a name would be ignored silently.
+    wanted = [*by_role, *(["messages"] if keys else [])]
+    has = ", ".join(map(repr, names)) or "none"
+    for column in by_role.values():
+        if column not in names:
+            near = nearest(column, names, most=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"data.columns: {where} has no column {column!r}, it has {has}{hint}")
+    free = [name for name in names if name not in by_role.values()]
+    for role, name in [*zip(_OF_COLUMNS, _OF_COLUMNS, strict=True), ("messages", "conversations")]:
+        if name in free:
+            by_role.setdefault(role, name)
     if choice == "auto":
         _refuse_preferences(where, names, first)
-    by_role = {role: column for role in ROLES if (column := _column(role, chosen, names)) is not None}
-    formats: list[Format] = list(NEEDED) if choice == "auto" else [choice]
-    # A format is taken only if it uses all columns that the user has named: else a name would be ignored silently.
-    wanted = set(chosen) | ({"messages"} if keys else set())
-    for format in formats:
-        roles = (*NEEDED[format], *_OPTIONAL[format])
-        if all(role in by_role for role in NEEDED[format]) and (choice != "auto" or wanted <= set(roles)):
-            stray = sorted(wanted - set(roles))
+    for format in NEEDED if choice == "auto" else [choice]:
+        stray = sorted(set(wanted) - set(_ALL[format]))
+        if all(role in by_role for role in NEEDED[format]) and not (stray and choice == "auto"):
             if stray:
                 raise ConfigError(
-                    f"data.columns: data.format={format} has no role {stray[0]!r}, it has {', '.join(roles)}"
+                    f"data.columns: data.format={format} has no role {stray[0]!r}, it has {', '.join(_ALL[format])}"
                 )
-            columns = {role: by_role[role] for role in roles if role in by_role}
+            columns = {role: by_role[role] for role in _ALL[format] if role in by_role}
             return Columns(format, columns, keys, not isinstance(first.get(columns.get("prompt", "")), str | None))
     _refuse_preferences(where, names, first)
+    example = names[0] if names else "..."
     if choice == "auto":
         needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in NEEDED.items())
         raise ConfigError(
-            f"{where} has no columns of a known format, it has {_quoted(names)}; formats need {needs}. Say which "
-            f"column is which, for example --data.columns '{{text: {_some_name(names)}}}'"
+            f"{where} has no columns of a known format, it has {has}; formats need {needs}. Say which column is which, "
+            f"for example --data.columns '{{text: {example}}}'"
         )
     missing = next(role for role in NEEDED[choice] if role not in by_role)
     raise ConfigError(
-        f"{where} has no column {missing!r}, it has {_quoted(names)}; choose data.format=auto, or name the column with "
-        f"--data.columns '{{{missing}: {_some_name(names)}}}'"
+        f"{where} has no column {missing!r}, it has {has}; choose data.format=auto, or name the column with "
+        f"--data.columns '{{{missing}: {example}}}'"
     )
-
-
-def _column(role: str, chosen: Mapping[str, str], names: Sequence[str]) -> str | None:
-    if role in chosen:
-        return chosen[role]
-    taken = set(chosen.values())
-    return next((name for name in _OTHER_NAMES.get(role, (role,)) if name in names and name not in taken), None)
 
 
 def _refuse_preferences(where: str, names: Sequence[str], first: Row) -> None:
     pairs = "chosen" in names and "rejected" in names
     # KTO's rows look like completions but for a label, which says that some of them are not to be imitated.
     if pairs or ("completion" in names and isinstance(first.get("label"), bool)):
-        what = "chosen and rejected" if pairs else "label"
-        hint = (
-            " To train on the better answers alone, --data.format chat --data.columns '{messages: chosen}'"
-            if (isinstance(first.get("chosen"), list))
-            else " To train on the better answers alone, --data.format completion --data.columns '{completion: chosen}'"
-        )
+        format, role = ("chat", "messages") if isinstance(first.get("chosen"), list) else ("completion", "completion")
+        flags = f"--data.format {format} --data.columns '{{{role}: chosen}}'"
+        hint = f" To train on the better answers alone, {flags}" if pairs else ""
+        columns = "chosen and rejected" if pairs else "label"
         raise ConfigError(
-            f"{where} holds preferences (columns {what}), which this fine-tuning does not learn from: it learns to "
-            f"write answers, not to prefer one.{hint if pairs else ''}"
+            f"{where} holds preferences (columns {columns}), which this fine-tuning does not learn from: it learns to "
+            f"write answers, not to prefer one.{hint}"
         )
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
-
-
-def _some_name(names: Sequence[str]) -> str:
-    return names[0] if names else "..."

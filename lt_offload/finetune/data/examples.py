@@ -7,76 +7,62 @@ tokenizer, chat template, settings and this code.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from lt_offload import __version__
 from lt_offload.errors import ConfigError, first_line
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import unchanged
-from lt_offload.finetune.data.batches.streaming import Place
+from lt_offload.finetune.data.batches import Place, unchanged
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
-from lt_offload.finetune.data.rows import RowFault
+from lt_offload.finetune.data.rows import Row, RowFault
+from lt_offload.finetune.data.sequences import MOST_NAMED, Documents
 from lt_offload.finetune.data.sources import Source
 from lt_offload.finetune.processes import is_first
 from lt_offload.resources import user_cache, user_path
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    import datasets
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
-MOST_NAMED = 3
-"""Rows that a message names."""
 _BATCH_ROWS = 512
 Placed = tuple[str, Example | RowFault]
 """File and row, and its example or fault."""
 
 
-class Encoded(IterableDataset["list[Placed] | ConfigError"]):
-    """Examples of a source and faults of its rows, each with its place, in batches.
+@dataclass(frozen=True)
+class _Encoding(Dataset[list[Placed]]):
+    """Examples and faults of rows, each with its place; the rows are what it is indexed by."""
 
-    Each of several workers reads all rows and makes every so-many-th batch. A file that cannot be read is an item, as
-    an exception would come from a worker in the words of the worker's loader.
+    encoder: Encoder
+    layout: Columns
+
+    def __getitem__(self, rows: Sequence[tuple[str, Row | RowFault]]) -> list[Placed]:
+        places, each = zip(*rows, strict=True)
+        return list(zip(places, self.encoder.encode(each, self.layout), strict=True))
+
+
+@dataclass(kw_only=True, eq=False)
+class Examples:
+    """The examples of sources, one after the other; the settings are called as in recipes.
+
+    ``documents`` makes them once, and iteration each time anew, for data that do not fit into memory.
     """
 
-    def __init__(self, encoder: Encoder, layout: Columns, source: Source, *, streaming: bool, start: int = 0) -> None:
-        self._encoder, self._layout, self._source = encoder, layout, source
-        self._streaming, self._start = streaming, start
-
-    def __iter__(self) -> Iterator[list[Placed] | ConfigError]:
-        worker = get_worker_info()
-        first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        rows = islice(self._source.rows(streaming=self._streaming), self._start, None)
-        try:
-            for number in count():
-                batch = list(islice(rows, _BATCH_ROWS))
-                if not batch:
-                    return
-                if number % workers == first:
-                    places, each = zip(*batch, strict=True)
-                    made = self._encoder.encode(each, self._layout)
-                    yield list(zip(places, made, strict=True))
-        except ConfigError as error:
-            yield error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preparation:
-    """The settings, called as in recipes, and the steps that make examples of sources."""
-
+    sources: Sequence[Source]
     encoder: Encoder
     format: FormatChoice
     columns: Mapping[str, str]
@@ -85,17 +71,31 @@ class Preparation:
     num_proc: int | None = None
     say: Callable[[str], None] = _log.info
     """Prints one line for the user."""
+    bad: int = 0
+    """Rows left out so far, in the last iteration."""
 
-    def examples(self, sources: Sequence[Source]) -> Documents:
-        """Return the examples of all ``sources``.
-
-        Raises ``ConfigError`` if one cannot be read, or has rows that cannot be used, unless they are skipped.
-        """
+    def documents(self) -> Documents:
+        """Return the examples; raises ``ConfigError`` as iteration does."""
         from datasets import concatenate_datasets
 
-        parts = [self._of_source(source) for source in sources]
-        datasets, bad = zip(*parts, strict=True)
+        datasets, bad = zip(*map(self._kept, self.sources), strict=True)
         return Documents(concatenate_datasets(datasets), bad=sum(bad))
+
+    def __iter__(self) -> Iterator[Example]:
+        return (example for _, example in self.read())
+
+    def read(self, place: Place = (0, 0)) -> Iterator[tuple[Place, Example]]:
+        """Yield the examples from ``place`` on, each with the place after it.
+
+        Raises ``ConfigError`` if a source cannot be read, or has rows that cannot be used, unless they are skipped and
+        counted: a warning at the end of each source has the count.
+        """
+        self.bad = 0
+        first, start = place
+        for number, source in enumerate(self.sources[first:], start=first):
+            for rows, example in self._streamed(source, start):
+                yield (number, rows), example
+            start = 0
 
     def layout(self, source: Source, *, streaming: bool = True) -> Columns:
         """Return the columns of ``source`` by their roles, from its first rows.
@@ -107,7 +107,18 @@ class Preparation:
         self.encoder.check(layout)
         return layout
 
-    def _of_source(self, source: Source) -> tuple[Dataset, int]:
+    def described(self, source: Source, layout: Columns, count: int | None) -> str:
+        """Return the interpretation of the ``count`` rows of a source, in one line."""
+        template = self.encoder.template
+        said = f"{source.said}: {'' if count is None else f'{count:,} '}rows as {layout.said}"
+        if layout.format == "text":
+            return f"{said}; every token is learned"
+        by = "no chat template" if layout.of_texts or template is None else f"chat template: {template.name}"
+        learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
+        hint = "" if template is None or not layout.of_texts else as_conversations(layout)
+        return f"{said}; {by}; learned: {learned}" + (hint and f"; to train by the model's chat template: {hint}")
+
+    def _kept(self, source: Source) -> tuple[datasets.Dataset, int]:
         """Return the examples of ``source``, and the number of rows that are left out."""
         from pyarrow.compute import list_flatten
 
@@ -123,131 +134,91 @@ class Preparation:
             _log.warning("%s=%r: %s (%d of %d rows)", source.setting, source.path, note, number, len(dataset))
         return dataset.select(good) if len(bad) else dataset, len(bad)
 
-    def described(self, source: Source, layout: Columns, count: int | None) -> str:
-        """Return the interpretation of the ``count`` rows of a source, in one line."""
-        template, format = self.encoder.template, layout.format
-        rows = f"{count:,} rows" if count is not None else "rows"
-        said = f"{source.said}: {rows} as {layout.said}"
-        if format == "text":
-            return f"{said}; every token is learned"
-        plain = template is None or layout.of_texts
-        by = "no chat template" if plain or template is None else f"chat template: {template.name}"
-        learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
-        said = f"{said}; {by}; learned: {learned}"
-        if plain and template is not None:
-            said += f"; to train by the model's chat template: {as_conversations(layout)}"
-        return said
+    def _streamed(self, source: Source, start: int) -> Iterator[tuple[int, Example]]:
+        bad: list[str] = []
+        notes: set[str] = set()
+        before, number = self.bad, start
+        rows = self._encoded(source, self.layout(source), streaming=True, start=start)
+        for number, (place, made) in enumerate(rows, start=start + 1):
+            if isinstance(made, RowFault):
+                self.bad += 1
+                if not self.skip_bad_rows:
+                    report_bad([f"{place}: {made}"], 1, None, source, skip=False)
+                bad += [f"{place}: {made}"] * (len(bad) < MOST_NAMED)
+                continue
+            for note in (each for each in made.notes if each not in notes):
+                _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
+            notes.update(made.notes)
+            yield number, replace(made, place=place)
+        if bad:
+            report_bad(bad, self.bad - before, number, source, skip=True)
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
-    def _cached(self, source: Source, layout: Columns) -> Dataset:
+    def _cached(self, source: Source, layout: Columns) -> datasets.Dataset:
         """Return the tokenised rows of ``source``; those that cannot be used keep their place, with a fault."""
         from datasets import Dataset, Features, List, Value
         from datasets.exceptions import DatasetGenerationError
 
         root = user_path(self.cache_dir) if self.cache_dir is not None else user_cache("data")
         tokens, text = List(Value("int32")), Value("string")
-        features = Features({"ids": tokens, "labels": tokens, "place": text, "fault": text, "notes": List(text)})
         try:
             return Dataset.from_generator(
                 partial(self._rows, source, layout),
-                features=features,
+                features=Features({"ids": tokens, "labels": tokens, "place": text, "fault": text, "notes": List(text)}),
                 cache_dir=str(root),
                 fingerprint=self._fingerprint(source, layout),
             )
-        except DatasetGenerationError as error:
-            # The error of a row or a disk that datasets has wrapped.
-            if isinstance(error.__cause__, OSError):
-                raise _unusable(root, error.__cause__) from error
-            raise (error.__cause__ or error) from None
-        except (OSError, ValueError) as error:  # a file of the cache that was cut short; Arrow's errors are ValueErrors
-            raise _unusable(root, error) from error
+        except (DatasetGenerationError, OSError, ValueError) as error:
+            # The error of a row or a disk that datasets has wrapped; or that of a file of the
+            # cache that was cut short, as Arrow's errors are ValueErrors.
+            wrapped = isinstance(error, DatasetGenerationError)
+            cause = error.__cause__ or error if wrapped else error
+            if wrapped and not isinstance(cause, OSError):
+                raise cause from None
+            why = getattr(cause, "strerror", None) or first_line(cause)
+            raise ConfigError(
+                f"data.cache_dir={str(root)!r} cannot be used: {why}; remove it, or name another folder"
+            ) from error
 
-    def _rows(self, source: Source, layout: Columns) -> Iterator[dict[str, Any]]:
-        workers = self.num_proc or 1
+    def _encoded(self, source: Source, layout: Columns, *, streaming: bool = False, start: int = 0) -> Iterator[Placed]:
+        """Yield an example or a fault for each row of ``source`` from number ``start`` on."""
+        rows = islice(source.rows(streaming=streaming), start, None)
+        # Rows are read here, and handed to the workers as if they were numbers of samples: mistakes in files are
+        # errors here, and not in the words of a worker's loader.
         loader: DataLoader[Any] = DataLoader(
-            Encoded(self.encoder, layout, source, streaming=False),
+            _Encoding(self.encoder, layout),
             batch_size=None,
+            sampler=iter(lambda: list(islice(rows, _BATCH_ROWS)), []),
             collate_fn=unchanged,
-            num_workers=workers if workers > 1 else 0,
+            num_workers=0 if self.num_proc in (None, 1) else self.num_proc,
             generator=torch.Generator(),  # making an iterator draws from it
         )
-        for batch in loader:
-            if isinstance(batch, ConfigError):
-                raise batch
-            for place, made in batch:
-                if isinstance(made, RowFault):
-                    yield {"ids": [], "labels": [], "place": place, "fault": str(made), "notes": []}
-                else:
-                    yield {"ids": made.ids, "labels": made.labels, "place": place, "fault": None, "notes": made.notes}
+        yield from itertools.chain.from_iterable(loader)
+
+    def _rows(self, source: Source, layout: Columns) -> Iterator[dict[str, Any]]:
+        for place, made in self._encoded(source, layout):
+            if isinstance(made, RowFault):
+                yield {"ids": [], "labels": [], "place": place, "fault": str(made), "notes": []}
+            else:
+                yield {"ids": made.ids, "labels": made.labels, "place": place, "fault": None, "notes": made.notes}
 
     def _fingerprint(self, source: Source, layout: Columns) -> str:
         import tokenizers
         import transformers
 
-        encoder, template, here = self.encoder, self.encoder.template, Path(__file__).parent
-        # The code that makes tokens of rows; batches/ arranges them only.
-        code = [file.read_bytes() for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")])]
+        encoder, template, here = self.encoder, self.encoder.locator.template, Path(__file__).parent
+        code = [file.read_bytes() for file in sorted(here.glob("*.py"))]
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
-        # What datasets finds itself has its own fingerprint, and must be open to be looked up. Files
-        # are told by size and time.
-        of_tables = () if source.files else source.tables
         parts: list[Any] = [
             __version__, transformers.__version__, tokenizers.__version__, source.kind, of_files,
-            [opened(False)._fingerprint for _, opened in of_tables],
+            # What datasets finds itself must be open to be looked up. Files are told by size and time.
+            None if source.opened is None else source.opened(False)._fingerprint,
             type(encoder.tokenizer).__name__, encoder.tokenizer.backend_tokenizer.to_str(),
-            None if template is None else (template.name, template.text, template.tool_text, template.special),
-            asdict(layout), encoder.train_on, encoder.system, encoder.explicit_template,
+            template.name, template.text, template.tool_text, template.special,
+            asdict(layout), encoder.train_on, encoder.system,
         ]  # fmt: skip
         return hashlib.sha256(b"".join([json.dumps(parts, default=str).encode(), *code])).hexdigest()[:32]
-
-
-class Stream:
-    """The examples of sources, one after the other, each time anew; for data that do not fit into memory.
-
-    Rows that cannot be used are an error, or skipped and counted; a warning at the end of each source has the count.
-    """
-
-    def __init__(self, preparation: Preparation, sources: Sequence[Source]) -> None:
-        self.preparation = preparation
-        self.sources = sources
-        self.bad = 0
-        """Rows left out so far, in the last pass."""
-
-    def __iter__(self) -> Iterator[Example]:
-        for _, example in self.read():
-            yield example
-
-    def read(self, place: Place = (0, 0)) -> Iterator[tuple[Place, Example]]:
-        """Yield the examples from ``place`` on, each with the place after it."""
-        self.bad = 0
-        first, start = place
-        for number in range(first, len(self.sources)):
-            for rows, example in self._of_source(self.sources[number], start):
-                yield (number, rows), example
-            start = 0
-
-    def _of_source(self, source: Source, start: int) -> Iterator[tuple[int, Example]]:
-        preparation = self.preparation
-        bad: list[str] = []
-        notes: set[str] = set()
-        before, number = self.bad, start
-        for batch in Encoded(preparation.encoder, preparation.layout(source), source, streaming=True, start=start):
-            if isinstance(batch, ConfigError):
-                raise batch
-            for number, (place, made) in enumerate(batch, start=number + 1):  # noqa: B020
-                if isinstance(made, RowFault):
-                    self.bad += 1
-                    if not preparation.skip_bad_rows:
-                        report_bad([f"{place}: {made}"], 1, None, source, skip=False)
-                    bad += [f"{place}: {made}"] * (len(bad) < MOST_NAMED)
-                    continue
-                for note in (each for each in made.notes if each not in notes):
-                    _log.warning("%s=%r: %s (%s)", source.setting, source.path, note, place)
-                notes.update(made.notes)
-                yield number, replace(made, place=place)
-        if bad:
-            report_bad(bad, self.bad - before, number, source, skip=True)
 
 
 def report_bad(named: Sequence[str], number: int, count: int | None, source: Source, *, skip: bool) -> None:
@@ -263,8 +234,3 @@ def report_bad(named: Sequence[str], number: int, count: int | None, source: Sou
     if number == count:
         raise ConfigError(f"{problem}; data.skip_bad_rows=true leaves none: choose data.format and data.columns")
     _log.warning("%s; they are left out", problem)
-
-
-def _unusable(root: Path, error: OSError | ValueError) -> ConfigError:
-    why = getattr(error, "strerror", None) or first_line(error)
-    return ConfigError(f"data.cache_dir={str(root)!r} cannot be used: {why}; remove it, or name another folder")

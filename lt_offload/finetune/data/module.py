@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,30 +19,25 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import (
+from lt_offload.finetune.data.batches import (
     TOKENS,
+    Batches,
     Collate,
+    Place,
     ResumableLoader,
+    Stretches,
+    batches_of,
+    check_end,
     held_out,
-    held_out_loader,
     padded_width,
     sizes_for,
     trained_tokens,
 )
-from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
-from lt_offload.finetune.data.batches.packing import Integers, Losses, Pack, Sequences, sequences_of
-from lt_offload.finetune.data.batches.streaming import (
-    Place,
-    StreamedBatches,
-    batches_of,
-    check_end,
-    check_streaming,
-)
-from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
-from lt_offload.finetune.data.examples import MOST_NAMED, Preparation, Stream
+from lt_offload.finetune.data.examples import Examples
 from lt_offload.finetune.data.formats import Encoder, TrainOn
+from lt_offload.finetune.data.sequences import Documents, Pack, Sequences, named, sequences_of
+from lt_offload.finetune.data.templates import find_template
 from lt_offload.finetune.processes import is_first, several, share_of
 from lt_offload.finetune.unused import refuse_unused
 
@@ -158,6 +152,22 @@ class FineTuneData(_DataSettings, LightningDataModule):
             if value is not None and value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
         check_columns(self.columns or {})
+        if self.path == sources.PYDOC and self.validation_path is None:
+            self.validation_path = sources.PYDOC  # it brings validation rows of its own
+        self._refuse_contradictions()
+        self._refuse_unused()
+        # The attribute is the tokenizer itself, which is loaded when it is first asked for.
+        self.tokenizer_name: str = vars(self).pop("tokenizer") or self.model
+        self._train: Sequences | None = None
+        self._validation: Sequences | None = None
+        self._streamed: Examples | None = None
+        self._begin: Place = (0, 0)
+        self._said = False
+        self._loader: ResumableLoader | None = None
+        self._resume_at: dict[str, Any] | None = None
+
+    def _refuse_contradictions(self) -> None:
+        """Raise ``ConfigError`` for settings that exclude each other."""
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"data.seed={self.seed} is out of range; choose a number from 0 to {2**63 - 1}")
         if self.group_by_length and self.pack:
@@ -169,50 +179,51 @@ class FineTuneData(_DataSettings, LightningDataModule):
             raise ConfigError(
                 f"data.validation_share={self.validation_share} is not a share; choose a number from 0 to less than 1"
             )
-        unused = partial(refuse_unused, FineTuneData, "data.")
-        rows = self.validation_rows
+        if self.streaming and self.group_by_length:
+            raise ConfigError(
+                "data.group_by_length=true needs the lengths of all sequences, which data.streaming=true does not "
+                "know; set one of them to false, or data.pack=true, which needs no padding"
+            )
+        if self.streaming and self.num_workers > 1:
+            raise ConfigError(
+                f"data.num_workers={self.num_workers}: with data.streaming=true rows are read one after the other, by "
+                "one process; set it to 1 or 0"
+            )
+        if self.streaming and self.validation_seed is not None:
+            raise ConfigError(
+                f"data.validation_seed={self.validation_seed} draws from rows that data.streaming=true has not read; "
+                "the first ones are held out, so set it to null"
+            )
+        if self.streaming and self.validation_path is None and self.validation_rows is None:
+            raise ConfigError(
+                "data.streaming=true cannot hold out a share of rows that nobody has counted; set "
+                "data.validation_rows to the number of rows to hold out (0: none), or give data.validation_path"
+            )
+
+    def _refuse_unused(self) -> None:
+        """Raise ``ConfigError`` for a setting that would change nothing beside the others."""
+        unused, rows = partial(refuse_unused, FineTuneData, "data."), self.validation_rows
         if self.streaming:
-            check_streaming(
-                group_by_length=self.group_by_length,
-                num_workers=self.num_workers,
-                holds_out=self.validation_path is not None or rows is not None or self.path == sources.PYDOC,
-                validation_seed=self.validation_seed,
-            )
-            unused(
-                {"num_proc": None if self.num_proc == 1 else self.num_proc, "cache_dir": self.cache_dir},
-                "data.streaming=true, which tokenises rows in one process while training and keeps nothing",
-                instead="set data.streaming=false",
-            )
+            settings = {"num_proc": None if self.num_proc == 1 else self.num_proc, "cache_dir": self.cache_dir}
+            beside = "data.streaming=true, which tokenises rows in one process while training and keeps nothing"
+            unused(settings, beside, instead="set data.streaming=false")
         else:
-            buffer = {"stream_buffer": self.stream_buffer}
-            unused(buffer, "data.streaming=false", instead="set data.streaming=true")
-        seed_alone = {"validation_seed": self.validation_seed}
+            unused({"stream_buffer": self.stream_buffer}, "data.streaming=false", instead="set data.streaming=true")
+        settings = {"validation_seed": self.validation_seed}
         if self.validation_path is not None:
             beside = f"data.validation_path={self.validation_path!r}, which holds all the validation rows"
-            settings = {"validation_rows": rows or None} | seed_alone  # 0 is true: no others are
+            settings["validation_rows"] = rows or None  # 0 is true: no others are
             unused(settings, beside, instead="set data.validation_path to null")
-        elif self.path == sources.PYDOC:
-            beside = f"data.path={self.path}, which brings validation rows of its own"
-            unused({"validation_rows": rows} | seed_alone, beside, instead="choose other data")
         elif rows == 0 or (rows is None and self.validation_share == 0):
             none = "validation_share=0" if rows is None else "validation_rows=0"
-            unused(seed_alone, f"data.{none}, which holds out nothing", instead="hold out some rows")
-        # The attribute is the tokenizer itself, which is loaded when it is first asked for.
-        self.tokenizer_name: str = vars(self).pop("tokenizer") or self.model
-        self._train: Sequences | None = None
-        self._validation: Sequences | None = None
-        self._streamed: Stream | None = None
-        self._begin: Place = (0, 0)
-        self._said = False
-        self._read: tuple[Documents, Documents | None] | None = None
-        self._loader: ResumableLoader | None = None
-        self._resume_at: dict[str, Any] | None = None
+            unused(settings, f"data.{none}, which holds out nothing", instead="hold out some rows")
+
+    # -- reading ----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
         """Let the first of several processes of a machine write the cache for the others."""
-        if several(self.trainer) and not self.streaming and self._train is None:
-            self.check_paths()
-            self._read = self.examples()
+        if several(self.trainer) and not self.streaming:
+            self.setup("fit")
 
     def setup(self, stage: str) -> None:
         """Read and tokenise everything, once; raises ``ConfigError`` if there is nothing to train on."""
@@ -226,24 +237,39 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 self.trainer.fit_loop.max_epochs = -1
             self._set_up_stream(trains=stage == "fit")
             return
-        (training, validation), self._read = self._read or self.examples(), None
-        if validation is not None:
-            self._train = self._sequences(training, "data.path")
-            self._validation = self._sequences(validation, "data.validation_path")
+        training, held = self.examples().documents(), self.examples("validation_path")
+        validation = held.documents() if held.sources else None
+        share = partial(held_out, share=self.validation_share, rows=self.validation_rows, seed=self.validation_seed)
+        setting = "data.path" if validation is None else "data.validation_path"
+        if validation is None and len(training) == 1:
+            # A single text is split inside it, else all or nothing would be held out.
+            whole = self._sequences(training, setting)
+            self._train, self._validation = (whole.take(numbers) for numbers in share(len(whole)))
             return
-        # A single text is split inside it, else all or nothing would be held out.
-        whole = self._sequences(training, "data.path") if len(training) == 1 else None
-        trained, kept_back = held_out(
-            len(training if whole is None else whole),
-            share=self.validation_share,
-            rows=self.validation_rows,
-            seed=self.validation_seed,
-        )
-        if whole is not None:
-            self._train, self._validation = whole.take(trained), whole.take(kept_back)
+        if validation is None:
+            training, validation = (training.select(numbers) for numbers in share(len(training)))
+        self._train, self._validation = self._sequences(training, "data.path"), self._sequences(validation, setting)
+
+    def _set_up_stream(self, *, trains: bool) -> None:
+        """Read the held-out rows, and note where the rest begins; nothing to train on is an error if it ``trains``."""
+        training, validation = self.examples(), self.examples("validation_path")
+        for source in (*training.sources, *validation.sources):
+            if source.note:
+                rank_zero_info(source.said)
+        self._streamed = training
+        if validation.sources:
+            self._validation = self._sequences(Documents.from_examples(validation), "data.validation_path")
             return
-        self._train = self._sequences(training, "data.path", trained)
-        self._validation = self._sequences(training, "data.path", kept_back)
+        rows = self.validation_rows or 0
+        # One row more than is held out, which shows whether anything is left to train on.
+        read = list(islice(training.read(), rows + 1))
+        if len(read) < rows or (len(read) == rows and trains):
+            left = "is more than" if len(read) < rows else "leaves nothing to train on of"
+            raise ConfigError(f"data.validation_rows={rows} {left} the {len(read)} rows there are; lower it")
+        if first := read[:rows]:
+            self._begin = first[-1][0]
+            documents = Documents.from_examples(example for _, example in first)
+            self._validation = self._sequences(documents, "data.path")
 
     def check_paths(self) -> None:
         """Raise ``ConfigError`` if a local path is empty, or no path has a use for ``subset`` or ``split``.
@@ -256,27 +282,10 @@ class FineTuneData(_DataSettings, LightningDataModule):
         beside = f"data.path={self.path!r}, which is not on the hub"
         refuse_unused(FineTuneData, "data.", settings, beside, instead="name a data set of the hub")
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]
-        """The tokenizer, with the chat template that is used; loaded when first asked for."""
-        return self._tokenizer_and_template[0]
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        """The converter of rows and conversations into tokens."""
-        tokenizer, template = self._tokenizer_and_template
-        return Encoder(
-            tokenizer,
-            template=template,
-            train_on=self.train_on,
-            system=self.system,
-            explicit_template=self.template is not None,
-        )
-
-    @cached_property
-    def preparation(self) -> Preparation:
-        """The settings and steps that make examples of files."""
-        return Preparation(
+    def examples(self, name: Literal["path", "validation_path"] = "path") -> Examples:
+        """Return the tokenised rows of a setting; of no sources if there are none for validation."""
+        return Examples(
+            sources=self._sources(name),
             encoder=self.encoder,
             format=self.format,
             columns=self.columns or {},
@@ -286,15 +295,50 @@ class FineTuneData(_DataSettings, LightningDataModule):
             say=rank_zero_info,
         )
 
+    def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
+        path = getattr(self, name)
+        if path is None:
+            return []
+        if path == sources.PYDOC and (
+            self.format not in ("auto", "text") or self.columns not in (None, {}, {"text": "text"})
+        ):
+            raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
+        return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
+
+    def _sequences(self, documents: Documents, setting: str) -> Sequences:
+        """Return documents as sequences; warn of losses, with the places of documents."""
+        rows = sequences_of(documents, self.max_length, self.pack)
+        self._warn(rows, setting, f"{len(documents)} examples{named(documents, rows.left_out, ' (left out: {})')}")
+        if len(rows) == 0 < len(documents):
+            path = self.path if setting == "data.path" else self.validation_path
+            raise ConfigError(
+                f"{setting}={path} has no trainable tokens within data.max_length={self.max_length}; "
+                "raise data.max_length, or check data.format and the columns"
+            )
+        return rows
+
+    def _warn(self, rows: Sequences, setting: str, of: str) -> bool:
+        if rows.losses:
+            _log.warning("%s: %s; of %s", setting, "; ".join(rows.losses), of)
+        return bool(rows.losses)
+
+    # -- tokens and prompts -----------------------------------------------------------------------------------------
+
     @cached_property
-    def _tokenizer_and_template(self) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
+    def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]
+        """The tokenizer, with the chat template that is used; loaded when first asked for."""
+        return self.encoder.tokenizer
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The converter of rows and conversations into tokens."""
         tokenizer = load.load_tokenizer(self.tokenizer_name, self.new_tokens or ())
         template, notes = find_template(self.template, tokenizer)
         for note in notes:
             _log.warning("%s", note)
         if self.template is not None and template is not None:
             tokenizer.chat_template = template.text  # so that it is exported with the model
-        return tokenizer, template
+        return Encoder(tokenizer, template=template, train_on=self.train_on, system=self.system)
 
     def encode_conversation(
         self,
@@ -313,6 +357,11 @@ class FineTuneData(_DataSettings, LightningDataModule):
         Raises:
             ConfigError: if there is no chat template, or it refuses the conversation.
         """
+        if self.encoder.template is None:
+            raise ConfigError(
+                "a conversation needs a chat template, and this tokenizer has none; choose one, for example "
+                "--data.template chatml; a model trained on instructions without one knows --data.template alpaca"
+            )
         return self.encoder.prompt(messages, tools, ask=add_generation_prompt)
 
     def prompt(self, text: str | Sequence[Mapping[str, Any]], *, max_new_tokens: int = 64) -> dict[str, Any]:
@@ -329,31 +378,27 @@ class FineTuneData(_DataSettings, LightningDataModule):
             raise ConfigError("the prompt is empty; give some text")
         if not isinstance(text, str):
             ids = self.encode_conversation(text)
-        elif not self.asks_questions:
-            ids = self.encoder.text_prompt(text)
-        elif self.encoder.template is None:
-            ids = self.encoder.alpaca_prompt(text)
+        elif self.asks_questions:
+            ids = self.encoder.prompt([{"role": "user", "content": text}], ask=True)
         else:
-            ids = self.encode_conversation([{"role": "user", "content": text}])
-        return {
-            "input_ids": torch.tensor([ids]),
-            "max_new_tokens": max_new_tokens,
-            "end": self.encoder.ends,
-        }
+            ids = self.encoder.text_prompt(text)
+        return {"input_ids": torch.tensor([ids]), "max_new_tokens": max_new_tokens, "end": self.encoder.ends}
 
     @cached_property
     def asks_questions(self) -> bool:
         """True if the data are instructions or conversations, and no texts that are continued."""
-        if self.format in ("auto", "completion"):
-            try:
-                source = self._sources("path")[0]
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{error}; how a prompt is written depends on the data with data.format={self.format}: set it to "
-                    "text, alpaca or chat to do without them"
-                ) from None
-            return not self.preparation.layout(source).of_texts
-        return self.format in ("alpaca", "chat")
+        if self.format not in ("auto", "completion"):
+            return self.format in ("alpaca", "chat")
+        try:
+            source = self._sources("path")[0]
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; how a prompt is written depends on the data with data.format={self.format}: set it to "
+                "text, alpaca or chat to do without them"
+            ) from None
+        return not self.examples().layout(source).of_texts
+
+    # -- batches ----------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
         """Return the training batches in their seeded order."""
@@ -375,41 +420,47 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 f"data.path={self.path!r} gives {len(self._train)} training sequences of up to {self.max_length} "
                 f"tokens, fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
             )
-        lengths, sizes = self._train.lengths if self.group_by_length else None, sizes_for(self.trainer)
-        order = ResumableBatches(
-            len(self._train),
-            self.batch_size,
-            seed=self.seed,
-            lengths=lengths,
-            tokens=int(self._train.lengths.sum()),
-            share=share,
+        sizes = sizes_for(self.trainer)
+        order = self._order(
+            partial(_whole, self._train),
+            count=len(self._train),
+            grouped=self.group_by_length,
             reshuffled=not getattr(self.trainer, "overfit_batches", 0),  # which are the same in all epochs
             silent=share.of > 1 and sizes is not None,  # a mean over each batch needs a loss in it
+            settings={"tokens": int(self._train.lengths.sum())},  # other data have another number
         )
-        return ResumableLoader(
-            Silenced(self._train) if order.silent else self._train,
-            batch_sampler=order,
-            collate_fn=self._collate,
-            num_workers=self.num_workers,
-            sizes=sizes,
-        )
+        return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes)
 
     def _stream_loader(self) -> ResumableLoader:
+        settings = {"max_length": self.max_length, "pack": self.pack, "stream_buffer": self.stream_buffer}
+        order = self._order(self._stretches, first=self._begin, settings=settings, data=f"data.path={self.path}")
+        length = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
+        return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes_for(self.trainer), length=length)
+
+    def _stretches(self, place: Place) -> Iterator[tuple[Place, Sequences]]:
+        """Yield streamed rows from ``place`` on as sequences, some at a time; warn of losses the first time."""
         assert self._streamed is not None, "setup() comes first"
-        batches = StreamedBatches(
-            self._streamed.read,
-            begin=self._begin,
-            buffer=self.stream_buffer,
-            batch_size=self.batch_size,
-            sequences=self._of_stretch,
-            collate=self._collate,
-            seed=self.seed,
-            name=f"data.path={self.path}",
-            settings={"max_length": self.max_length, "pack": self.pack},
-            share=share_of(self.trainer),
-        )
-        count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
-        return ResumableLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
+        examples = self._streamed.read(place)
+        while some := list(islice(examples, self.stream_buffer)):
+            documents = Documents.from_examples(example for _, example in some)
+            rows = sequences_of(documents, self.max_length, self.pack)
+            if not self._said:
+                self._said = self._warn(rows, "data.path", f"the {len(some)} first rows, as of later ones")
+            yield some[-1][0], rows
+
+    def val_dataloader(self) -> EVAL_DATALOADERS:
+        """Return the held-out batches, none if nothing is held out.
+
+        Processes that evaluate together all take as many, and no row counts twice.
+        """
+        if not self._validation:
+            return []
+        order = self._order(partial(_whole, self._validation), seed=None, count=len(self._validation), silent=True)
+        return ResumableLoader(order, num_workers=self.num_workers)
+
+    def _order(self, stretches: Stretches, **settings: Any) -> Batches:
+        known: dict[str, Any] = {"collate": self._collate, "batch_size": self.batch_size, "seed": self.seed}
+        return Batches(stretches=stretches, share=share_of(self.trainer), **known | settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order.
@@ -423,45 +474,25 @@ class FineTuneData(_DataSettings, LightningDataModule):
         """Continue at the position in the training order."""
         self._resume_at = state_dict.get("order")
 
-    def val_dataloader(self) -> EVAL_DATALOADERS:
-        """Return the held-out batches, none if nothing is held out."""
-        if not self._validation:
-            return []
-        return held_out_loader(
-            self._validation,
-            batch_size=self.batch_size,
-            collate_fn=self._collate,
-            num_workers=self.num_workers,
-            share=share_of(self.trainer),
-        )
-
     def worst_case_batch(self) -> Batch:
         """Return the largest batch that can come, for which a plan must have room. The tokens are arbitrary."""
         assert self._train is not None or self._streamed is not None, "setup() comes first"
-        shape = (self.batch_size, self._widest)
+        width = self.max_length
+        if not self.pack and self._train is not None:  # rows that are not packed may all be shorter than they could be
+            lengths = [int(rows.lengths.max()) for rows in (self._train, self._validation) if rows]
+            width = padded_width(max(lengths, default=width), width)
         generator = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(len(self.tokenizer), shape, generator=generator)
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        if not self.pack:
-            batch["attention_mask"] = torch.ones_like(ids)
+        rows = []
+        for number in range(1, self.batch_size + 1):
             # One padded position: without any, attention takes a cheaper path that real batches do not take.
-            batch["attention_mask"][-1, -1] = 0
-        elif self.pack != "wrapped":
-            # Two documents in each row: with one, there would be nothing to mask.
-            first = (self.max_length + 1) // 2
-            batch["position_ids"] = (torch.arange(self.max_length) % first).repeat(self.batch_size, 1)
+            length = width if self.pack or number < self.batch_size else width - 1
+            ids = torch.randint(len(self.tokenizer), (length,), generator=generator)
+            # Two documents in each packed row: with one, there would be nothing to mask.
+            rows.append((ids, ids, torch.arange(length) % ((width + 1) // 2)))
+        batch = self._collate(rows)
         if sizes_for(self.trainer) is not None:
             batch[TOKENS] = torch.tensor(trained_tokens(batch))
         return batch
-
-    @property
-    def _widest(self) -> int:
-        """Columns of the widest batch: rows that are not packed may all be shorter than they could be."""
-        if self.pack or self._train is None:
-            return self.max_length
-        rows = [rows for rows in (self._train, self._validation) if rows]
-        longest = max((int(each.lengths.max()) for each in rows), default=self.max_length)
-        return padded_width(longest, self.max_length)
 
     @property
     def _collate(self) -> Collate:
@@ -470,75 +501,8 @@ class FineTuneData(_DataSettings, LightningDataModule):
         pad = self.tokenizer.pad_token_id
         return Collate(int(pad if pad is not None else self.tokenizer.eos_token_id or 0), self.max_length, self.pack)
 
-    def examples(self) -> tuple[Documents, Documents | None]:
-        """Return the tokenised rows for training, and for validation if they are others."""
-        training, validation = self._sources("path"), self._sources("validation_path")
-        return self.preparation.examples(training), self.preparation.examples(validation) if validation else None
 
-    def streams(self) -> tuple[Stream, Stream]:
-        """Return tokenised rows for training and for validation, one after the other, for ``data.streaming``."""
-        return Stream(self.preparation, self._sources("path")), Stream(
-            self.preparation, self._sources("validation_path")
-        )
-
-    def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
-        path = getattr(self, name)
-        if path is None:
-            if self.path != sources.PYDOC:
-                return []
-            path = sources.PYDOC
-        if path == sources.PYDOC and (
-            self.format not in ("auto", "text") or self.columns not in (None, {}, {"text": "text"})
-        ):
-            raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
-        return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
-
-    def _sequences(self, documents: Documents, setting: str, selected: Integers | None = None) -> Sequences:
-        """Return the selected documents as sequences; warn of losses, with the places of documents."""
-        selected = np.arange(len(documents)) if selected is None else selected
-        rows, losses = sequences_of(documents, selected, self.max_length, self.pack)
-        of = f"{len(selected)} examples"
-        if losses.left_out:
-            _, before_cut = documents.trained(self.max_length)
-            left_out = [documents[int(number)].place for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
-            of += f" (left out: {', '.join(left_out)}{', ...' if losses.left_out > MOST_NAMED else ''})"
-        self._say(losses, setting, of)
-        if len(rows) == 0 < len(selected):
-            path = self.path if setting == "data.path" else self.validation_path
-            raise ConfigError(
-                f"{setting}={path} has no trainable tokens within data.max_length={self.max_length}; "
-                "raise data.max_length, or check data.format and the columns"
-            )
-        return rows
-
-    def _of_stretch(self, documents: Documents) -> Sequences:
-        """Return the documents of a stretch as sequences; warn of losses the first time."""
-        rows, losses = sequences_of(documents, np.arange(len(documents)), self.max_length, self.pack)
-        self._said = self._said or self._say(losses, "data.path", f"the {len(documents)} first rows, as of later ones")
-        return rows
-
-    def _say(self, losses: Losses, setting: str, of: str) -> bool:
-        if said := losses.said(self.max_length):
-            _log.warning("%s: %s; of %s", setting, "; ".join(said), of)
-        return bool(said)
-
-    def _set_up_stream(self, *, trains: bool) -> None:
-        """Read the held-out rows, and note where the rest begins; nothing to train on is an error if it ``trains``."""
-        training, validation = self.streams()
-        for source in (*training.sources, *validation.sources):
-            if source.note:
-                rank_zero_info(source.said)
-        self._streamed = training
-        if validation.sources:
-            self._validation = self._sequences(Documents.from_examples(validation), "data.validation_path")
-            return
-        rows = self.validation_rows or 0
-        # One row more than is held out, which shows whether anything is left to train on.
-        read = list(islice(self._streamed.read(), rows + 1))
-        if len(read) < rows or (len(read) == rows and trains):
-            left = "is more than" if len(read) < rows else "leaves nothing to train on of"
-            raise ConfigError(f"data.validation_rows={rows} {left} the {len(read)} rows there are; lower it")
-        if first := read[:rows]:
-            self._begin = first[-1][0]
-            kept_back = Documents.from_examples(example for _, example in first)
-            self._validation = self._sequences(kept_back, "data.path")
+def _whole(rows: Sequences, place: Place) -> Iterator[tuple[Place, Sequences]]:
+    """Yield ``rows`` as the only stretch of data in memory."""
+    if place == (0, 0):
+        yield (1, 0), rows

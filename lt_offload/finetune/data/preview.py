@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import padded_width
-from lt_offload.finetune.data.batches.order import ResumableBatches
-from lt_offload.finetune.data.batches.packing import sequences_of
-from lt_offload.finetune.data.examples import MOST_NAMED
+from lt_offload.finetune.data.batches import padded_width, shuffled
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, named, sequences_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,71 +24,85 @@ _CHARACTERS = 1600
 LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataPreview:
-    """Findings about training data."""
+class Preview:
+    """Findings about the training data of ``data``, of streamed data about the first rows.
 
-    said: Sequence[str]
-    """Interpretation of each source."""
-    documents: Documents
-    whole: bool = True
-    """True if these are all rows."""
-
-
-def look_at(data: FineTuneData) -> DataPreview:
-    """Return a preview of ``data``, of streamed data of the first rows; ``ConfigError`` if they cannot be used."""
-    said: list[str] = []
-    data.preparation = replace(data.preparation, say=said.append)
-    if not data.streaming:
-        documents, _ = data.examples()
-        return DataPreview(said=said, documents=documents)
-    stream, _ = data.streams()
-    for source in stream.sources:
-        said.append(data.preparation.described(source, data.preparation.layout(source), None))
-    documents = Documents.from_examples(islice(stream, STREAMED))
-    documents.bad = stream.bad
-    return DataPreview(said=said, documents=documents, whole=False)
-
-
-def render(data: FineTuneData, preview: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
-    """Yield the parts of ``preview`` for a console of rich, with so many ``samples`` from beginning to end of the data.
-
-    Learned parts have a ``color``, or stand between « and ».
+    Raises ``ConfigError`` if they cannot be used.
     """
-    from rich.text import Text
 
-    legend = Text("Learned: ")
-    legend.append("like this" if color else "«like this»", LEARNED)
-    if color:
-        legend.append(", not learned: ").append("like this", REST)
-    legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
-    if samples and len(preview.documents):
-        yield legend
-    count = len(preview.documents)
-    for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
-        yield from _sample(data, preview, index, color)
-    yield from _statistics(data, preview)
+    def __init__(self, data: FineTuneData) -> None:
+        self.data = data
+        self.said: list[str] = []
+        """The interpretation of each source."""
+        training, validation = data.examples(), data.examples("validation_path")
+        training.say = validation.say = self.said.append
+        if data.streaming:
+            self.said += [training.described(source, training.layout(source), None) for source in training.sources]
+            self.documents = Documents.from_examples(islice(training, STREAMED))
+            self.documents.bad = training.bad
+            return
+        self.documents = training.documents()
+        if validation.sources:
+            validation.documents()
+
+    def parts(self, *, samples: int, color: bool) -> Iterator[RenderableType]:
+        """Yield parts for a console of rich, with so many ``samples`` from beginning to end of the data.
+
+        Learned parts have a ``color``, or stand between « and ».
+        """
+        from rich.text import Text
+
+        legend = Text("Learned: ")
+        legend.append("like this" if color else "«like this»", LEARNED)
+        if color:
+            legend.append(", not learned: ").append("like this", REST)
+        legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
+        count = len(self.documents)
+        if samples and count:
+            yield legend
+        for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
+            yield from _sample(self.data.tokenizer, self.documents[index], color)
+        yield from self._statistics()
+
+    def _statistics(self) -> Iterator[RenderableType]:
+        from rich.rule import Rule
+        from rich.table import Table
+
+        data, documents, lengths = self.data, self.documents, self.documents.lengths
+        yield Rule(f"of the first {len(documents):,} rows" if data.streaming else "", align="left")
+        yield from self.said
+        if data.encoder.template is not None and data.system is not None:
+            yield f"System message of conversations without one: {data.system}"
+        if documents.bad:
+            yield f"{documents.bad:,} rows cannot be used and are left out"
+        if not len(lengths):
+            return
+        table = Table("", box=None, pad_edge=False, header_style="")
+        for title in ("in all", "per row: mean", "least", "median", "90 %", "99 %", "most"):
+            table.add_column(title, justify="right")
+        for title, counts in (("tokens", lengths), ("learned", documents.trained(data.max_length)[0])):
+            marks = np.percentile(counts, (0, 50, 90, 99, 100), method="inverted_cdf")
+            table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
+        yield table
+        yield from _sequences(data, documents)
 
 
-def _sample(data: FineTuneData, preview: DataPreview, index: int, color: bool) -> Iterator[RenderableType]:
+def _sample(tokenizer: Any, example: Example, color: bool) -> Iterator[RenderableType]:
     from rich.rule import Rule
     from rich.text import Text
 
-    example = preview.documents[index]
     learned = sum(label != IGNORED for label in example.labels)
     yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
     text, left, inside = Text(), _CHARACTERS, False
-    for piece, is_learned, is_special in pieces(data.tokenizer, example):
-        if left <= 0:
-            left -= len(piece)
-            continue
-        if is_learned != inside and not color:
-            text.append("«" if is_learned else "»")
-        inside = is_learned
-        shown = piece[:left].replace("\n", "↵\n") if is_learned else piece[:left]
+    for piece, is_learned, is_special in pieces(tokenizer, example):
+        if left > 0:
+            if is_learned != inside and not color:
+                text.append("«" if is_learned else "»")
+            inside = is_learned
+            shown = piece[:left].replace("\n", "↵\n") if is_learned else piece[:left]
+            style = LEARNED if is_learned else REST
+            text.append(shown, f"{SPECIAL} {style}" if is_special else style)
         left -= len(piece)
-        style = LEARNED if is_learned else REST
-        text.append(shown, f"{SPECIAL} {style}" if is_special else style)
     if inside and not color:
         text.append("»")
     if left < 0:
@@ -117,61 +127,28 @@ def pieces(tokenizer: Any, example: Example) -> Iterator[tuple[str, bool, bool]]
         done = whole
 
 
-def _statistics(data: FineTuneData, preview: DataPreview) -> Iterator[RenderableType]:
-    from rich.rule import Rule
-    from rich.table import Table
-
-    yield Rule("" if preview.whole else f"of the first {len(preview.documents):,} rows", align="left")
-    yield from preview.said
-    if data.encoder.template is not None and data.system is not None:
-        yield f"System message of conversations without one: {data.system}"
-    if preview.documents.bad:
-        yield f"{preview.documents.bad:,} rows cannot be used and are left out"
-    lengths = preview.documents.lengths
-    learned, _ = preview.documents.trained(data.max_length)
-    if not len(lengths):
-        return
-    table = Table(box=None, pad_edge=False, header_style="")
-    table.add_column("")
-    for title in ("in all", "per row: mean", "least", "median", "90 %", "99 %", "most"):
-        table.add_column(title, justify="right")
-    for title, counts in (("tokens", lengths), ("learned", learned)):
-        marks = np.percentile(counts, (0, 50, 90, 99, 100), method="inverted_cdf")
-        table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
-    yield table
-    yield from _losses(data, preview.documents)
-
-
-def _losses(data: FineTuneData, documents: Documents) -> Iterator[str]:
-    limit = data.max_length
-    rows, losses = sequences_of(documents, np.arange(len(documents)), limit, data.pack)
+def _sequences(data: FineTuneData, documents: Documents) -> Iterator[str]:
+    limit, size = data.max_length, data.batch_size
+    rows = sequences_of(documents, limit, data.pack)
     if data.pack == "wrapped":
         yield f"{len(rows):,} sequences of {limit:,} tokens, one text after the other"
         return
-    kept = np.unique(rows.pieces.document)
-    if split := len(rows.pieces) - len(kept):
+    if split := len(rows.pieces) + len(rows.left_out) - len(documents):
         yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
-    yield from losses.said(limit)
-    if losses.left_out:
-        left_out = np.setdiff1d(np.arange(len(documents)), kept)[:MOST_NAMED]
-        names = [documents[int(number)].place for number in left_out]
-        more = ", ..." if losses.left_out > MOST_NAMED else ""
-        yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
+    yield from rows.losses
+    if left_out := named(documents, rows.left_out, "{}"):
+        yield f"{len(rows.left_out):,} rows are left out: {left_out}"
     if not len(rows):
         return
-    if len(rows) < data.batch_size:
-        yield f"too few sequences for a batch of data.batch_size={data.batch_size}: there are {len(rows)}"
-    if data.pack:
-        full = rows.lengths.sum() / (len(rows) * limit)
-        yield f"{len(rows):,} sequences of up to {limit:,} tokens, packed: {full:.1%} full"
-        return
-    order = ResumableBatches(
-        len(rows), data.batch_size, seed=data.seed, lengths=rows.lengths if data.group_by_length else None
-    )
-    batches = order.batches()
-    padded = sum(padded_width(int(rows.lengths[batch].max()), limit) * len(batch) for batch in batches)
+    if len(rows) < size:
+        yield f"too few sequences for a batch of data.batch_size={size}: there are {len(rows)}"
+    said = f"{len(rows):,} sequences of up to {limit:,} tokens"
     real = int(rows.lengths.sum())
-    share = f", {1 - real / padded:.1%} of them padding" if padded else ""
-    last = f", the last one of {len(batches[-1])}" if len(batches[-1]) < data.batch_size else ""
-    size = f"{data.batch_size}{last}"
-    yield f"{len(rows):,} sequences of up to {limit:,} tokens in {len(batches):,} batches of {size}{share}"
+    if data.pack:
+        yield f"{said}, packed: {real / (len(rows) * limit):.1%} full"
+        return
+    order = shuffled(rows.lengths, size if data.group_by_length else None, (data.seed, 0, 0))
+    batches = np.split(rows.lengths[order], range(size, len(rows), size))
+    padded = sum(padded_width(int(lengths.max()), limit) * len(lengths) for lengths in batches)
+    last = f", the last one of {len(batches[-1])}" if len(batches[-1]) < size else ""
+    yield f"{said} in {len(batches):,} batches of {size}{last}, {1 - real / padded:.1%} of them padding"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ KINDS = {
 """Kinds of files by their endings; those of text may be followed by ``.gz``."""
 TABLES = ("parquet", "arrow")
 _ENDINGS = f"{', '.join(KINDS)}, or .gz after one of text"
-SAVED = ("state.json", "dataset_dict.json")
+_SAVED = ("state.json", "dataset_dict.json")
 """Files that mark a folder that ``datasets`` has saved: one with rows, one with splits."""
 
 _SPLITS = {
@@ -44,20 +44,166 @@ _ABOUT = re.compile(
 """Files about the data, not with them."""
 _MOST_NAMED = 3
 
+Table = Any
+"""A table of ``datasets``, with all rows or with rows one after the other; or an iterator of Arrow's batches."""
+
+PYDOC = "pydoc_topics"
+"""Name of the source that every Python installation has: the language reference behind ``help()``."""
+PYDOC_HELD_OUT = 8
+"""One topic in this many, in alphabetical order, is held out for validation."""
+
+_LOOKED_AT = 1000
+"""Rows whose keys are the columns of JSON data."""
+_AT_ONCE = 1000
+"""Rows of a table that are made at a time."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataFiles:
-    """Files that a path names; none if it is a name on the hub, or a folder that ``datasets`` has saved.
+class Source:
+    """Rows of one path: those of its files, or of a table that ``datasets`` opens.
 
     Args:
-        files: in their order.
-        of_split: whether they are one split of a folder with files of several, or with a split in their names.
-        note: their part of a folder, in a few words; empty if they are all of it.
+        path: the setting's value.
+        setting: its name.
+        kind: of its files; ``hub`` or ``saved`` where ``datasets`` finds them.
+        place: whether the rows are on the hub, in a folder with splits, or in files without.
+        files: the files, none for a table of ``datasets``.
+        note: their part of a folder that has more, in a few words.
+        opened: opens the table of ``datasets``, ``streaming`` or not.
     """
 
+    path: str
+    setting: str
+    kind: str
+    place: Literal["hub", "splits", "files"] = "files"
     files: Sequence[Path] = ()
-    of_split: bool = False
     note: str = ""
+    opened: Callable[[bool], Table] | None = None
+
+    @property
+    def said(self) -> str:
+        """The setting, and the part of a folder that is taken."""
+        return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
+
+    def rows(self, *, streaming: bool) -> Iterator[tuple[str, Row | RowFault]]:
+        """Yield one row after the other, each with its file and its number there, which begins at 1.
+
+        With ``streaming`` no file is read as a whole, and data on the hub are fetched as they are read. Raises
+        ``ConfigError`` if a file cannot be read, or only as a whole.
+        """
+        for file in self.files or (None,):
+            if file is not None and self.kind not in TABLES:
+                rows: Iterator[Row | RowFault] = read_rows(file, self.kind, self.setting, whole=not streaming)
+            else:
+                rows = self._of_table(file, streaming)
+            for number, row in enumerate(rows, start=1):
+                yield f"{file.name if file else ''} row {number}".lstrip(), row
+
+    def first(self, *, streaming: bool) -> tuple[list[str], Row]:
+        """Return the columns of the first rows, and the first one that can be read; ``ConfigError`` without one."""
+        # All rows of a table have the same columns, and each one may have to be fetched. A row of
+        # JSON may lack a key that others have, so the first one does not tell all columns.
+        is_table = self.kind in TABLES or self.opened is not None
+        rows = self.rows(streaming=streaming and is_table)
+        looked_at = list(itertools.islice(rows, 1 if is_table else _LOOKED_AT))
+        readable = [row for _, row in looked_at if isinstance(row, Mapping)]
+        if not readable:
+            why = f" ({looked_at[0][0]} {looked_at[0][1]})" if looked_at else "; it needs at least one"
+            raise ConfigError(f"{self.setting}={self.path!r} has no rows that can be read{why}")
+        return list(dict.fromkeys(name for row in readable for name in row)), readable[0]
+
+    def _of_table(self, file: Path | None, streaming: bool) -> Iterator[Row]:
+        try:
+            yield from _rows_of(self.opened(streaming) if self.opened is not None else _open_file(file, self.kind))
+        except ConfigError:
+            raise
+        except Exception as error:  # the readers raise whatever their libraries do, each with another base class
+            # The error at the bottom of a chain says what is wrong.
+            root: BaseException = error
+            while root.__cause__ is not None:
+                root = root.__cause__
+            what = f" ({file.name}) cannot be read as {self.kind}" if file else " cannot be read"
+            if self.kind == "hub":
+                what = " is neither a file here nor a data set that the hub would give"
+            raise ConfigError(f"{self.setting}={self.path!r}{what}: {first_line(root)}") from error
+
+
+def _rows_of(table: Table) -> Iterator[Row]:
+    # As Arrow's values: to decode pictures in other columns would take long, or a package that is not there.
+    batches = table if isinstance(table, Iterator) else table.with_format("arrow").iter(_AT_ONCE)
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield {name: _dense(value) for name, value in row.items()}
+
+
+def _dense(value: Any) -> Any:
+    """Return ``value`` without the keys that are null because other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _dense(item) for key, item in value.items() if item is not None}
+    return [_dense(item) for item in value] if isinstance(value, list) else value
+
+
+def sources(path: str | Sequence[str], *, subset: str | None, split: str, setting: str) -> list[Source]:
+    """Return the sources that ``path``, the value of ``setting``, names; nothing is read yet.
+
+    ``subset`` is the configuration of a data set on the hub, and ``split`` that of one, or of a folder that has
+    several; for validation, ``train`` means the split for that. Raises ``ConfigError`` if there is nothing there.
+    """
+    if path == PYDOC:
+        part = 0 if setting == "data.path" else 1
+        return [Source(path=PYDOC, setting=setting, kind="pydoc", opened=lambda _: _open_pydoc(part))]
+    items = [path] if isinstance(path, str) else list(path)
+    if not all(items) or not items:
+        value = "''" if items else repr(path)
+        raise ConfigError(f"{setting}={value} names no data; give a file, a folder or a name on the hub")
+    if PYDOC in items:
+        raise ConfigError(f"{setting}: {PYDOC} cannot be one of several; write {setting}={PYDOC}, or leave it out")
+    if doubled := [item for item in items if items.count(item) > 1]:
+        raise ConfigError(f"{setting} names {doubled[0]!r} twice; remove one of them")
+    return [_source(item, subset, split, setting) for item in items]
+
+
+def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
+    from datasets import load_dataset
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    local, where, source = user_path(path), f"{setting}={path!r}", partial(Source, path=path, setting=setting)
+    if is_dir(local) and (saved := [name for name in _SAVED if is_file(local / name)]):
+        opened = partial(_open_saved, path, local, split)
+        return source(kind="saved", place="files" if _SAVED[0] in saved else "splits", opened=opened)
+    if is_dir(local):
+        files, of_split, note = _of_folder(path, local, split, setting)
+        return source(
+            kind=_kind_of(files, f"{where} is a folder with"),
+            place="splits" if of_split else "files",
+            files=files,
+            note=note,
+        )
+    if is_file(local):
+        if (kind := kind_of_file(local)) is None:
+            raise ConfigError(f"{where} is of an unknown kind; it should end with one of {_ENDINGS}")
+        return source(kind=kind, files=[local])
+    if glob.has_magic(path):
+        matches = [Path(name) for name in glob.glob(str(local), recursive=True)]
+        if not matches and is_dir(local.parent):  # a folder with brackets in its name
+            matches = [Path(name) for name in glob.glob(str(Path(glob.escape(str(local.parent))) / local.name))]
+        if not matches:
+            raise ConfigError(f"{where} matches no file (looked in {Path.cwd()})")
+        files = sorted(file for file in matches if _has_rows(file))
+        return source(kind=_kind_of(files, f"{where} matches"), files=files)
+    if kind_of_file(local) is not None or may_be_local(path):
+        raise ConfigError(f"{where} does not exist (looked in {Path.cwd()})")
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise ConfigError(f"{where} is no file here, and no name on the hub: {first_line(error)}") from None
+    # Opened once: the fingerprint of the table is looked up before its rows are read.
+    table = cache(lambda streaming: load_dataset(path, subset, split=split, streaming=streaming))
+    return source(kind="hub", place="hub", opened=table)
+
+
+# -- files and folders ------------------------------------------------------------------------------------------------
 
 
 def kind_of_file(file: Path) -> str | None:
@@ -67,41 +213,13 @@ def kind_of_file(file: Path) -> str | None:
     return None if packed and kind in TABLES else kind
 
 
-def find_files(path: str, *, split: str, setting: str) -> DataFiles:
-    """Return the files that ``path``, the value of ``setting``, names; nothing is read.
-
-    Of a folder with a file for each split, ``split`` is taken; for validation, ``train`` means the split for that.
-    Raises ``ConfigError`` if it is a path and there is nothing there, or files of several kinds.
-    """
-    local = user_path(path)
-    if is_dir(local):
-        return DataFiles() if any(is_file(local / name) for name in SAVED) else _of_folder(path, local, split, setting)
-    if is_file(local):
-        if kind_of_file(local) is None:
-            raise ConfigError(f"{setting}={path!r} is of an unknown kind; it should end with one of {_ENDINGS}")
-        return DataFiles(files=[local])
-    if glob.has_magic(path):
-        matches = [Path(name) for name in glob.glob(str(local), recursive=True)]
-        if not matches and is_dir(local.parent):  # a folder with brackets in its name
-            matches = [Path(name) for name in glob.glob(str(Path(glob.escape(str(local.parent))) / local.name))]
-        if not matches:
-            raise ConfigError(f"{setting}={path!r} matches no file (looked in {Path.cwd()})")
-        files = sorted(file for file in matches if is_file(file) and _has_rows(file))
-        return DataFiles(files=_of_one_kind(files, f"{setting}={path!r} matches"))
-    if kind_of_file(local) is not None or may_be_local(path):
-        raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")
-    return DataFiles()
-
-
-def _of_folder(path: str, folder: Path, split: str, setting: str) -> DataFiles:
+def _of_folder(path: str, folder: Path, split: str, setting: str) -> tuple[list[Path], bool, str]:
+    """Return the data files in ``folder`` or one level below, whether they are those of one split, and a note."""
     where = f"{setting}={path!r}"
-    inside = _inside(folder, where)
-    files, beside = _data_of(inside)
+    files, beside, folders = _inside(folder, where)
     below: dict[Path, list[Path]] = {}
     if not files:
-        for each in inside:
-            if is_dir(each) and not each.name.startswith(".") and (data := _data_of(_inside(each, where))[0]):
-                below[each] = data
+        below = {each: data for each in folders if (data := _inside(each, where)[0])}
         if len(below) > 1 and not all(_split_in(each.name) for each in below):
             names = ", ".join(repr(each.name) for each in below)
             raise ConfigError(
@@ -118,43 +236,38 @@ def _of_folder(path: str, folder: Path, split: str, setting: str) -> DataFiles:
     for file in files:
         name = _split_in(file.parent.name) if below else None
         splits.setdefault(name or _split_in(file.name), []).append(file)
+    note = []
     # Texts have titles for names, in which such a word means a split only if every file has one.
     of_split = None not in splits if all(kind_of_file(file) == "text" for file in files) else splits.keys() != {None}
-    said = []
     if of_split:
         chosen = _chosen(splits, split, where, setting)
-        said.append(f"split {chosen}")
+        note.append(f"split {chosen}")
         beside += [file for name, others in splits.items() if name != chosen for file in others]
         files = splits[chosen]
     if below:
-        said.insert(0, f"in {', '.join(dict.fromkeys(file.parent.name for file in files))}")
+        note.insert(0, f"in {', '.join(dict.fromkeys(file.parent.name for file in files))}")
     if beside:
-        said.append(f"left out: {_named(beside, folder)}")
-    kept = _of_one_kind(files, f"{where} is a folder with")
-    return DataFiles(files=kept, of_split=of_split, note="; ".join(said))
+        note.append(f"left out: {_named(beside, folder)}")
+    return files, of_split, "; ".join(note)
 
 
-def _inside(folder: Path, where: str) -> list[Path]:
+def _inside(folder: Path, where: str) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return the data files in ``folder``, files about them such as a README, and folders."""
     try:
-        entries = sorted(folder.iterdir())
+        entries = sorted(file for file in folder.iterdir() if not file.name.startswith("."))
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
     for file in entries:
         # Folders of the hub's cache are such links: a file of the data would be missing without a word.
         if file.is_symlink() and not file.exists() and kind_of_file(file) is not None:
             raise ConfigError(f"{where}: the link {file.name!r} in it leads nowhere; mend or remove it")
-    return entries
-
-
-def _data_of(inside: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the data files, and files about them such as a README."""
-    files = [file for file in inside if _has_rows(file) and is_file(file)]
+    files = [file for file in entries if _has_rows(file)]
     about = [file for file in files if _ABOUT.fullmatch(file.name.lower())]
-    return [file for file in files if file not in about], about
+    return [file for file in files if file not in about], about, [each for each in entries if is_dir(each)]
 
 
 def _has_rows(file: Path) -> bool:
-    return kind_of_file(file) is not None and not file.name.startswith(".")
+    return kind_of_file(file) is not None and not file.name.startswith(".") and is_file(file)
 
 
 def _split_in(name: str) -> str | None:
@@ -186,207 +299,34 @@ def _named(files: Sequence[Path], folder: Path | None = None) -> str:
     return ", ".join(names) + more
 
 
-def _of_one_kind(files: Sequence[Path], where: str) -> Sequence[Path]:
+def _kind_of(files: Sequence[Path], where: str) -> str:
+    """Return the one kind of ``files``; raises ``ConfigError`` if there are several, or no files."""
     kinds = sorted({str(kind_of_file(file)) for file in files})
     if len(kinds) != 1:
         have = f"files of several kinds ({', '.join(kinds)})" if kinds else "no data files"
         raise ConfigError(f"{where} {have}; it should be one of {_ENDINGS}")
-    return files
-
-
-Table = Any
-"""A table of ``datasets``, with all rows or with rows one after the other; or an iterator of Arrow's batches."""
-
-PYDOC = "pydoc_topics"
-"""Name of the source that every Python installation has: the language reference behind ``help()``."""
-PYDOC_HELD_OUT = 8
-"""One topic in this many, in alphabetical order, is held out for validation."""
-
-_LOOKED_AT = 1000
-"""Rows whose keys are the columns of JSON data."""
-_AT_ONCE = 1000
-"""Rows of a table that are made at a time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Rows of one path: read from its files, or tables of ``datasets``.
-
-    Args:
-        path: the setting's value.
-        setting: its name.
-        kind: of its files; ``hub`` or ``saved`` where ``datasets`` finds them.
-        place: whether the rows are on the hub, in a folder with splits, or in files without.
-        files: the files, none for a data set of ``datasets``.
-        note: their part of a folder that has more, in a few words.
-        tables: tables of ``datasets``, each with the name of its file, and opened ``streaming`` or not.
-    """
-
-    path: str
-    setting: str
-    kind: str
-    place: Literal["hub", "splits", "files"] = "files"
-    files: Sequence[Path] = ()
-    note: str = ""
-    tables: Sequence[tuple[str, Callable[[bool], Table]]] = ()
-
-    @property
-    def is_table(self) -> bool:
-        """True if rows come from tables, all with the same columns."""
-        return bool(self.tables)
-
-    @property
-    def said(self) -> str:
-        """The setting, and the part of a folder that is taken."""
-        return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
-
-    def rows(self, *, streaming: bool) -> Iterator[tuple[str, Row | RowFault]]:
-        """Yield one row after the other, each with its file and its number there, which begins at 1.
-
-        With ``streaming`` no file is read as a whole, and data on the hub are fetched as they are read. Raises
-        ``ConfigError`` if a file cannot be read, or only as a whole.
-        """
-        for file in () if self.is_table else self.files:
-            of_file = read_rows(file, self.kind, self.setting, whole=not streaming)
-            for number, row in enumerate(of_file, start=1):
-                yield f"{file.name} row {number}", row
-        for name, opened in self.tables:
-            try:
-                for number, row in enumerate(_rows_of(opened(streaming)), start=1):
-                    yield f"{name} row {number}".lstrip(), row
-            except ConfigError:
-                raise
-            except Exception as error:  # the readers raise whatever their libraries do, each with another base class
-                raise self._unreadable(error, name) from error
-
-    def first(self, *, streaming: bool) -> tuple[list[str], Row]:
-        """Return the columns of the first rows, and the first one that can be read; ``ConfigError`` without one."""
-        # All rows of a table have the same columns, and each one may have to be fetched. A row of
-        # JSON may lack a key that others have, so the first one does not tell all columns.
-        rows = self.rows(streaming=streaming and self.is_table)
-        looked_at = list(itertools.islice(rows, 1 if self.is_table else _LOOKED_AT))
-        readable = [row for _, row in looked_at if isinstance(row, Mapping)]
-        if not readable:
-            why = f" ({looked_at[0][0]} {looked_at[0][1]})" if looked_at else "; it needs at least one"
-            raise ConfigError(f"{self.setting}={self.path!r} has no rows that can be read{why}")
-        return list(dict.fromkeys(name for row in readable for name in row)), readable[0]
-
-    def _unreadable(self, error: Exception, file: str) -> ConfigError:
-        # The error at the bottom of a chain says what is wrong.
-        root: BaseException = error
-        while root.__cause__ is not None:
-            root = root.__cause__
-        where = f"{self.setting}={self.path!r}"
-        if self.kind == "hub":
-            where += " is neither a file here nor a data set that the hub would give"
-        else:
-            where += f"{file and f' ({file})'} cannot be read" + (f" as {self.kind}" if self.files else "")
-        return ConfigError(f"{where}: {first_line(root)}")
-
-
-def _rows_of(table: Table) -> Iterator[Row]:
-    # As Arrow's values: to decode pictures in other columns would take long, or a package that is not there.
-    batches = table if isinstance(table, Iterator) else table.with_format("arrow").iter(_AT_ONCE)
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield {name: _dense(value) for name, value in row.items()}
-
-
-def _dense(value: Any) -> Any:
-    """Return ``value`` without the keys that are null because other rows have them."""
-    if isinstance(value, Mapping):
-        return {key: _dense(item) for key, item in value.items() if item is not None}
-    return [_dense(item) for item in value] if isinstance(value, list) else value
-
-
-def sources(path: str | Sequence[str], *, subset: str | None, split: str, setting: str) -> list[Source]:
-    """Return the sources that ``path``, the value of ``setting``, names; nothing is read yet.
-
-    ``subset`` is the configuration of a data set on the hub, and ``split`` that of one, or of a folder that has
-    several. Raises ``ConfigError`` if there is nothing there.
-    """
-    if path == PYDOC:
-        return [_pydoc(setting)]
-    items = [path] if isinstance(path, str) else list(path)
-    if not all(items) or not items:
-        given = "''" if items else repr(path)
-        raise ConfigError(f"{setting}={given} names no data; give a file, a folder or a name on the hub")
-    if PYDOC in items:
-        raise ConfigError(f"{setting}: {PYDOC} cannot be one of several; write {setting}={PYDOC}, or leave it out")
-    if doubled := [item for item in items if items.count(item) > 1]:
-        raise ConfigError(f"{setting} names {doubled[0]!r} twice; remove one of them")
-    return [_source(item, subset, split, setting) for item in items]
-
-
-def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
-    from datasets import load_dataset
-
-    local = user_path(path)
-    if is_dir(local) and (saved := [name for name in SAVED if is_file(local / name)]):
-        return Source(
-            path=path,
-            setting=setting,
-            kind="saved",
-            place="files" if SAVED[0] in saved else "splits",
-            tables=[("", lambda _: _open_saved(path, local, split))],
-        )
-    chosen = find_files(path, split=split, setting=setting)
-    if not chosen.files:
-        _check_name(path, setting)
-        return Source(
-            path=path,
-            setting=setting,
-            kind="hub",
-            place="hub",
-            tables=[("", cache(lambda streaming: load_dataset(path, subset, split=split, streaming=streaming)))],
-        )
-    files, kind = chosen.files, str(kind_of_file(chosen.files[0]))
-    return Source(
-        path=path,
-        setting=setting,
-        kind=kind,
-        place="splits" if chosen.of_split else "files",
-        files=files,
-        note=chosen.note,
-        tables=[(file.name, partial(_open_file, file, kind)) for file in files] if kind in TABLES else (),
-    )
-
-
-def _check_name(path: str, setting: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(path)
-    except HFValidationError as error:
-        raise ConfigError(f"{setting}={path!r} is no file here, and no name on the hub: {first_line(error)}") from None
+    return kinds[0]
 
 
 # -- what datasets reads ----------------------------------------------------------------------------------------------
 
 
-def _open_file(file: Path, kind: str, _: bool) -> Table:
+def _open_file(file: Path | None, kind: str) -> Table:
     from datasets import load_dataset
-
-    if kind == "parquet":
-        return _of_parquet(file)
-    # Streaming in any case: else all rows would be copied into a cache of datasets'.
-    return load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
-
-
-def _of_parquet(file: Path) -> Iterator[Any]:
-    """Yield the rows of ``file`` in batches of Arrow's."""
     from pyarrow.parquet import ParquetFile
 
+    if kind == "arrow":
+        # Streaming in any case: else all rows would be copied into a cache of datasets'.
+        return load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
     # Not by datasets: threads of its reader abort a process that ends, for an error, before it has taken all rows.
-    opened = ParquetFile(file)
-    names = opened.schema_arrow.names
+    table = ParquetFile(file)
+    names = table.schema_arrow.names
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ValueError(f"several columns are called {twice[0]!r}")
-    yield from opened.iter_batches(_AT_ONCE)
+    return table.iter_batches(_AT_ONCE)
 
 
-def _open_saved(path: str, folder: Path, split: str) -> Table:
+def _open_saved(path: str, folder: Path, split: str, _: bool) -> Table:
     from datasets import Dataset, load_from_disk
 
     table = load_from_disk(str(folder))
@@ -400,13 +340,10 @@ def _open_saved(path: str, folder: Path, split: str) -> Table:
 # -- Python's language reference --------------------------------------------------------------------------------------
 
 
-def _pydoc(setting: str) -> Source:
+def _open_pydoc(part: int) -> Table:
     from datasets import Dataset
 
-    part = 0 if setting == "data.path" else 1
-    return Source(
-        path=PYDOC, setting=setting, kind="pydoc", tables=[("", lambda _: Dataset.from_list(pydoc_topics()[part]))]
-    )
+    return Dataset.from_list(pydoc_topics()[part])
 
 
 def pydoc_topics() -> tuple[list[Row], list[Row]]:

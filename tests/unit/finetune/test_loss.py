@@ -71,7 +71,7 @@ class Recording(FineTune):
         names = ("input_ids", "labels", "attention_mask", "position_ids")
         self.updates[-1].batches.append({name: batch[name] for name in names if name in batch})
         order = self.trainer.datamodule.state_dict().get("order", {})  # type: ignore[attr-defined]
-        self.positions.append((batch_idx, order.get("position", -1)))
+        self.positions.append((batch_idx, order.get("batches", -1)))
         return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

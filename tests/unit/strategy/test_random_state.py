@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from lt_offload.finetune.data.batches.loaders import ResumableLoader
-from lt_offload.finetune.data.batches.order import ResumableBatches
+from lt_offload.finetune.data.batches import Batches, ResumableLoader
 from lt_offload.strategy.checkpoint import random_state
 from lt_offload.strategy.checkpoint.data_order import repeatable
 
@@ -138,6 +137,5 @@ def test_the_rest_of_an_epoch_is_the_same(maker: str) -> None:
 
 
 def test_a_loader_that_keeps_its_place_is_left_alone() -> None:
-    order = ResumableBatches(4, 2, seed=0)
-    loader: Any = ResumableLoader([], batch_sampler=order, collate_fn=list)  # type: ignore[arg-type]
+    loader: Any = ResumableLoader(Batches(stretches=lambda _: iter(()), collate=list, batch_size=2, seed=0, count=4))
     assert repeatable(loader) is loader

@@ -219,7 +219,7 @@ def test_pydoc_topics(tokenizer: str) -> None:
         ),
         (
             {"path": "pydoc_topics", "validation_rows": 3},
-            r"data\.validation_rows=3 changes nothing with data\.path=pydoc_topics, which brings validation rows",
+            r"data\.validation_rows=3 changes nothing with data\.validation_path='pydoc_topics', which holds all",
         ),
         (
             {"validation_share": 0.0, "validation_seed": 1},
@@ -438,7 +438,7 @@ def test_a_cloned_data_set_is_trained_on_its_split(
     caplog.set_level(logging.INFO)
     some: Any = {"validation_rows": 1, "pack": False, "max_length": 100, "streaming": streaming}
     data = made(tokenizer, path=str(folder), **some)
-    training = data.streams()[0] if streaming else data.examples()[0]
+    training = data.examples() if streaming else data.examples().documents()
     texts = [data.tokenizer.decode(example.ids) for example in training]
     assert [text.split(" ")[0] for text in texts] == [str(number) for number in range(20)]
     assert f"data.path={str(folder)!r} (in data; split train; left out: README.md, data/test.jsonl)" in caplog.text

@@ -13,8 +13,8 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import formats
-from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.module import FineTuneData
+from lt_offload.finetune.data.sequences import Documents
 from tests.support import tiny
 
 ROWS = [{"instruction": f"say {n}", "input": "", "output": f"yes {n}"} for n in range(40)]
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def made(tokenizer: str, path: Any, folder: Path | None = None, **settings: Any) -> Documents:
     where = {"cache_dir": str(folder)} if folder else {}
     given = path if isinstance(path, list) else str(path)
-    return FineTuneData(tokenizer, path=given, **where, **settings).examples()[0]
+    return FineTuneData(tokenizer, path=given, **where, **settings).examples().documents()
 
 
 def test_the_second_start_reads_what_the_first_has_made(
@@ -171,23 +171,21 @@ def test_what_is_unusual_about_conversations_is_counted(
     found = made(tokenizer, tmp_path / "rows.jsonl")
     assert told() == [f"{note} ({count} of 6 rows)" for note, (count, _) in said.items()]
     data = FineTuneData(tokenizer, path=str(tmp_path / "rows.jsonl"), streaming=True, validation_rows=0)
-    stream, _ = data.streams()
+    stream = data.examples()
     assert list(stream) == list(found)
     assert told() == [f"{note} (rows.jsonl row {row})" for note, (_, row) in said.items()]
 
 
 def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = FineTuneData(tokenizer, path=str(path), streaming=True, validation_rows=0)
-    stream, validation = data.streams()
-    assert list(validation) == []
+    stream = data.examples()
+    assert list(data.examples("validation_path")) == []
     assert list(stream) == list(stream) == list(made(tokenizer, path))
     with path.open("a") as file:
         file.write('\n{"instruction": 3}\nbroken\n')
     with pytest.raises(ConfigError, match=r"a row cannot be used \(rows.jsonl row 41: instruction is a number"):
         list(stream)
-    skipping, _ = FineTuneData(
-        tokenizer, path=str(path), streaming=True, validation_rows=0, skip_bad_rows=True
-    ).streams()
+    skipping = FineTuneData(tokenizer, path=str(path), streaming=True, validation_rows=0, skip_bad_rows=True).examples()
     with caplog.at_level(logging.WARNING):
         assert len(list(skipping)) == 40
     assert skipping.bad == 2
@@ -196,7 +194,7 @@ def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCap
 
 def test_an_empty_stream(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
-    stream, _ = FineTuneData(tokenizer, path=str(tmp_path / "a.jsonl"), streaming=True, validation_rows=0).streams()
+    stream = FineTuneData(tokenizer, path=str(tmp_path / "a.jsonl"), streaming=True, validation_rows=0).examples()
     with pytest.raises(ConfigError, match="has no rows that can be read"):
         list(stream)
 
@@ -216,7 +214,7 @@ def test_rows_of_a_table_have_no_nulls_for_what_other_rows_have(tokenizer: str, 
 
 def test_the_conversation_is_written_as_in_training(tokenizer: str, path: Path) -> None:
     data = FineTuneData(tokenizer, path=str(path), system="Be brief.")
-    whole = data.examples()[0][3]
+    whole = data.examples().documents()[3]
     messages = [{"role": "user", "content": "say 3"}, {"role": "assistant", "content": "yes 3"}]
     assert data.encode_conversation(messages, add_generation_prompt=False) == whole.ids
     prompt = data.encode_conversation(messages[:1])

@@ -7,18 +7,23 @@ from pathlib import Path
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.sources import DataFiles, find_files
+from lt_offload.finetune.data.sources import Source, sources
 
 
-def find(folder: Path, names: str, split: str = "train", setting: str = "data.path") -> DataFiles:
+def find(folder: Path, names: str, split: str = "train", setting: str = "data.path") -> Source:
     for name in names.split():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    return find_files(str(folder), split=split, setting=setting)
+    return of_path(str(folder), split, setting)
 
 
-def names_of(folder: Path, found: DataFiles) -> str:
+def of_path(path: str, split: str, setting: str) -> Source:
+    [source] = sources(path, subset=None, split=split, setting=setting)
+    return source
+
+
+def names_of(folder: Path, found: Source) -> str:
     return " ".join(file.relative_to(folder).as_posix() for file in found.files)
 
 
@@ -39,7 +44,7 @@ def test_what_is_about_the_data_is_left_out(tmp_path: Path, there: str, taken: s
     found = find(tmp_path, there)
     assert names_of(tmp_path, found) == taken
     assert note is None or found.note == note
-    assert not found.of_split
+    assert found.place == "files"
 
 
 HUB = "README.md data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet data/test-00000-of-00001.parquet"
@@ -67,13 +72,13 @@ SFT = "train_sft-00000-of-00001.parquet test_sft-00000-of-00001.parquet train_ge
 def test_names_tell_splits(tmp_path: Path, there: str, split: str, taken: str) -> None:
     found = find(tmp_path, there, split)
     assert names_of(tmp_path, found) == taken
-    assert found.of_split
+    assert found.place == "splits"
 
 
 @pytest.mark.parametrize("there", ["train.txt trees.txt", "strain.csv latest.csv", "c-00000-of-00002.csv c.csv"])
 def test_words_that_are_no_splits(tmp_path: Path, there: str) -> None:
     found = find(tmp_path, there)
-    assert not found.of_split
+    assert found.place == "files"
     assert len(found.files) == 2
 
 
@@ -121,6 +126,6 @@ def test_folders_that_leave_it_open(tmp_path: Path, there: str, split: str, mess
 def test_a_split_of_a_glob_is_the_globs(tmp_path: Path) -> None:
     find(tmp_path, "train.csv test.csv")
     for path, count in ((f"{tmp_path}/*.csv", 2), (f"{tmp_path}/test.csv", 1)):
-        found = find_files(path, split="train", setting="data.path")
+        found = of_path(path, "train", "data.path")
         assert len(found.files) == count
-        assert not found.of_split
+        assert found.place == "files"

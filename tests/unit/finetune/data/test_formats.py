@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat.templates import find_template
 from lt_offload.finetune.data.columns import Columns, find_columns
 from lt_offload.finetune.data.formats import IGNORED, Encoder, Example
 from lt_offload.finetune.data.rows import Row, RowFault
+from lt_offload.finetune.data.templates import find_template
 from tests.support.tiny import CHAT_TEMPLATE
 from tests.unit.finetune.data.vocabularies import tokenizer
 
@@ -20,7 +20,7 @@ ROW = {"instruction": "say", "input": "it", "output": "Yes it is"}
 
 def encoder(own: Any, template: str | None = None, **settings: Any) -> Encoder:
     found, _ = find_template(template, own)
-    return Encoder(own, template=found, explicit_template=template is not None, **settings)
+    return Encoder(own, template=found, **settings)
 
 
 def encode(made: Encoder, row: Row, format: Any = "auto", **columns: str) -> Example:
@@ -100,7 +100,7 @@ def test_instructions_without_a_chat_template(kind: str) -> None:
     without = encode(encoder(own), ROW | {"input": None})
     assert "Input" not in own.decode(without.ids)
     assert without == encode(encoder(own), {"instruction": "say", "output": "Yes it is"})
-    prompt = encoder(own).alpaca_prompt("say")
+    prompt = encoder(own).prompt([{"role": "user", "content": "say"}], ask=True)
     assert without.ids[: len(prompt)] == prompt
     assert set(without.labels[: len(prompt)]) == {IGNORED}
     assert own.decode(learned(without)) == "Yes it is</s>"
@@ -140,9 +140,9 @@ def test_what_is_learned_of_a_conversation(train_on: Any) -> None:
 def test_an_empty_answer_teaches_nothing(answer: str) -> None:
     for template in (None, CHAT_TEMPLATE):
         own = tokenizer("metaspace", begins=True, template=template)
-        assert not encode(encoder(own), {"instruction": "say", "output": answer}).trainable
-    assert not encode(encoder(own), {"prompt": "say", "completion": answer}).trainable
-    assert not encode(encoder(own), {"text": answer}).trainable
+        assert not learned(encode(encoder(own), {"instruction": "say", "output": answer}))
+    assert not learned(encode(encoder(own), {"prompt": "say", "completion": answer}))
+    assert not learned(encode(encoder(own), {"text": answer}))
     turns = [("user", "a"), ("assistant", answer), ("user", "b"), ("assistant", "second")]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
     assert own.decode(learned(encode(encoder(own), row))) == "second</s>"
@@ -187,9 +187,11 @@ def test_settings_without_a_place_in_the_format(row: Row, settings: Any, message
         encode(encoder(tokenizer("bytes"), **settings), row)
 
 
-def test_history_needs_a_chat_template() -> None:
-    with pytest.raises(RowFault, match="history needs a chat template"):
-        encode(encoder(tokenizer("bytes")), ROW | {"history": [["a", "b"]]})
+def test_history_without_a_chat_template_is_several_instructions() -> None:
+    own = tokenizer("bytes")
+    example = encode(encoder(own), ROW | {"history": [["ask", "No."]]})
+    assert own.decode(example.ids).count("### Instruction:") == 2
+    assert own.decode(learned(example)) == "No.</s>Yes it is</s>"
 
 
 def test_a_tokenizer_that_does_not_know_its_characters_is_refused() -> None:
@@ -207,13 +209,6 @@ def test_what_ends_an_answer() -> None:
     own = tokenizer("bytes", template=None)
     assert own.convert_ids_to_tokens(encoder(own, "chatml").ends) == ["</s>", "<|im_end|>"]
     assert own.convert_ids_to_tokens(encoder(own, "zephyr").ends) == ["</s>"]
-
-
-@pytest.mark.parametrize(
-    ("labels", "trainable"), [([5, IGNORED], False), ([IGNORED, 5], True), ([IGNORED, IGNORED], False)]
-)
-def test_the_first_token_is_never_predicted(labels: list[int], trainable: bool) -> None:
-    assert Example(ids=[5, 5], labels=labels).trainable is trainable
 
 
 def test_rows_of_both_kinds_in_one_batch_keep_their_order() -> None:

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from lt_offload.finetune.data.formats import IGNORED, Example
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.data.preview import look_at, pieces, render
+from lt_offload.finetune.data.preview import Preview, pieces
 from tests.unit.finetune.data.vocabularies import tokenizer as trained
 
 
 def shown(data: FineTuneData, samples: int = 3, *, color: bool = False) -> str:
     paper = Console(file=io.StringIO(), width=80, highlight=False, markup=False, force_terminal=color)
-    for part in render(data, look_at(data), samples=samples, color=color):
+    for part in Preview(data).parts(samples=samples, color=color):
         paper.print(part)
     assert isinstance(paper.file, io.StringIO)
     return paper.file.getvalue()
@@ -36,11 +36,11 @@ def test_plain_text(tokenizer: str, path: str) -> None:
     text = shown(data, 2)
     assert "<|user|>say [0]</s><|assistant|>\n" in text.replace("</s>\n", "\n"), "an empty answer is not learned"
     assert f"<|user|>say [19]</s><|assistant|>«{'yes' * 19}"[:80] in text.replace("\n", "")
-    last = data.examples()[0][19]
+    last = data.examples().documents()[19]
     assert f"rows.jsonl row 20: {len(last.ids)} tokens, 58 learned ──" in text
     assert "20rowsasalpaca(columnsinstruction,output);chattemplate:thetokenizer's;learned:" in "".join(text.split())
     assert "1 rows cannot be used and are left out" in text
-    longer = [each for each in data.examples()[0] if len(each.ids) > 60]
+    longer = [each for each in data.examples().documents() if len(each.ids) > 60]
     lost = sum(label != IGNORED for each in longer for label in each.labels[60:])
     assert f"data.max_length=60 cuts {len(longer)} rows, and loses {lost} tokens to learn" in text
     assert "1 rows have no answer or text to learn\n1 rows are left out: rows.jsonl row 1\n" in text

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.module import FineTuneData
+from lt_offload.finetune.data.sequences import Documents
 
 
 def made(tokenizer: str, path: Path | str, **settings: Any) -> Documents:
-    return FineTuneData(tokenizer, path=str(path), **settings).examples()[0]
+    return FineTuneData(tokenizer, path=str(path), **settings).examples().documents()
 
 
 def texts(tokenizer: str, path: Path | str, **settings: Any) -> list[str]:
     data = FineTuneData(tokenizer, path=str(path), **settings)
-    return [data.tokenizer.decode(each.ids).removesuffix("</s>") for each in data.examples()[0]]
+    return [data.tokenizer.decode(each.ids).removesuffix("</s>") for each in data.examples().documents()]
 
 
 def lines(path: Path, *rows: object) -> Path:

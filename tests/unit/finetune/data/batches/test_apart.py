@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import Collate
-from lt_offload.finetune.data.batches.packing import check_packing, packed, pieces_of
+from lt_offload.finetune.data.batches import Collate
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, check_packing, sequences_of
 
 WINDOW = 4
 """Of sliding attention; documents are longer."""
@@ -71,7 +69,7 @@ def document(length: int, seed: int) -> Example:
 def batch(*documents: Example) -> dict[str, Tensor]:
     """Return a batch of as many rows as best fit needs for the ``documents``."""
     made = Documents.from_examples(documents)
-    rows = packed(made, pieces_of(made, np.arange(len(made)), LENGTH)[0], LENGTH)
+    rows = sequences_of(made, LENGTH, True)
     return Collate(0, LENGTH, True)([rows[number] for number in range(len(rows))])
 
 

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
-from lt_offload.finetune.data.batches import documents as room
-from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data import sequences as room
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents
 
 MADE = [
     Example(ids=list(range(begin, begin + length)), labels=[IGNORED] * prompt + list(range(length - prompt)))
@@ -37,4 +38,4 @@ def test_documents_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_documents_of_a_data_set(tmp_path: Path, numbers: list[int]) -> None:
     """Arrays that do not begin where their memory does, and rows in another order."""
     Dataset.from_list([{"ids": each.ids, "labels": each.labels} for each in MADE]).save_to_disk(tmp_path)
-    check(Documents(Dataset.load_from_disk(tmp_path).select(numbers)), numbers)
+    check(Documents(Dataset.load_from_disk(tmp_path)).select(np.array(numbers)), numbers)

@@ -4,18 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import Collate
-from lt_offload.finetune.data.batches.packing import (
-    Pieces,
-    Sequences,
-    best_fit,
-    one_by_one,
-    packed,
-    pieces_of,
-    wrapped,
-)
+from lt_offload.finetune.data.batches import Collate
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, Sequences, best_fit, pieces_of, sequences_of, wrapped
 
 
 def examples(*lengths: int, prompt: int = 0) -> list[Example]:
@@ -28,14 +19,8 @@ def examples(*lengths: int, prompt: int = 0) -> list[Example]:
     return made
 
 
-def everything(documents: Documents) -> np.ndarray:
-    return np.arange(len(documents))
-
-
 def rows_of(made: list[Example], length: int, *, pack: bool = True) -> Sequences:
-    documents = Documents.from_examples(made)
-    pieces, _ = pieces_of(documents, everything(documents), length)
-    return packed(documents, pieces, length) if pack else one_by_one(documents, pieces)
+    return sequences_of(Documents.from_examples(made), length, pack)
 
 
 def predicted(rows: Sequences) -> list[int]:
@@ -80,17 +65,21 @@ def test_every_token_is_predicted_once(pack: bool) -> None:
 
 def test_long_examples_of_responses_are_cut_and_counted() -> None:
     documents = Documents.from_examples([*examples(3, 9, 12, prompt=2), *examples(8, 4, prompt=6)])
-    pieces, losses = pieces_of(documents, everything(documents), 5)
-    assert pieces.document.tolist() == [0, 1, 2]
-    assert pieces.stop.tolist() == [3, 5, 5]
-    assert (losses.cut, losses.tokens, losses.behind, losses.empty) == (2, 4 + 7 + 2, 1, 1)
+    pieces, losses, left_out = pieces_of(documents, 5)
+    assert pieces.tolist() == [[0, 0, 3], [1, 0, 5], [2, 0, 5]]
+    assert left_out.tolist() == [3, 4]
+    assert losses == [
+        f"data.max_length=5 cuts 2 rows, and loses {4 + 7 + 2} tokens to learn",
+        "1 rows have their whole answer behind data.max_length=5: raise it",
+        "1 rows have no answer or text to learn",
+    ]
 
 
 def test_only_selected_documents_are_taken() -> None:
     documents = Documents.from_examples(examples(3, 4, 12, 2))
-    pieces, _ = pieces_of(documents, np.array([1, 2]), 5)
-    assert pieces.document.tolist() == [1, 2, 2, 2]
-    assert [wrapped(documents, np.array([3, 0]), 5)[0][0].tolist()] == [[20, 21, 1, 2, 3]]
+    pieces, _, _ = pieces_of(documents.select(np.array([1, 2])), 5)
+    assert pieces[:, 0].tolist() == [0, 1, 1, 1]
+    assert [wrapped(documents.select(np.array([3, 0])), 5)[0][0].tolist()] == [[20, 21, 1, 2, 3]]
 
 
 def test_documents_in_a_row_begin_anew() -> None:
@@ -100,12 +89,12 @@ def test_documents_in_a_row_begin_anew() -> None:
     assert labels.tolist() == [IGNORED, 2, 3, IGNORED, 5]
     assert positions.tolist() == [0, 1, 2, 0, 1]
     assert ids.dtype == labels.dtype == positions.dtype == torch.int64
-    assert rows.row(1) == [(0, 0, 3), (1, 0, 2)]
+    assert rows.row(1) == [[0, 0, 3], [1, 0, 2]]
 
 
 def test_wrapped_rows_are_running_text() -> None:
     documents = Documents.from_examples(examples(3, 9, 1, 4, 2))
-    rows = wrapped(documents, everything(documents), 5)
+    rows = wrapped(documents, 5)
     assert [rows[row][0].tolist() for row in range(len(rows))] == [
         [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15], [16, 17, 18, 19],
     ]  # fmt: skip
@@ -115,9 +104,9 @@ def test_wrapped_rows_are_running_text() -> None:
 
 def test_wrapped_rows_without_anything_to_learn_are_left_out() -> None:
     documents = Documents.from_examples(examples(4, 12, 3, prompt=9) + examples(3))
-    rows = wrapped(documents, everything(documents), 5)
+    rows = wrapped(documents, 5)
     assert [rows[row][0].tolist()[0] for row in range(len(rows))] == [11, 16, 2]
-    assert len(wrapped(Documents.from_examples([]), np.arange(0), 5)) == 0
+    assert len(wrapped(Documents.from_examples([]), 5)) == 0
 
 
 def test_rows_can_be_taken() -> None:
@@ -141,8 +130,8 @@ def test_packed_batches_are_of_one_width(positions: bool) -> None:
 @pytest.mark.parametrize(("lengths", "width"), [((3, 9), 16), ((8, 2), 8), ((20, 1), 20)])
 def test_padding(lengths: tuple[int, int], width: int) -> None:
     documents = Documents.from_examples(examples(*lengths))
-    count = np.arange(len(documents))
-    rows = Sequences(documents, Pieces(document=count, start=0 * count, stop=documents.lengths), count + 1, apart=True)
+    pieces = np.array([[number, 0, length] for number, length in enumerate(lengths)])
+    rows = Sequences(documents, pieces, np.ones(len(lengths), int), apart=True)
     batch = Collate(0, 20, False)([rows[0], rows[1]])
     assert {t.shape for t in batch.values()} == {(2, width)}
     for row, length in enumerate(lengths):

@@ -5,13 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.order import ResumableBatches
+from lt_offload.finetune.data.batches import Batches
 from lt_offload.finetune.processes import Share, share_of
 from tests.unit.finetune.conftest import data
+from tests.unit.finetune.data.batches.orders import order, rows, taken
+
+
+def orders(count: int, of: int, **options: Any) -> list[Batches]:
+    made = rows(count)
+    return [order(count, made=made, share=Share(of, first), **options) for first in range(of)]
 
 
 @pytest.mark.parametrize(
@@ -26,28 +31,26 @@ from tests.unit.finetune.conftest import data
     ],
 )
 def test_processes_take_turns(count: int, of: int, silent: bool, last: list[int]) -> None:
-    orders = [ResumableBatches(count, 2, seed=3, share=Share(of, first), silent=silent) for first in range(of)]
-    shares = [list(order) for order in orders]
+    shares = [taken(each) for each in orders(count, of, silent=silent)]
     assert [sum(row >= 0 for row in share[-1]) for share in shares] == last
     assert all(share[-1] for share in shares)
-    whole = list(ResumableBatches(count, 2, seed=3))
+    whole = taken(order(count))
     turns = [batch for group in zip(*shares, strict=True) for batch in group]
-    taken = [row for batch in turns for row in batch if row >= 0]
-    assert taken == [row for batch in whole for row in batch][: len(taken)]
-    assert count - len(taken) == (2 if count == 20 else 0), "less than a row for each"
-    assert {len(order) for order in orders} == {len(shares[0])}
+    trained = [row for batch in turns for row in batch if row >= 0]
+    assert trained == [row for batch in whole for row in batch][: len(trained)]
+    assert count - len(trained) == (2 if count == 20 else 0), "less than a row for each"
+    assert {len(each) for each in orders(count, of, silent=silent)} == {len(shares[0])}
     if silent:
         assert turns[: len(whole)] == whole
-    orders[1].position = 2
-    orders[1].load_state_dict(orders[1].state_dict())
-    assert list(orders[1]) == shares[1][2:]
+    before, after = (orders(count, of, silent=silent)[1] for _ in range(2))
+    taken(before, 2)
+    after.load_state_dict(before.state_dict())
+    assert taken(after) == shares[1][2:]
 
 
-def given(orders: list[ResumableBatches], rounds: int | None = None) -> list[int]:
-    """Return the rows that processes train on, the first ``rounds`` batches of each; their loader counts them."""
-    shares = [list(order)[:rounds] for order in orders]
-    for order, share in zip(orders, shares, strict=True):
-        order.position += len(share)
+def trained(processes: list[Batches], rounds: int | None = None) -> list[int]:
+    """Return the rows that processes train on, the first ``rounds`` batches of each."""
+    shares = [taken(each, rounds) for each in processes]
     return [row for turn in zip(*shares, strict=True) for batch in turn for row in batch if row >= 0]
 
 
@@ -56,56 +59,48 @@ def given(orders: list[ResumableBatches], rounds: int | None = None) -> list[int
 @pytest.mark.parametrize("parts", [[(2, 3), (1, None)], [(1, 5), (3, None)], [(2, 3), (4, 1), (3, 2), (2, None)]])
 def test_others_take_what_is_left_of_an_epoch(parts: list[tuple[int, int | None]], grouped: bool, silent: bool) -> None:
     """Whatever the numbers of processes: no row comes twice, and none is left out but what does not go up."""
-    lengths = np.arange(100) % 7 if grouped else None
+    options: dict[str, Any] = {"grouped": grouped, "silent": silent}
     state: Any = None
-    taken: list[int] = []
+    all_taken: list[int] = []
     for of, rounds in parts:
-        options: dict[str, Any] = {"seed": 3, "lengths": lengths, "silent": silent}
-        orders = [ResumableBatches(100, 2, share=Share(of, first), **options) for first in range(of)]
+        processes = orders(100, of, **options)
         if state is not None:
-            for order in orders:
+            left = rf"{100 - len(all_taken)} of 100 sequences that were not trained"
+            for each in processes:
                 for _ in range(2):  # as Lightning does
-                    with pytest.warns(UserWarning, match=rf"{100 - len(taken)} of 100 sequences that were not trained"):
-                        order.load_state_dict(state)
-        # Lightning counts the batches of an epoch to its end.
-        counted = orders[0].position
-        assert counted == 0 or orders[0].moved == counted - state["position"]
-        new = given(orders, rounds)
-        assert len({order.position for order in orders}) == 1
-        assert rounds is not None or orders[0].position == len(orders[0])
-        taken += new
-        state = orders[0].state_dict()
-    assert len(set(taken)) == len(taken)
-    assert len(taken) == 100 if silent else len(taken) > 100 - parts[-1][0]
-    if not grouped:
-        assert (
-            taken[: len(taken) // 2]
-            == [row for batch in ResumableBatches(100, 2, seed=3) for row in batch][: len(taken) // 2]
-        )
+                    with pytest.warns(UserWarning, match=left):
+                        each.load_state_dict(state)
+            # Lightning counts the batches of an epoch to its end.
+            assert {each.moved for each in processes} == {processes[0].state_dict()["batches"] - state["batches"]}
+        all_taken += trained(processes, rounds)
+        assert len({each.state_dict()["batches"] for each in processes}) == 1
+        assert rounds is not None or processes[0].state_dict()["batches"] == len(processes[0])
+        state = processes[0].state_dict()
+    assert len(set(all_taken)) == len(all_taken)
+    assert len(all_taken) == 100 if silent else len(all_taken) > 100 - parts[-1][0]
+    whole = [row for batch in taken(order(100, grouped=grouped)) for row in batch]
+    assert all_taken[: len(all_taken) // 2] == whole[: len(all_taken) // 2]
     # The next epoch is an ordinary one.
-    of = parts[-1][0]
-    orders = [ResumableBatches(100, 2, share=Share(of, first), **options) for first in range(of)]
-    for order in orders:
-        order.load_state_dict(state)
-    fresh = [ResumableBatches(100, 2, share=Share(of, first), **options) for first in range(of)]
-    for order in fresh:
-        order.set_epoch(1)
-    assert given(orders) == given(fresh)
-    assert [order.position for order in orders] == [len(order) for order in orders]
+    processes, fresh = (orders(100, parts[-1][0], **options) for _ in range(2))
+    for old, new in zip(processes, fresh, strict=True):
+        old.load_state_dict(state)
+        new.set_epoch(1)
+    assert trained(processes) == trained(fresh)
+    assert [each.state_dict()["batches"] for each in processes] == [len(each) for each in processes]
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), (4, 3)])
 def test_an_epoch_that_has_ended_is_not_gone_on_with(before: int, now: int) -> None:
     """Also if rows were left that did not go up in as many processes."""
-    orders = [ResumableBatches(25, 2, seed=3, share=Share(before, first)) for first in range(before)]
-    given(orders)
-    order = ResumableBatches(25, 2, seed=3, share=Share(now))
+    processes = orders(25, before)
+    trained(processes)
+    resumed = order(25, share=Share(now))
     with pytest.warns(UserWarning, match="the 0 of 25"):
-        order.load_state_dict(orders[0].state_dict())
-    assert order.position == len(order)
-    fresh = ResumableBatches(25, 2, seed=3, share=Share(now))
+        resumed.load_state_dict(processes[0].state_dict())
+    assert resumed.state_dict()["batches"] == len(resumed)
+    fresh = order(25, share=Share(now))
     fresh.set_epoch(1)
-    assert list(order) == list(fresh)
+    assert taken(resumed) == taken(fresh)
 
 
 def trainer(**strategy: Any) -> Any:
@@ -128,7 +123,7 @@ def test_each_process_needs_a_batch(folder: str, text: str) -> None:
 
 def test_epochs_have_orders_of_their_own_unless_a_few_batches_are_overfitted() -> None:
     for reshuffled in (True, False):
-        order = ResumableBatches(24, 2, seed=3, reshuffled=reshuffled)
-        first = list(order)
-        order.sampler.set_epoch(1)
-        assert (list(order) != first) == reshuffled
+        batches = order(24, reshuffled=reshuffled)
+        first = taken(batches)
+        batches.sampler.set_epoch(1)
+        assert (taken(batches) != first) == reshuffled

@@ -11,12 +11,10 @@ import pytest
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import Collate, ResumableLoader
-from lt_offload.finetune.data.batches.order import ResumableBatches
-from lt_offload.finetune.data.batches.packing import Sequences, packed, pieces_of
-from lt_offload.finetune.data.batches.streaming import Place, StreamedBatches
+from lt_offload.finetune.data.batches import Batches, Collate, Place, ResumableLoader
 from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.sequences import Documents, Sequences, sequences_of
+from tests.unit.finetune.data.batches.orders import order
 
 LENGTH = 12
 
@@ -36,26 +34,21 @@ class Source:
                 yield number + 1, Example(ids=self.rows[number], labels=self.rows[number])
 
 
-def sequences(documents: Documents) -> Sequences:
-    return packed(documents, pieces_of(documents, np.arange(len(documents)), LENGTH)[0], LENGTH)
-
-
-def loader(*sources: Source, workers: int = 0, count: int = 40, **settings: Any) -> ResumableLoader:
-    defaults: dict[str, Any] = {"begin": (0, 0), "buffer": 7, "batch_size": 3, "seed": 5, "sequences": sequences}
-
+def loader(*sources: Source, workers: int = 0, length: int = 40, buffer: int = 7, **settings: Any) -> ResumableLoader:
     def read(place: Place) -> Iterator[tuple[Place, Example]]:
         first, start = place
         for number, source in enumerate(sources[first:], start=first):
             for rows, example in source.read(start if number == first else 0):
                 yield (number, rows), example
 
-    batches = StreamedBatches(
-        read,
-        collate=Collate(0, LENGTH, True),
-        name="data.path=x",
-        **defaults | {"settings": {}} | settings,
-    )
-    return ResumableLoader(batches, count=count, num_workers=workers)
+    def stretches(place: Place) -> Iterator[tuple[Place, Sequences]]:
+        examples = read(place)
+        while some := list(islice(examples, buffer)):
+            yield some[-1][0], sequences_of(Documents.from_examples(each for _, each in some), LENGTH, True)
+
+    defaults: dict[str, Any] = {"batch_size": 3, "seed": 5, "data": "data.path=x"}
+    batches = Batches(stretches=stretches, collate=Collate(0, LENGTH, True), **defaults | settings)
+    return ResumableLoader(batches, length=length, num_workers=workers)
 
 
 def sources() -> tuple[Source, Source]:
@@ -84,7 +77,7 @@ def test_a_run_goes_on_with_the_batches_that_would_have_come(workers: int) -> No
     assert states[-1]["epoch"] >= 1, "the data have begun again"
     stops = range(41) if workers == 0 else (0, 13)
     for stop in stops:
-        resumed = loader(*sources(), workers=workers, count=40 - stop)
+        resumed = loader(*sources(), workers=workers, length=40 - stop)
         resumed.load_state_dict(states[stop])
         assert seen(resumed) == expected[stop:]
 
@@ -105,13 +98,13 @@ def test_what_was_read_is_not_read_again() -> None:
 
 def test_another_epoch_of_lightning_goes_on() -> None:
     expected = seen(loader(*sources()))
-    pieces = loader(*sources(), count=15)
+    pieces = loader(*sources(), length=15)
     assert seen(pieces) + seen(pieces) == expected[:30]
 
 
 def test_a_pass_learns_everything_once_in_another_order_each_time() -> None:
     source = Source(40, 2)
-    passes = loader(source, batch_size=1, count=200)
+    passes = loader(source, batch_size=1, length=200)
     epochs: dict[int, list[Any]] = defaultdict(list)
     for batch in passes:
         epochs[passes.state_dict()["epoch"]].append(batch)
@@ -125,7 +118,7 @@ def test_a_pass_learns_everything_once_in_another_order_each_time() -> None:
 def test_what_is_held_out_is_not_trained() -> None:
     source = Source(9, 3)
     held_out, trained = source.rows[0], [row for number, row in enumerate(source.rows) if number % 3 != 2][1:]
-    batches = list(loader(source, begin=(0, 1), count=30))
+    batches = list(loader(source, first=(0, 1), length=30))
     assert set(learned(batches)) == {token for row in trained for token in row[1:]}
     assert not set(held_out[1:]) <= set(learned(batches))
 
@@ -135,9 +128,7 @@ def test_data_without_anything_to_learn() -> None:
         list(loader(Source(0, 0)))
 
 
-@pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"batch_size": 2}, {"stream_buffer": 8}, {"begin": (0, 2)}, {"pack": True}]
-)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}, {"first": [0, 2]}, {"pack": True}])
 def test_another_order_is_not_continued(change: dict[str, Any]) -> None:
     now = loader(*sources(), settings={"pack": False})
     state = now.state_dict()
@@ -147,6 +138,6 @@ def test_another_order_is_not_continued(change: dict[str, Any]) -> None:
 
 def test_orders_of_streams_and_of_rows_are_not_mixed_up() -> None:
     with pytest.raises(ConfigError, match=r"of a run with data\.streaming=false"):
-        loader(*sources()).load_state_dict(ResumableBatches(4, 2, seed=0).state_dict())
+        loader(*sources()).load_state_dict(order().state_dict())
     with pytest.raises(ConfigError, match=r"of a run with data\.streaming=true"):
-        ResumableBatches(4, 2, seed=0).load_state_dict(loader(*sources()).state_dict())
+        order().load_state_dict(loader(*sources()).state_dict())

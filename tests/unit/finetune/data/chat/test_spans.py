@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lt_offload.finetune.data.chat.conversations import Conversation
-from lt_offload.finetune.data.chat.spans import Locator
-from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
+from lt_offload.finetune.data.conversations import Conversation
 from lt_offload.finetune.data.rows import RowFault
+from lt_offload.finetune.data.spans import Locator
+from lt_offload.finetune.data.templates import ChatTemplate, find_template
 from lt_offload.resources import shipped_files
 from tests.unit.finetune.data.vocabularies import tokenizer
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.chat.conversations import Conversation
-from lt_offload.finetune.data.chat.templates import TOOLS_AS_TEXT, Abilities, ChatTemplate, find_template
+from lt_offload.finetune.data.conversations import Conversation
+from lt_offload.finetune.data.templates import TOOLS_AS_TEXT, ChatTemplate, find_template
 from tests.unit.finetune.data.chat.test_spans import CALLS, ENDED, SHIPPED
 from tests.unit.finetune.data.vocabularies import tokenizer
 
+CALLS_OF_TEXT = CALLS.replace("call.function | tojson", "call.function.name + call.function.arguments")
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
 MESSAGES: list[dict[str, Any]] = [
@@ -29,25 +30,28 @@ def own(text: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "written"),
     [
-        (CALLS, Abilities(True, "object", True)),
-        (
-            CALLS.replace("call.function | tojson", "call.function.name + call.function.arguments"),
-            Abilities(True, "text", True),
-        ),
-        (ENDED, Abilities(False, None, True)),
-        (ENDED.replace("+ m.content", "+ (m.content if m.role != 'tool' else '')"), Abilities(False, None, False)),
+        (CALLS, {"tools", "calls", "results"}),
+        (CALLS_OF_TEXT, {"tools", "calls", "results"}),
+        (ENDED, {"results"}),
+        (ENDED.replace("+ m.content", "+ (m.content if m.role != 'tool' else '')"), set()),
     ],
 )
-def test_what_of_functions_a_template_writes(text: str, expected: Abilities) -> None:
-    assert own(text).abilities == expected
+def test_what_of_functions_a_template_writes(text: str, written: set[str]) -> None:
+    user, call, result, answer = MESSAGES
+    for what, made in {
+        "tools": Conversation(messages=[user, answer], tools=TOOLS),
+        "calls": Conversation(messages=[user, call]),
+        "results": Conversation(messages=[user, answer, result, answer]),
+    }.items():
+        assert (own(text).fit(made)[1] is None) == (what in written)
 
 
 def test_arguments_are_what_the_template_wants() -> None:
     made = Conversation(messages=MESSAGES, tools=TOOLS)
     assert own(CALLS).fit(made) == (made, None)
-    as_text = own(CALLS.replace("call.function | tojson", "call.function.name + call.function.arguments"))
+    as_text = own(CALLS_OF_TEXT)
     fitted, note = as_text.fit(made)
     assert note is None
     assert '<call>add{"a": "é"}</call>' in as_text.render(fitted.messages, fitted.tools)
@@ -86,7 +90,7 @@ def test_chatml_writes_functions() -> None:
     template, notes = find_template("chatml", tokenizer("bytes"))
     assert template is not None
     assert notes == []
-    assert template.abilities == Abilities(True, "object", True)
+    assert template.fit(Conversation(messages=MESSAGES, tools=TOOLS))[1] is None
     system = {"role": "system", "content": "Be brief."}
     for front in ([], [system]):
         text = template.render(front + MESSAGES, TOOLS)

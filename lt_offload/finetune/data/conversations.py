@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lt_offload.finetune.data.columns import NEEDED, Columns
@@ -13,29 +13,15 @@ from lt_offload.finetune.data.rows import Row, RowFault, check_text, kind_of
 
 Message = dict[str, Any]
 
-_ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "ai": "assistant",
-    "bing": "assistant",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
+_WORDS = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "bing"),
+    "function_call": ("function_call", "tool_call"),
+    "tool": ("tool", "function", "observation", "tool_response", "function_response", "ipython"),
 }
+_ROLES = {word: role for role, words in _WORDS.items() for word in words}
 """Roles by the words that data have for them, in lower case."""
 _KNOWN_ROLES = "system, developer, user (human), assistant (gpt, bot), function_call, tool (observation)"
 _NAME_KEYS = "--data.columns '{role: KEY, content: KEY}'"
@@ -56,6 +42,16 @@ class Conversation:
     messages: list[Message]
     tools: list[Message] | None = None
     context: int = 0
+
+    @property
+    def has_system(self) -> bool:
+        """True if it begins with a system message."""
+        return self.messages[0]["role"] in ("system", "developer")
+
+    def with_system(self, system: str) -> Conversation:
+        """Return the conversation with a system message in front."""
+        messages = [{"role": "system", "content": system}, *self.messages]
+        return replace(self, messages=messages, context=self.context + 1 if self.context else 0)
 
     @property
     def answers(self) -> list[int]:
@@ -109,23 +105,28 @@ def from_row(row: Row, layout: Columns) -> Conversation:
             raise RowFault(f"{columns[-1]} has no message of the assistant, so there is nothing to learn")
         context = sum(map(len, prompt))
         messages = [*itertools.chain(*prompt), *answer]
-    if system := layout.text(row, "system"):
-        if messages[0]["role"] in ("system", "developer"):
-            raise RowFault(f"there are two system messages, in {layout.columns['system']} and in {columns[0]}")
-        messages.insert(0, {"role": "system", "content": system})
-    return Conversation(messages=messages, tools=_tools(row, layout), context=context)
+    conversation = Conversation(messages=messages, tools=_tools(row, layout), context=context)
+    if not (system := layout.text(row, "system")):
+        return conversation
+    if conversation.has_system:
+        raise RowFault(f"there are two system messages, in {layout.columns['system']} and in {columns[0]}")
+    return conversation.with_system(system)
 
 
 def _of_instruction(row: Row, layout: Columns) -> list[Message]:
-    instruction, output = layout.text(row, "instruction"), layout.text(row, "output")
-    turns = []
-    for number, turn in enumerate(history(row, layout), start=1):
+    messages: list[Message] = []
+    for number, turn in enumerate(_listed(layout.value(row, "history"), "history", "pairs"), start=1):
         if not (isinstance(turn, Sequence) and len(turn) == 2 and not isinstance(turn, str)):
             raise RowFault(f"history: turn {number} is {kind_of(turn)}, not a pair of instruction and response")
-        turns.append([check_text(part, f"history: turn {number}") for part in turn])
-    turns.append(["\n\n".join(part for part in (instruction, layout.text(row, "input")) if part), output])
-    roles = ("user", "assistant")
-    return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+        for role, part in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": check_text(part, f"history: turn {number}")})
+    instruction, output = layout.text(row, "instruction"), layout.text(row, "output")
+    added = layout.text(row, "input")
+    question: Message = {"role": "user", "content": "\n\n".join(filter(None, (instruction, added)))}
+    if instruction and added:
+        # Stanford Alpaca's words have a place of its own for the input, which other templates do not know.
+        question["input"] = added
+    return [*messages, question, {"role": "assistant", "content": output}]
 
 
 def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = None) -> list[Message]:
@@ -135,7 +136,7 @@ def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = Non
     place in errors. Raises ``RowFault`` if a message is none.
     """
     messages: list[Message] = []
-    calls: list[str] = []
+    waiting: list[str] = []  # ids of calls that have no result yet
     if not (items := _listed(value, column, "messages")):
         raise RowFault(f"{column} is empty")
     for number, item in enumerate(items, start=1):
@@ -143,7 +144,11 @@ def parse_messages(value: Any, column: str, keys: Mapping[str, str] | None = Non
             message = _message(item, keys or {})
         except RowFault as fault:
             raise RowFault(f"{column}: message {number}: {fault}") from None
-        _link(message, calls)
+        if calls := message.get("tool_calls"):
+            # Nine letters and digits: Mistral's templates refuse an id of any other length.
+            waiting = [call.setdefault("id", f"call{place:05d}") for place, call in enumerate(calls)]
+        elif message["role"] == "tool" and waiting:
+            message.setdefault("tool_call_id", waiting.pop(0))
         messages.append(message)
     return messages
 
@@ -185,10 +190,8 @@ def _message(item: Any, keys: Mapping[str, str]) -> Message:
 
 
 def _content(value: Any, name: str, may_be_missing: bool) -> str:
-    if value is None and may_be_missing:
-        return ""
     if not isinstance(value, list | tuple):
-        return check_text(value, name)
+        return "" if value is None and may_be_missing else check_text(value, name)
     texts = []
     for part in value:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
@@ -200,57 +203,34 @@ def _content(value: Any, name: str, may_be_missing: bool) -> str:
 
 def _call(call: Any, name: str) -> Message:
     """Return a call of a function in OpenAI's form, but with arguments as the object that chat templates expect."""
-    if not isinstance(call, Mapping):
-        raise RowFault(f"{name}: a call is {kind_of(call)}, not an object with name and arguments")
-    function = call.get("function", call)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RowFault(f"{name}: a call has no name of a function")
+    function = _function(call, f"{name}: a call has no name of a function")
+    where = f"{name}: arguments of {function['name']}"
     arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}", f"{name}: arguments of {function['name']}")
+        arguments = _json(arguments or "{}", where)
     if not isinstance(arguments, Mapping):
-        raise RowFault(f"{name}: arguments of {function['name']} are {kind_of(arguments)}, not an object")
-    _check_json(arguments, f"{name}: arguments of {function['name']}")
-    made: Message = {
-        "type": "function",
-        "function": {"name": check_text(function["name"], name), "arguments": dict(arguments)},
-    }
-    if isinstance(call.get("id"), str):
-        made["id"] = call["id"]
-    return made
-
-
-def _link(message: Message, calls: list[str]) -> None:
-    """Give calls without an id one, of the form that the strictest templates want, and results the ids of their calls.
-
-    ``calls`` are the ids of those that have no result yet.
-    """
-    if message.get("tool_calls"):
-        calls.clear()
-        # Nine letters and digits: Mistral's templates refuse an id of any other length.
-        for number, call in enumerate(message["tool_calls"]):
-            calls.append(call.setdefault("id", f"call{number:05d}"))
-    elif message["role"] == "tool" and calls:
-        first = calls.pop(0)
-        message.setdefault("tool_call_id", first)
+        raise RowFault(f"{where} are {kind_of(arguments)}, not an object")
+    _check_json(arguments, where)
+    made = {"name": check_text(function["name"], name), "arguments": dict(arguments)}
+    return {"type": "function", "function": made} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
 def _tools(row: Row, layout: Columns) -> list[Message] | None:
     name, tools = layout.columns.get("tools", "tools"), []
-    for tool in _listed(layout.value(row, "tools"), name, "functions"):
-        if isinstance(tool, str):
-            tool = _json(tool, name)
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RowFault(f"{name} has an entry that is no function with a name: {kind_of(tool)}")
+    for each in _listed(layout.value(row, "tools"), name, "functions"):
+        tool = _json(each, name) if isinstance(each, str) else each
+        function = _function(tool, f"{name} has an entry that is no function with a name: {kind_of(tool)}")
         _check_json(tool, name)
-        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(function)})
     return tools or None
 
 
-def history(row: Row, layout: Columns) -> Sequence[Any]:
-    """Return the turns before an instruction; raises ``RowFault`` if they are no list."""
-    return _listed(layout.value(row, "history"), "history", "pairs")
+def _function(item: Any, fault: str) -> Mapping[str, Any]:
+    """Return the function in ``item``, or that it is itself; raises ``RowFault`` if it has no name."""
+    function = item.get("function", item) if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowFault(fault)
+    return function
 
 
 def _listed(value: Any, name: str, what: str) -> Sequence[Any]:

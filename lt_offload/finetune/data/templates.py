@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.compat.hugging_face import compile_template
 from lt_offload.errors import ConfigError, first_line
-from lt_offload.finetune.data.chat.conversations import Conversation, Message
+from lt_offload.finetune.data.conversations import Conversation, Message
 from lt_offload.finetune.data.rows import RowFault
 from lt_offload.resources import is_file, shipped_files, user_path
 from lt_offload.suggest import nearest
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
+OWN = "the tokenizer's"
+"""Name of the template that a tokenizer brings."""
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _END_OF_TURN = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "phi3": "<|end|>", "gemma": "<end_of_turn>"}
@@ -34,30 +36,18 @@ _TOOLS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """The ability of a template to write descriptions of functions, calls, and messages with the role ``tool``."""
-
-    tools: bool
-    calls: Literal["object", "text"] | None
-    """Form of the arguments in calls; None if it writes no calls."""
-    results: bool
-
-
+@dataclass(frozen=True, eq=False)
 class ChatTemplate:
     """A chat template in Jinja, and ``tool_text`` for conversations with tools, where that is another one.
 
     ``special`` tokens are the tokenizer's by their names; ``tokens`` are texts that are one token wherever they stand.
     """
 
-    def __init__(
-        self, name: str, text: str, special: Mapping[str, str], tokens: Sequence[str], tool_text: str | None = None
-    ) -> None:
-        self.name = name
-        self.text = text
-        self.special = dict(special)
-        self.tokens = tuple(tokens)
-        self.tool_text = tool_text or text
+    name: str
+    text: str
+    special: Mapping[str, str]
+    tokens: Sequence[str]
+    tool_text: str | None = None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False) -> str:
         """Return the text of a conversation; with ``ask``, of one that the assistant is to go on with.
@@ -76,8 +66,8 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        text = self.tool_text if tools else self.text
-        special: dict[str, Any] = self.special
+        text = self.tool_text or self.text if tools else self.text
+        special: Mapping[str, Any] = self.special
         marked = _MARKERS.search(text) is not None
         try:
             # transformers' own renderer, with its filters and functions, as templates are written for it.
@@ -98,20 +88,25 @@ class ChatTemplate:
             raise RowFault(f"the chat template ({self.name}) refuses it: {first_line(error)}") from error
         return rendered[0][0], rendered[1][0] if marked else None
 
+    def tried(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False
+    ) -> str | None:
+        """Return the text of a conversation, None if the template refuses it."""
+        try:
+            return self.render(messages, tools, ask=ask)
+        except RowFault:
+            return None
+
     def blame(self, conversation: Conversation, fault: RowFault) -> RowFault:
         """Return ``fault`` with the first message that the template refuses."""
         messages, tools = conversation.messages, conversation.tools
         # A template stops without saying where: the shortest beginning of the
         # conversation that it refuses ends with the message to blame.
         for number in range(1, len(messages) + 1):
-            try:
-                self.render(messages[:number], tools)
-            except RowFault:
-                try:
-                    self.render(messages[:number])
-                except RowFault:
-                    return RowFault(f"message {number} (role {messages[number - 1]['role']!r}): {fault}")
-                return RowFault(f"tools: {fault}")
+            if self.tried(messages[:number], tools) is None:
+                of_tools = self.tried(messages[:number]) is not None
+                where = "tools" if of_tools else f"message {number} (role {messages[number - 1]['role']!r})"
+                return RowFault(f"{where}: {fault}")
         return fault
 
     def fit(self, conversation: Conversation) -> tuple[Conversation, str | None]:
@@ -121,86 +116,62 @@ class ChatTemplate:
         if "developer" not in self.text and any(message["role"] == "developer" for message in messages):
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             conversation = replace(conversation, messages=messages)
+        tools, results = bool(conversation.tools), any(message["role"] == "tool" for message in messages)
         calls = any(message.get("tool_calls") for message in messages)
-        if not (calls or conversation.tools or any(message["role"] == "tool" for message in messages)):
+        if not (tools or calls or results) or _writes(self, tools, "object" if calls else None, results):
             return conversation, None
-        can = self.abilities
-        if (conversation.tools and not can.tools) or (calls and can.calls is None) or not can.results:
-            return self.as_text(conversation), TOOLS_AS_TEXT
-        if calls and can.calls == "text":
-            messages = [_with_text_arguments(message) for message in messages]
-        return replace(conversation, messages=messages), None
-
-    @cached_property
-    def abilities(self) -> Abilities:
-        """The ability of this template to write about functions, tried out."""
-        # No template writes words with a 7 of itself: those that are found were handed through.
-        parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
-        function = {"name": "name7", "description": "some function", "parameters": parameters}
-        tools = [{"type": "function", "function": function}]
-        user = {"role": "user", "content": "question"}
-        call: Message = {"type": "function", "id": "call00007"}
-        call["function"] = {"name": "name7", "arguments": {"key7": "value7"}}
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
-        answer = {"role": "assistant", "content": "answer"}
-        of_object = self._try([user, calling, result, answer], tools)
-        of_text = self._try([user, _with_text_arguments(calling), result, answer], tools)
-        calls: Literal["object", "text"] | None = None
-        # A template that wants text prints an object in Python's way, which no model has been trained on.
-        if "value7" in of_object and "{'key7'" not in of_object:
-            calls = "object"
-        elif '{"key7": "value7"}' in of_text:
-            calls = "text"
-        written = {"object": of_object, "text": of_text}[calls] if calls else self._try([user, answer, result, answer])
-        return Abilities("name7" in self._try([user], tools), calls, "result7" in written)
-
-    def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
-        try:
-            return self.render(messages, tools)
-        except RowFault:
-            return ""
+        if calls and _writes(self, tools, "text", results):
+            return replace(conversation, messages=[_with_text_arguments(message) for message in messages]), None
+        return self.as_text(conversation), TOOLS_AS_TEXT
 
     def as_text(self, conversation: Conversation) -> Conversation:
         """Return ``conversation`` with functions, calls and results as text in its messages."""
         messages = [dict(message) for message in conversation.messages]
-        # Tried with an answer in front instead of a call, as calls are text in what will be written.
-        as_user = "result7" not in self._try(
-            [
-                {"role": "user", "content": "question"},
-                {"role": "assistant", "content": "answer"},
-                {"role": "tool", "content": "result7"},
-                {"role": "assistant", "content": "answer"},
-            ]
-        )
+        # Tried without calls, which are text in what will be written.
+        as_user = not _writes(self, False, None, True)
         for message in messages:
-            calls = [call["function"] for call in message.pop("tool_calls", None) or []]
-            texts = [message["content"]] if message["content"] else []
-            texts += [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-            message["content"] = "\n".join(texts)
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls", None) or ()]
+            texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+            message["content"] = "\n".join(filter(None, texts))
             if message["role"] == "tool" and as_user:
                 message["role"] = "user"
                 message["content"] = f"<tool_response>\n{message['content']}\n</tool_response>"
-        context = conversation.context
-        if conversation.tools:
-            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in conversation.tools)
-            described = _TOOLS.format(tools=listed)
-            if messages[0]["role"] in ("system", "developer"):
-                messages[0]["content"] += f"\n\n{described}"
-            else:
-                messages.insert(0, {"role": "system", "content": described})
-                context += 1 if context else 0
-        return Conversation(messages=messages, context=context)
+        made = Conversation(messages=messages, context=conversation.context)
+        if not conversation.tools:
+            return made
+        listed = _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in conversation.tools))
+        if not made.has_system:
+            return made.with_system(listed)
+        messages[0]["content"] += f"\n\n{listed}"
+        return made
+
+
+@cache
+def _writes(template: ChatTemplate, tools: bool, calls: Literal["object", "text"] | None, results: bool) -> bool:
+    """Return whether ``template`` writes functions, calls with arguments in that form, and results, by trying."""
+    # No template writes words with a 7 of itself: those that are there were handed through.
+    parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
+    function = {"name": "tool7", "description": "some function", "parameters": parameters}
+    call = {"type": "function", "id": "call00007", "function": {"name": "name7", "arguments": {"key7": "value7"}}}
+    result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
+    answer: Message = {"role": "assistant", "content": "answer"}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]} if calls else answer
+    messages: list[Message] = [{"role": "user", "content": "question"}]
+    messages += [_with_text_arguments(calling) if calls == "text" else calling, *([result, answer] if results else [])]
+    written = template.tried(messages, [{"type": "function", "function": function}] if tools else None) or ""
+    if (tools and "tool7" not in written) or (results and "result7" not in written):
+        return False
+    # A template that wants text prints an object in Python's way, which no model has been trained on.
+    as_object = "value7" in written and "{'key7'" not in written
+    return bool(written) and {None: True, "object": as_object, "text": '{"key7": "value7"}' in written}[calls]
 
 
 def _with_text_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
     calls = []
-    for call in message["tool_calls"]:
+    for call in message.get("tool_calls") or ():
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls}
+    return message | {"tool_calls": calls} if calls else message
 
 
 def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[ChatTemplate | None, list[str]]:
@@ -208,33 +179,39 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
 
     Null is the tokenizer's own, if it has one. Raises ``ConfigError`` if there is no such template, or it is no Jinja.
     """
-    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    tokens = tuple(tokenizer.added_tokens_encoder)
-    if setting is None:
-        own: Any = tokenizer.chat_template
-        if not own:
-            return None, []
-        text, tool_text = own, None
-        if isinstance(own, dict):
-            text, tool_text = own.get("default"), own.get("tool_use")
-            if text is None:
-                names = ", ".join(own)
-                raise ConfigError(f"the tokenizer has chat templates {names}, none is the default; set data.template")
-        return _checked(ChatTemplate("the tokenizer's", text, special, tokens, tool_text)), []
+    from jinja2 import TemplateSyntaxError
+
+    notes: list[str] = []
+    name, tool_text = setting or OWN, None
     shipped = shipped_files("configs/templates", ".jinja")
-    file = user_path(setting)
-    if setting in shipped:
+    if setting is None:
+        text: Any = tokenizer.chat_template
+        if isinstance(text, dict):
+            text, tool_text = text.get("default"), text.get("tool_use")
+            if text is None:
+                names = ", ".join(tokenizer.chat_template)
+                raise ConfigError(f"the tokenizer has chat templates {names}, none is the default; set data.template")
+        if not text:
+            return None, []
+    elif setting in shipped:
         text, notes = _adapted(setting, shipped[setting].read_text(encoding="utf-8"), tokenizer)
-        return _checked(ChatTemplate(setting, text, special, tokens)), notes
-    if not is_file(file):
+    elif is_file(file := user_path(setting)):
+        name = file.name
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.template={setting!r} is not UTF-8 text: {error}") from None
+    else:
         near = nearest(setting, shipped, most=1)
         hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
         raise ConfigError(f"data.template={setting!r} is neither a shipped chat template nor a file; {hint}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data.template={setting!r} is not UTF-8 text: {error}") from None
-    return _checked(ChatTemplate(file.name, text, special, tokens)), []
+    for each in filter(None, (text, tool_text)):
+        try:
+            compile_template(each)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat template {name}: line {error.lineno}: {error.message}") from None
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return ChatTemplate(name, text, special, tuple(tokenizer.added_tokens_encoder), tool_text), notes
 
 
 def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
@@ -252,7 +229,8 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
         if "▁" not in vocabulary:
             text = text.replace("[INST] ", "[INST]").replace("' ' + message['content']", "message['content']")
     written = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
-    tokens = sorted(set(re.findall(r"<\|?\w+\|?>", written)) - vocabulary.keys() - _tags(text))
+    tags = {f"<{tag}>" for tag in re.findall(r"</(\w+)>", text)}  # of XML, with an end for each beginning
+    tokens = sorted(set(re.findall(r"<\|?\w+\|?>", written)) - vocabulary.keys() - tags)
     if tokens:
         notes.append(
             f"data.template={name}: this tokenizer has no token for {', '.join(tokens)}; they are split like other text"
@@ -263,19 +241,3 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
     if begin is not None and "bos_token" not in text and tokenizer("a")["input_ids"][:1] == [begin]:
         text = "{{- bos_token }}" + text
     return text, notes
-
-
-def _tags(text: str) -> set[str]:
-    """Return XML tags, with an end for each beginning, in ``text``: no tokens are meant."""
-    return {f"<{name}>" for name in re.findall(r"</(\w+)>", text)}
-
-
-def _checked(template: ChatTemplate) -> ChatTemplate:
-    from jinja2 import TemplateSyntaxError
-
-    for text in {template.text, template.tool_text}:
-        try:
-            compile_template(text)
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"chat template {template.name}: line {error.lineno}: {error.message}") from None
-    return template
